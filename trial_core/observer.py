@@ -1,0 +1,67 @@
+"""Watching a run from the process that drives it.
+
+Whoever starts a run may watch it: `with observing(observer): train(config)`. The flow tells the
+observer what happens, in the flow's own process; an observer must return at once and never raise.
+The command line's progress bar is one. Without one, nothing is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal
+
+MetricsKind = Literal["training", "validation"]
+
+
+class Observer:
+    """Does nothing; override what is of interest. Methods may be called from several threads."""
+
+    def run_started(self, trial: str, total_batches: int | None, begins_at: int) -> None:
+        """The loaders are built, so the length of the run is known.
+
+        Args:
+            trial: the trial's id.
+            total_batches: where training ends, None when unknown.
+            begins_at: batches already trained (not 0 for a resumed run).
+        """
+
+    def stage_started(self, stage: str, detail: str) -> None:
+        """A stage begins: ``("train-workload", "[100→200]")``."""
+
+    def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
+        """That stage has ended well."""
+
+    def batches_trained(self, batches: int, samples: int) -> None:
+        """Training has reached `batches`; `samples` were trained on since this attempt began."""
+
+    def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
+        """Metrics reduced over all ranks, as of `batches` trained."""
+
+    def checkpoint_committed(self, uuid: str, batches: int, total_bytes: int) -> None:
+        """A checkpoint has become real."""
+
+    def rank_logged(self, rank: int, line: str) -> None:
+        """A line of a rank's output (rate-capped; whole logs are on disk)."""
+
+    def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
+        """The slot group failed and is launched again."""
+
+
+_current: ContextVar[Observer] = ContextVar("trialflow_observer", default=Observer())
+
+
+def current_observer() -> Observer:
+    """The observer of the run being driven; one that does nothing when there is none."""
+    return _current.get()
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[Observer]:
+    """Runs started inside the block are shown to `observer`."""
+    token = _current.set(observer)
+    try:
+        yield observer
+    finally:
+        _current.reset(token)

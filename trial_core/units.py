@@ -1,0 +1,171 @@
+"""Lengths and periods of training, in batches or epochs. Pure: no torch, no I/O.
+
+A *batch* is one optimizer step's worth of samples on all ranks. An *epoch* is one pass over the
+training data, whose length in batches need not be whole: with accumulation and several ranks, a
+batch may begin in one epoch and end in the next. `EpochLength` therefore counts in micro-batches
+and rounds once, upwards: epoch *k* is over with the first batch that contains its last sample.
+
+Numbers of different units do not mix: comparing a `Batch` to an `Epoch` raises `TypeError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
+from typing import Union
+
+from trial_core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EpochLength:
+    """How long an epoch is.
+
+    Attributes:
+        micro_batches: micro-batches in one pass over the data, all data-parallel ranks together.
+        micro_batches_per_batch: micro-batches that one batch consumes, all ranks together
+            (gradient accumulation steps x data-parallel ranks).
+    """
+
+    micro_batches: int
+    micro_batches_per_batch: int
+
+    def __post_init__(self) -> None:
+        if self.micro_batches < 1 or self.micro_batches_per_batch < 1:
+            raise ValueError(
+                f"an epoch needs at least one micro-batch, got {self.micro_batches} "
+                f"in batches of {self.micro_batches_per_batch}"
+            )
+
+    def batches_until(self, epochs: int) -> int:
+        """Batches trained when `epochs` whole epochs have been seen."""
+        return -(-epochs * self.micro_batches // self.micro_batches_per_batch)
+
+    def epoch_of(self, batch_idx: int) -> int:
+        """The epoch in which batch `batch_idx` (0-based) begins."""
+        return batch_idx * self.micro_batches_per_batch // self.micro_batches
+
+    def epochs_completed(self, batches_trained: int) -> int:
+        """Whole epochs seen after `batches_trained` batches."""
+        return batches_trained * self.micro_batches_per_batch // self.micro_batches
+
+
+class _TrainUnit:
+    """A number of batches or epochs, or the set of those at which something is due."""
+
+    unit: str
+
+    def __init__(self, value: int | Container[int]) -> None:
+        if isinstance(value, bool) or not isinstance(value, (int, Container)):
+            raise TypeError(
+                f"{type(self).__name__} takes a positive int or a container of ints, "
+                f"got {value!r}"
+            )
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"{type(self).__name__} takes a positive number, got {value}")
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.value!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.value == self.value
+
+    def __hash__(self) -> int:
+        return hash((type(self).__name__, repr(self.value)))
+
+    def __lt__(self, other: object) -> bool:
+        if not isinstance(other, _TrainUnit):
+            return NotImplemented
+        if type(other) is not type(self):
+            raise TypeError(f"cannot compare {self!r} to {other!r}: their units differ")
+        if not isinstance(self.value, int) or not isinstance(other.value, int):
+            raise TypeError(f"cannot compare {self!r} to {other!r}: only single numbers have order")
+        return self.value < other.value
+
+    def is_due(self, batches_trained: int, epoch: EpochLength | None = None) -> bool:
+        """Whether a period of this length ends exactly after `batches_trained` batches.
+
+        Raises:
+            ConfigError: an epoch period, and the loader has no length.
+        """
+        counts = self._counts_at(batches_trained, epoch)
+        if isinstance(self.value, int):
+            return any(count % self.value == 0 for count in counts)
+        return any(count in self.value for count in counts)
+
+    def _counts_at(self, batches_trained: int, epoch: EpochLength | None) -> range:
+        """The counts of this unit that are reached exactly at `batches_trained`."""
+        raise NotImplementedError
+
+    def next_due(
+        self, batches_trained: int, until: int, epoch: EpochLength | None = None
+    ) -> int | None:
+        """The first batch after `batches_trained`, and not past `until`, at which this is due."""
+        candidates: Iterable[int] = range(batches_trained + 1, until + 1)
+        return next((b for b in candidates if self.is_due(b, epoch)), None)
+
+
+class Batch(_TrainUnit):
+    """A number of batches: ``Batch(100)`` is every 100, ``Batch([5, 30])`` is after 5 and 30."""
+
+    unit = "batches"
+
+    def _counts_at(self, batches_trained: int, epoch: EpochLength | None) -> range:
+        return range(max(batches_trained, 1), batches_trained + 1)
+
+    def next_due(
+        self, batches_trained: int, until: int, epoch: EpochLength | None = None
+    ) -> int | None:
+        if not isinstance(self.value, int):
+            return super().next_due(batches_trained, until, epoch)
+        due = (batches_trained // self.value + 1) * self.value
+        return due if due <= until else None
+
+
+class Epoch(_TrainUnit):
+    """A number of epochs: ``Epoch(1)`` is after each, ``Epoch([2, 7])`` is after the 2nd and 7th."""
+
+    unit = "epochs"
+
+    def _counts_at(self, batches_trained: int, epoch: EpochLength | None) -> range:
+        # Several counts when epochs are shorter than a batch.
+        epoch = _known(epoch, self)
+        before = epoch.epochs_completed(max(batches_trained - 1, 0))
+        return range(before + 1, epoch.epochs_completed(batches_trained) + 1)
+
+    def next_due(
+        self, batches_trained: int, until: int, epoch: EpochLength | None = None
+    ) -> int | None:
+        if not isinstance(self.value, int):
+            return super().next_due(batches_trained, until, epoch)
+        epoch = _known(epoch, self)
+        done = epoch.epochs_completed(batches_trained)
+        due = epoch.batches_until((done // self.value + 1) * self.value)
+        return due if due <= until else None
+
+
+TrainUnit = Union[Batch, Epoch]
+
+
+def _known(epoch: EpochLength | None, unit: _TrainUnit) -> EpochLength:
+    if epoch is None:
+        raise ConfigError(
+            f"{unit!r} needs to know how long an epoch is, but the training loader has no length; "
+            "give the period in batches, or return a loader that has a len()"
+        )
+    return epoch
+
+
+def in_batches(length: TrainUnit, epoch: EpochLength | None) -> int:
+    """A maximum length as a number of batches.
+
+    Raises:
+        ConfigError: a length in epochs, and the loader has no length.
+        TypeError: a length that is a container.
+    """
+    if not isinstance(length.value, int):
+        raise TypeError(f"a length is one number, got {length!r}")
+    if isinstance(length, Batch):
+        return length.value
+    return _known(epoch, length).batches_until(length.value)
