@@ -18,13 +18,16 @@ MetricsKind = Literal["training", "validation"]
 class Observer:
     """Does nothing; override what is of interest. Methods may be called from several threads."""
 
-    def run_started(self, trial: str, total_batches: int | None, begins_at: int) -> None:
+    def run_started(
+        self, trial: str, total_batches: int, begins_at: int, batch_samples: int
+    ) -> None:
         """The loaders are built, so the length of the run is known.
 
         Args:
             trial: the trial's id.
-            total_batches: where training ends, None when unknown.
+            total_batches: where training ends.
             begins_at: batches already trained (not 0 for a resumed run).
+            batch_samples: samples in one batch, all ranks together.
         """
 
     def stage_started(self, stage: str, detail: str) -> None:
@@ -33,8 +36,8 @@ class Observer:
     def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
         """That stage has ended well."""
 
-    def batches_trained(self, batches: int, samples: int) -> None:
-        """Training has reached `batches`; `samples` were trained on since this attempt began."""
+    def batches_trained(self, batches: int) -> None:
+        """Training has reached `batches`; told a few times a second."""
 
     def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
         """Metrics reduced over all ranks, as of `batches` trained."""

@@ -60,33 +60,34 @@ class Progress:
     improved: bool = False
     stop_requested: bool = False
 
-    def after_training(self, batches_trained: int, stop_requested: bool = False) -> Progress:
+    def after_training(self, batches_trained: int) -> Progress:
         """Progress once training has reached `batches_trained`."""
-        return replace(
-            self,
-            batches_trained=batches_trained,
-            stop_requested=self.stop_requested or stop_requested,
-        )
+        return replace(self, batches_trained=batches_trained)
 
-    def after_validation(
-        self, metric: float | None, smaller_is_better: bool, stop_requested: bool = False
-    ) -> Progress:
+    def after_validation(self, metric: float | None, smaller_is_better: bool) -> Progress:
         """Progress once validated; a NaN, or no metric at all, is never an improvement."""
-        improved = metric is not None and not math.isnan(metric) and (
-            self.best_metric is None
-            or (metric < self.best_metric if smaller_is_better else metric > self.best_metric)
+        improved = (
+            metric is not None
+            and not math.isnan(metric)
+            and (
+                self.best_metric is None
+                or (metric < self.best_metric if smaller_is_better else metric > self.best_metric)
+            )
         )
         return replace(
             self,
             validated_at=self.batches_trained,
             best_metric=metric if improved else self.best_metric,
             improved=improved,
-            stop_requested=self.stop_requested or stop_requested,
         )
 
     def after_checkpoint(self) -> Progress:
         """Progress once a checkpoint of this very state exists."""
         return replace(self, checkpointed_at=self.batches_trained)
+
+    def stopping(self, stop_requested: bool = True) -> Progress:
+        """Progress once somebody has asked for a stop; `False` forgets that they did."""
+        return replace(self, stop_requested=stop_requested)
 
 
 @dataclass(frozen=True)
@@ -161,9 +162,11 @@ def _must_checkpoint(
     return policy == "all" or (policy == "best" and progress.improved)
 
 
-def _next_stop(
-    trained: int, schedule: Schedule, epoch: EpochLength | None, end: int
-) -> int:
+def _next_stop(trained: int, schedule: Schedule, epoch: EpochLength | None, end: int) -> int:
     periods = (schedule.reporting_period, schedule.validation_period, schedule.checkpoint_period)
-    due = (period.next_due(trained, end, epoch) for period in periods if period is not None)
-    return min((stop for stop in due if stop is not None), default=end)
+    stop = end
+    for period in periods:
+        if period is not None:
+            # Never past what is due already: a container is searched batch by batch.
+            stop = period.next_due(trained, stop, epoch) or stop
+    return stop

@@ -56,10 +56,10 @@ class _TrainUnit:
     unit: str
 
     def __init__(self, value: int | Container[int]) -> None:
-        if isinstance(value, bool) or not isinstance(value, (int, Container)):
+        # A text is a container too, but of characters: Batch("100") is a mistake.
+        if isinstance(value, (bool, str, bytes)) or not isinstance(value, (int, Container)):
             raise TypeError(
-                f"{type(self).__name__} takes a positive int or a container of ints, "
-                f"got {value!r}"
+                f"{type(self).__name__} takes a positive int or a container of ints, got {value!r}"
             )
         if isinstance(value, int) and value < 1:
             raise ValueError(f"{type(self).__name__} takes a positive number, got {value}")
@@ -72,7 +72,8 @@ class _TrainUnit:
         return type(other) is type(self) and other.value == self.value
 
     def __hash__(self) -> int:
-        return hash((type(self).__name__, repr(self.value)))
+        # Equal containers may have different representations, so only numbers tell apart.
+        return hash((type(self), self.value if isinstance(self.value, int) else None))
 
     def __lt__(self, other: object) -> bool:
         if not isinstance(other, _TrainUnit):
@@ -124,7 +125,7 @@ class Batch(_TrainUnit):
 
 
 class Epoch(_TrainUnit):
-    """A number of epochs: ``Epoch(1)`` is after each, ``Epoch([2, 7])`` is after the 2nd and 7th."""
+    """A number of epochs: ``Epoch(1)`` is after each, ``Epoch([2, 7])`` after the 2nd and 7th."""
 
     unit = "epochs"
 

@@ -1,0 +1,41 @@
+"""The DeepSpeed trial API: change ``determined.pytorch.deepspeed`` to ``trial_core.deepspeed``."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trial_core.deepspeed.context import DeepSpeedTrialContext
+    from trial_core.deepspeed.ds_config import overwrite_deepspeed_config
+    from trial_core.deepspeed.mpu import (
+        ModelParallelUnit,
+        make_data_parallel_mpu,
+        make_deepspeed_mpu,
+    )
+    from trial_core.deepspeed.trial import DeepSpeedTrial
+
+_HOMES = {
+    "DeepSpeedTrial": "trial",
+    "DeepSpeedTrialContext": "context",
+    "ModelParallelUnit": "mpu",
+    "make_data_parallel_mpu": "mpu",
+    "make_deepspeed_mpu": "mpu",
+    "overwrite_deepspeed_config": "ds_config",
+}
+
+__all__ = [
+    "DeepSpeedTrial",
+    "DeepSpeedTrialContext",
+    "ModelParallelUnit",
+    "make_data_parallel_mpu",
+    "make_deepspeed_mpu",
+    "overwrite_deepspeed_config",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Resolved on first use, so that importing the package costs nothing (PEP 562).
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

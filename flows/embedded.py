@@ -1,0 +1,204 @@
+"""A Prefect API for one run, where the user has configured none: `with prefect_api() as api: …`.
+
+Prefect has such a server built in (its ephemeral mode). It is not used here because it
+
+- outlives a driver that is killed;
+- shares the driver's terminal: it prints there, and Ctrl-C reaches it before the run has ended;
+- when stopped drops what it was still writing: of 100 quick task runs, 17 to 67 were recorded;
+- serves no UI.
+
+This one is the same application on the same database (PREFECT_HOME), so `prefect server start`
+shows the run later; meanwhile its own UI shows it live.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from flows.environment import chosen_settings, environment, prepare_prefect
+from trial_core.errors import TrialflowError
+
+HOST = "127.0.0.1"
+FLUSH_LIMIT_SECONDS = 30.0
+STOP_LIMIT_SECONDS = 45.0
+LOG_TAIL_BYTES = 4000
+
+# As in Prefect's ephemeral mode: a server that lives for one run leaves other deployments, work
+# pools and runs in the same database alone.
+SERVICES_OFF = {
+    f"PREFECT_SERVER_SERVICES_{service}_ENABLED": "false"
+    for service in (
+        "CANCELLATION_CLEANUP",
+        "CLEANUP_RECONCILER",
+        "FOREMAN",
+        "LATE_RUNS",
+        "PAUSE_EXPIRATIONS",
+        "REPOSSESSOR",
+        "SCHEDULER",
+    )
+}
+
+
+class PrefectServerError(TrialflowError):
+    """The embedded Prefect server could not be started."""
+
+
+@dataclass(frozen=True)
+class PrefectApi:
+    """The Prefect API that flows of this process talk to.
+
+    Attributes:
+        api_url: where the API is.
+        ui_url: where its UI is; None when Prefect does not know.
+        server_log: the log of the embedded server; None when the user's own server is used.
+    """
+
+    api_url: str
+    ui_url: str | None
+    server_log: Path | None = None
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether the API ends with the block that opened it."""
+        return self.server_log is not None
+
+
+@contextmanager
+def prefect_api(server_log: Path | None = None) -> Iterator[PrefectApi]:
+    """Have a Prefect API for the flows run inside the block: the user's, else an embedded one.
+
+    At the end of the block all that the runs logged and emitted has been written to the database,
+    and the embedded server is gone. It goes too, within 10 s, when this process is killed. For
+    synchronous code; the block may be entered again, one at a time.
+
+    Args:
+        server_log: where the embedded server's log goes (appended); default in PREFECT_HOME.
+
+    Raises:
+        PrefectServerError: the embedded server ended, or did not answer in time.
+    """
+    prepare_prefect()
+    from prefect.settings import get_current_settings
+
+    settings = get_current_settings()
+    if settings.api.url:
+        yield PrefectApi(settings.api.url, settings.ui_url)
+        return
+    log_path = server_log or settings.home / "trialflow-server.log"
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with socket.create_server((HOST, 0)) as listener:
+        root_url = f"http://{HOST}:{listener.getsockname()[1]}"
+        process = _start(listener, f"{root_url}/api", log_path)
+    api = PrefectApi(f"{root_url}/api", root_url, log_path)
+    variables = {"PREFECT_API_URL": api.api_url, "PREFECT_UI_URL": root_url, **_without_proxy()}
+    try:
+        with environment(variables):
+            _wait_until_it_answers(
+                process, api, settings.server.ephemeral.startup_timeout_seconds
+            )
+            try:
+                yield api
+            finally:
+                _flush()
+    finally:
+        _stop(process)
+
+
+def _start(listener: socket.socket, api_url: str, log_path: Path) -> subprocess.Popen[bytes]:
+    """Start the server on a socket that listens already: no port to lose, no polling for it.
+
+    A session of its own keeps the terminal's Ctrl-C away from it.
+    """
+    variables = {
+        **SERVICES_OFF,
+        **os.environ,
+        **chosen_settings(),
+        # Its stderr is a file: nothing to be quiet for.
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "DEBUG",
+        "PREFECT_LOGGING_HANDLERS_DEBUG_LEVEL": "DEBUG",
+        "PREFECT_UI_API_URL": api_url,
+    }
+    with log_path.open("ab") as log:
+        return subprocess.Popen(
+            [
+                sys.executable,
+                str(Path(__file__).with_name("embedded_server.py")),
+                str(listener.fileno()),
+                str(os.getpid()),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            pass_fds=[listener.fileno()],
+            start_new_session=True,
+            env=variables,
+        )
+
+
+def _without_proxy() -> dict[str, str]:
+    """Variables that keep requests to the embedded server out of a configured HTTP proxy."""
+    return {
+        name: ",".join(filter(None, [os.environ.get(name), HOST]))
+        for name in ("no_proxy", "NO_PROXY")
+    }
+
+
+def _wait_until_it_answers(
+    process: subprocess.Popen[bytes], api: PrefectApi, limit_seconds: float
+) -> None:
+    import httpx
+
+    try:
+        # The connection is accepted at once, the answer comes when the server is ready.
+        httpx.get(f"{api.api_url}/health", timeout=limit_seconds).raise_for_status()
+    except httpx.TimeoutException:
+        raise PrefectServerError(
+            f"Prefect's embedded server did not answer {api.api_url}/health within"
+            f" {limit_seconds} s. Give it longer with"
+            f" PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS; {_log_tail(api)}"
+        ) from None
+    except httpx.HTTPError as error:
+        _stop(process)
+        raise PrefectServerError(
+            f"Prefect's embedded server ended with exit code {process.returncode} while it was"
+            f" starting ({error}); {_log_tail(api)}"
+        ) from None
+
+
+def _log_tail(api: PrefectApi) -> str:
+    if api.server_log is None:
+        return "it has no log"
+    with api.server_log.open("rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+        tail = log.read().decode(errors="replace").strip()
+    return f"its log {api.server_log} ends with:\n{tail}" if tail else f"its log: {api.server_log}"
+
+
+def _flush() -> None:
+    """Send what Prefect's background threads still hold: log lines, and task runs as events.
+
+    They are closed by it, and open again, for another address if need be, on the next use.
+    """
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogWorker
+
+    EventsWorker.drain_all(timeout=FLUSH_LIMIT_SECONDS)
+    APILogWorker.drain_all(timeout=FLUSH_LIMIT_SECONDS)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the server: its standard input ends, it writes what it has, it goes."""
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        process.wait(STOP_LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,198 @@
+"""The flow `train`: one trial, from an experiment to its last checkpoint.
+
+Read `follow_schedule` for the story of a run; `train` wraps it in what keeps a run going: slots
+that are always torn down, and a new group of them, from the last committed checkpoint, when a rank
+is lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from prefect import flow, runtime
+from prefect.futures import PrefectFuture
+from prefect.logging import get_run_logger
+
+from tasks.build import build_loaders, build_trial, fetch_checkpoint
+from tasks.callbacks import run_callbacks
+from tasks.checkpoint import checkpoint_save, checkpoint_upload
+from tasks.report import Report
+from tasks.run import TrialRun, prepare_run_dir, trial_id
+from tasks.train_workload import train_workload
+from tasks.validate import validate
+from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config import ExperimentConfig
+from trial_core.errors import RankFailed
+from trial_core.observer import current_observer
+from trial_core.sequencer import Checkpoint, Finish, Progress, Train, Validate, next_workload
+from trial_core.slots.accelerators import slots_to_launch
+from trial_core.slots.group import SlotGroup
+from trial_core.units import in_batches
+
+
+@dataclass
+class TrialResult:
+    """How a run of the flow ended.
+
+    Attributes:
+        trial: the trial's id; give it to the flow again to go on.
+        batches_trained: over all runs of the trial.
+        stopped_early: whether the trial asked to end before its maximum length.
+        training_metrics, validation_metrics: the last ones.
+        checkpoint_uuid: the newest committed checkpoint.
+        checkpoint_url: where its files are.
+        report_path: the report, as a Markdown file.
+        run_dir: the trial's folder on this machine, with its logs.
+        flow_run_id: Prefect's id of this run.
+    """
+
+    trial: str
+    batches_trained: int
+    stopped_early: bool
+    training_metrics: dict[str, Any] = field(default_factory=dict)
+    validation_metrics: dict[str, Any] = field(default_factory=dict)
+    checkpoint_uuid: str | None = None
+    checkpoint_url: str | None = None
+    report_path: str | None = None
+    run_dir: str | None = None
+    flow_run_id: str | None = None
+
+
+@flow(name="train", flow_run_name="{config.name}", validate_parameters=True)
+def train(config: ExperimentConfig, trial: str | None = None) -> TrialResult:
+    """Train a trial.
+
+    Args:
+        config: the experiment.
+        trial: id of a trial to go on with, from its last committed checkpoint; by default the
+            flow run's own, so that a retry of the flow run goes on as well.
+    """
+    store = CheckpointStore(config.checkpoint_storage.url, config.checkpoint_storage.options)
+    store.check_writable()
+    flow_run_id = str(runtime.flow_run.id)
+    trial = trial or trial_id(config.name, flow_run_id)
+    run_dir = prepare_run_dir(trial)
+    report = Report(config, trial, run_dir, flow_run_id, current_observer())
+    restarts = 0
+    while True:
+        slots = SlotGroup(
+            slots_to_launch(config.resources.slots_per_trial),
+            working_dir=config.code,
+            log_dir=run_dir / "logs",
+            environment=config.environment.environment_variables,
+            on_batches=report.batches_trained,
+            on_log=report.rank_logged,
+        )
+        run = TrialRun(config, trial, run_dir, store, slots, report)
+        try:
+            with slots:
+                result = follow_schedule(run)
+        except RankFailed as failure:
+            get_run_logger().error("%s", failure.report())
+            if restarts == config.max_restarts or not _worth_a_restart(failure, run):
+                report.finish("failed", str(failure))
+                raise
+            restarts += 1
+            report.restarting(str(failure), restarts, config.max_restarts)
+        else:
+            report.finish("stopped" if result.stopped_early else "completed")
+            result.report_path = str(report.path)
+            result.flow_run_id = flow_run_id
+            return result
+
+
+def follow_schedule(run: TrialRun) -> TrialResult:
+    """Train `run`'s trial on its slots: what the sequencer says, one stage after the other."""
+    schedule = run.config.schedule()
+    build_trial(run)
+    resumed = fetch_newest_checkpoint(run)
+    progress = resumed.progress.stopping(False) if resumed else Progress()
+    uuid = resumed.uuid if resumed else None
+    run_callbacks(
+        run, "on_trial_startup", progress.batches_trained,
+        first_batch_idx=progress.batches_trained, checkpoint_uuid=uuid,
+    )  # fmt: skip
+    epoch = build_loaders(run, progress.batches_trained, uuid)
+    end = in_batches(schedule.max_length, epoch)
+    run.observer.run_started(run.trial, end, progress.batches_trained, run.batch_samples)
+    run_callbacks(run, "on_training_start", progress.batches_trained)
+    uploads = Uploads(run, newest=resumed)
+
+    while not isinstance(work := next_workload(progress, schedule, epoch), Finish):
+        trained = progress.batches_trained
+        if isinstance(work, Train):
+            progress = progress.after_training(train_workload(run, trained, work.until))
+            run_callbacks(run, "on_training_workload_end", work.until)
+        elif isinstance(work, Validate):
+            metric = validate(run, trained)
+            progress = progress.after_validation(metric, schedule.smaller_is_better)
+            run_callbacks(run, "on_validation_end", trained)
+        elif isinstance(work, Checkpoint):
+            uploads.wait()  # one upload at a time, beside training
+            staged = checkpoint_save(run, progress)
+            run_callbacks(run, "on_checkpoint_write_end", trained)
+            run_callbacks(run, "on_checkpoint_end", trained)
+            uploads.start(checkpoint_upload.submit(run, staged))
+            progress = progress.after_checkpoint()
+        uploads.settle()
+        progress = progress.stopping(run.stop_requested)
+
+    uploads.wait()
+    run_callbacks(run, "on_trial_shutdown", progress.batches_trained)
+    newest = uploads.newest
+    return TrialResult(
+        trial=run.trial,
+        batches_trained=progress.batches_trained,
+        stopped_early=progress.batches_trained < end,
+        training_metrics=run.metrics.get("training", {}),
+        validation_metrics=run.metrics.get("validation", {}),
+        checkpoint_uuid=newest.uuid if newest else None,
+        checkpoint_url=run.store.files_url(newest.uuid) if newest else None,
+        run_dir=str(run.run_dir),
+    )
+
+
+def fetch_newest_checkpoint(run: TrialRun) -> Manifest | None:
+    """Bring the trial's newest undamaged checkpoint to the ranks; None for a new trial."""
+    for manifest in run.store.candidates(run.trial):
+        if fetch_checkpoint(run, manifest):
+            run.metrics = {kind: dict(values) for kind, values in manifest.metrics.items()}
+            return manifest
+    return None
+
+
+class Uploads:
+    """The upload under way, if any, and the newest checkpoint that has been committed."""
+
+    def __init__(self, run: TrialRun, newest: Manifest | None) -> None:
+        self._run = run
+        self._pending: PrefectFuture[Manifest] | None = None
+        self.newest = newest
+
+    def start(self, upload: PrefectFuture[Manifest]) -> None:
+        """`upload` is under way."""
+        self._pending = upload
+
+    def settle(self) -> None:
+        """If the upload has ended by now, tell the trial's callbacks; else leave it be."""
+        if self._pending is not None and self._pending.state.is_final():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the upload under way. Raises what it failed of."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        self.newest = pending.result()
+        run_callbacks(
+            self._run, "on_checkpoint_upload_end", self.newest.progress.batches_trained,
+            uuid=self.newest.uuid,
+        )  # fmt: skip
+
+
+def _worth_a_restart(failure: RankFailed, run: TrialRun) -> bool:
+    """Whether starting again may help: a mistake in the trial would come again at once."""
+    raised = failure.error_type is not None
+    return not failure.is_trial_mistake and (run.has_trained or not raised)

@@ -1,0 +1,90 @@
+"""build-trial, fetch-checkpoint and build-loaders: from nothing to ranks that are ready to train."""
+
+from __future__ import annotations
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.logging import get_run_logger
+
+from tasks.run import TrialRun
+from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.transfer import fetch_files
+from trial_core.errors import CheckpointDamaged, CheckpointError
+from trial_core.messages import (
+    BuildLoaders,
+    BuildTrial,
+    FetchCheckpoint,
+    Fetched,
+    LoadersBuilt,
+    TrialBuilt,
+)
+from trial_core.units import EpochLength
+
+
+@task(name="build-trial", task_run_name="build-trial", cache_policy=NO_CACHE)
+def build_trial(run: TrialRun) -> None:
+    """Construct the user's trial, with its engines, on every rank."""
+    with run.stage("build-trial", ""):
+        built = run.slots.request(
+            BuildTrial(
+                trial=run.trial,
+                experiment=run.config.model_dump(mode="json"),
+                run_dir=str(run.run_dir),
+                storage=run.store.spec,
+            ),
+            TrialBuilt,
+        )[0]
+    run.hooks = frozenset(built.hooks)
+    run.topology = built.topology
+    run.versions = built.versions
+    run.batch_samples = built.batch_samples
+    get_run_logger().info("trial %s on %s", run.trial, built.topology)
+
+
+@task(
+    name="fetch-checkpoint",
+    task_run_name="fetch-checkpoint @{manifest.progress.batches_trained}",
+    cache_policy=NO_CACHE,
+)
+def fetch_checkpoint(run: TrialRun, manifest: Manifest) -> bool:
+    """Bring a checkpoint to the ranks' machine, every file verified; False when it is damaged."""
+    if run.topology is not None and manifest.topology.world_size != run.topology.world_size:
+        raise CheckpointError(
+            f"checkpoint {manifest.uuid} was saved by {manifest.topology.world_size} slots, and "
+            f"this run has {run.topology.world_size}; resume with "
+            f"resources.slots_per_trial={manifest.topology.world_size}"
+        )
+    with run.stage("fetch-checkpoint", f"@{manifest.progress.batches_trained}"):
+        damage = _fetch(run, manifest)
+    if damage:
+        get_run_logger().error("checkpoint %s cannot be used: %s", manifest.uuid, damage)
+    return damage is None
+
+
+def _fetch(run: TrialRun, manifest: Manifest) -> str | None:
+    if run.store.is_process_local:
+        # Only this process can see that storage; the ranks find the files where they look first.
+        try:
+            folder = run.run_dir / "restored" / manifest.uuid
+            fetch_files(run.store, manifest.uuid, manifest.files, folder)
+        except CheckpointDamaged as damage:
+            return str(damage)
+        return None
+    request = FetchCheckpoint(uuid=manifest.uuid, files=manifest.files)
+    return next((f.damage for f in run.slots.request(request, Fetched) if f.damage), None)
+
+
+@task(
+    name="build-loaders",
+    task_run_name="build-loaders @{batches_trained}",
+    cache_policy=NO_CACHE,
+)
+def build_loaders(
+    run: TrialRun, batches_trained: int, checkpoint: str | None
+) -> EpochLength | None:
+    """Build the data loaders and restore a fetched checkpoint; how long an epoch is."""
+    with run.stage("build-loaders", f"@{batches_trained}"):
+        built = run.slots.request(
+            BuildLoaders(batches_trained=batches_trained, checkpoint=checkpoint), LoadersBuilt
+        )[0]
+    return built.epoch

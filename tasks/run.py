@@ -1,0 +1,105 @@
+"""What the stages of one run share: its names and places, its slot group, and who watches."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trial_core.checkpoint.manifest import Topology
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config import ExperimentConfig
+from trial_core.errors import TrialflowError
+from trial_core.observer import Observer
+from trial_core.slots.group import SlotGroup
+
+
+class TrialRun:
+    """One attempt at training a trial.
+
+    Attributes:
+        config: the experiment.
+        trial: the trial's id; the same over all attempts at it.
+        attempt: this attempt's id; it signs the checkpoints that this attempt commits.
+        run_dir: the trial's folder on this machine: logs, staged checkpoints, the report.
+        store: where its checkpoints are kept.
+        slots: its ranks.
+        observer: who watches.
+        metrics: the last ones of each kind.
+        hooks: the callback hooks that the trial overrides, once it is built.
+        topology, versions, batch_samples: what the ranks said of themselves, once it is built.
+        stop_requested: whether the trial has asked to save and end.
+        has_trained: whether this attempt has got through a train-workload.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        trial: str,
+        run_dir: Path,
+        store: CheckpointStore,
+        slots: SlotGroup,
+        observer: Observer,
+    ) -> None:
+        self.config = config
+        self.trial = trial
+        self.attempt = uuid.uuid4().hex
+        self.run_dir = run_dir
+        self.store = store
+        self.slots = slots
+        self.observer = observer
+        self.metrics: dict[str, dict[str, Any]] = {}
+        self.hooks: frozenset[str] = frozenset()
+        self.topology: Topology | None = None
+        self.versions: dict[str, str] = {}
+        self.batch_samples = 0
+        self.stop_requested = False
+        self.has_trained = False
+
+    @contextmanager
+    def stage(self, name: str, detail: str) -> Iterator[None]:
+        """Tell the observer that a stage runs."""
+        self.observer.stage_started(name, detail)
+        began = time.monotonic()
+        yield
+        self.observer.stage_ended(name, detail, time.monotonic() - began)
+
+
+def home() -> Path:
+    """Where runs keep their local files: $TRIALFLOW_HOME, or ./trialflow-runs."""
+    return Path(os.environ.get("TRIALFLOW_HOME", "trialflow-runs")).absolute()
+
+
+def slug(name: str) -> str:
+    """An experiment's name as part of a trial's id: lower case letters, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60] or "trial"
+
+
+def trial_id(name: str, unique: str) -> str:
+    """A trial's id, from its experiment's name and something unique to it."""
+    return f"{slug(name)}-{unique.replace('-', '')[:8]}"
+
+
+def prepare_run_dir(trial: str) -> Path:
+    """The folder of `trial` on this machine, without what a dead attempt has left staged there.
+
+    Raises:
+        TrialflowError: it cannot be created.
+    """
+    run_dir = home() / trial
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        for leftover in ("staging", "restored"):
+            shutil.rmtree(run_dir / leftover, ignore_errors=True)
+    except OSError as error:
+        raise TrialflowError(
+            f"cannot create the run's folder {run_dir}: {error.strerror}; set TRIALFLOW_HOME to a "
+            "folder that can be written"
+        ) from error
+    return run_dir

@@ -1,0 +1,167 @@
+#!/usr/bin/env bash
+# A throw-away S3 server for tests and benchmarks: one Ceph monitor, one OSD and
+# one RADOS gateway on 127.0.0.1, with everything they write below one folder.
+#
+#   ceph_s3.sh up DIR [PORT]   start (PORT: default 8000; 0 picks a free one), wait
+#                           until it serves, print the endpoint's URL
+#   ceph_s3.sh down DIR        stop what `up` started, drop its data; DIR/log stays
+#
+# Environment of `up`:
+#   CEPH_S3_ACCESS_KEY, CEPH_S3_SECRET_KEY   default test-access, test-secret
+#   CEPH_S3_STORE   bluestore (default: a sparse file, DIR/osd/block) or memstore
+#                   (objects in the OSD's memory)
+#   CEPH_S3_SIZE    capacity in GiB, default 20. Keep it well above what is stored
+#                   at once: requests to a full server hang rather than fail
+#
+# Debian 12: apt-get install -y --no-install-recommends \
+#                ceph-mon ceph-osd radosgw ceph-common
+set -euo pipefail
+# The caller's Ceph or Python settings must not leak into the cluster.
+unset CEPH_ARGS CEPH_CONF CEPH_KEYRING PYTHONPATH PYTHONHOME
+MARK='# Made by ceph_s3.sh; its "down" removes what lies beside this file.'
+
+die() { echo "ceph_s3.sh: $*" >&2; exit 1; }
+usage() { sed -n '2,/^set /s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+listening() { (: <>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
+answers() (  # does it answer an anonymous GET / with 200?
+  exec 3<>"/dev/tcp/127.0.0.1/$1" && printf 'GET / HTTP/1.0\r\n\r\n' >&3 &&
+    IFS= read -r -t 5 -u 3 line && [[ $line = *' 200 '* ]]
+) 2>/dev/null
+free_port() {  # below Linux's ephemeral ports, so no outgoing connection takes it
+  local p
+  while p=$((20000 + RANDOM % 10000)); listening "$p"; do :; done
+  echo "$p"
+}
+# Run one step of `up`, its output in the log (a daemon must not keep our stdout).
+step() {
+  timeout 60 "$@" >>"$DIR/log/up.log" 2>&1 ||
+    die "failed ($?): $*; the end of its output: $(tail -n 5 "$DIR/log/up.log")"
+}
+
+# Is this process one of DIR's daemons? (Pids get reused; command lines tell.)
+ours() { grep -qzxF -- "$DIR/ceph.conf" "/proc/$1/cmdline" 2>/dev/null; }
+
+down() {
+  local daemon pid n
+  grep -qsxF "$MARK" "$DIR/ceph.conf" || return 0    # nothing of ours is here
+  for daemon in radosgw osd mon; do        # clients before their servers
+    pid=$(cat "$DIR/run/$daemon.pid" 2>/dev/null) && ours "$pid" || continue
+    kill "$pid" || true
+    for ((n = 0; n < 100; n++)); do ours "$pid" || continue 2; sleep 0.1; done
+    kill -KILL "$pid" || true
+  done
+  rm -rf "$DIR"/{mon,osd,run}
+}
+
+up() {
+  local port=$1 store=${CEPH_S3_STORE:-bluestore} size=${CEPH_S3_SIZE:-20}
+  local tool missing=() mon fsid uuid conf key n
+  for tool in ceph ceph-authtool ceph-mon ceph-osd monmaptool radosgw radosgw-admin; do
+    command -v "$tool" >/dev/null || missing+=("$tool")
+  done
+  ((!${#missing[@]})) || die "not installed: ${missing[*]} (Debian: apt-get install -y --no-install-recommends ceph-mon ceph-osd radosgw ceph-common)"
+  [[ $port =~ ^[0-9]+$ ]] || die "not a port: $port"
+  [[ $store = bluestore || $store = memstore ]] || die "CEPH_S3_STORE is bluestore or memstore, not $store"
+  [[ ! -e $DIR/mon ]] || die "$DIR holds a cluster already; first run: ceph_s3.sh down $DIR"
+  [[ -z $(ls -A "$DIR" 2>/dev/null) ]] || grep -qsxF "$MARK" "$DIR/ceph.conf" ||
+    die "$DIR is neither new, nor empty, nor left by an earlier ceph_s3.sh"
+  [[ $port != 0 ]] || port=$(free_port)
+  ! listening "$port" || die "port $port is taken"
+
+  mkdir -p "$DIR/log"
+  : >"$DIR/log/up.log"
+  trap 'down; echo "ceph_s3.sh: not started; logs are in $DIR/log" >&2' EXIT
+  trap 'exit 1' INT TERM HUP               # once the running step is through
+  mon=$(free_port)
+  fsid=$(cat /proc/sys/kernel/random/uuid)
+  uuid=$(cat /proc/sys/kernel/random/uuid)
+  cat >"$DIR/ceph.conf" <<CONF
+$MARK
+[global]
+fsid = $fsid
+mon host = v2:127.0.0.1:$mon
+public addr = 127.0.0.1
+cluster addr = 127.0.0.1
+ms bind msgr1 = false
+keyring = $DIR/keyring
+run dir = $DIR/run
+crash dir = $DIR/log
+log file = $DIR/log/\$type.log
+admin socket =
+# One copy of everything, on the one OSD.
+osd pool default size = 1
+osd pool default min size = 1
+osd crush chooseleaf type = 0
+mon allow pool size one = true
+osd pool default pg num = 8
+osd pool default pgp num = 8
+osd pool default pg autoscale mode = off
+# A nearly full disk is no reason for the monitor to shut down.
+mon data avail warn = 0
+mon data avail crit = 0
+# Start sooner: the gateway makes its pools one by one, each a map change; the
+# OSD closes its block file about ten times, each time waiting for one poll.
+paxos propose interval = 0.01
+paxos min wait = 0.01
+bdev aio poll ms = 10
+bluestore fsck on mkfs = false
+[mon]
+mon data = $DIR/mon
+pid file = $DIR/run/mon.pid
+mon cluster log file = $DIR/log/cluster.log
+[osd]
+osd data = $DIR/osd
+osd uuid = $uuid
+pid file = $DIR/run/osd.pid
+osd objectstore = $store
+osd memory target = 1G
+bluestore block size = ${size}G
+memstore device bytes = ${size}G
+# Reuse freed space first; otherwise the file grows to its full size in time.
+bluestore avl alloc bf free pct = 100
+[client.rgw]
+log file = $DIR/log/radosgw.log
+pid file = $DIR/run/radosgw.pid
+rgw data = $DIR/run
+rgw frontends = beast endpoint=127.0.0.1:$port
+rgw enable apis = s3
+# Free the space of deleted objects within seconds, not after two hours.
+rgw gc obj min wait = 1
+rgw gc processor period = 5
+CONF
+
+  mkdir -p "$DIR"/{mon,osd,run}
+  conf=(-c "$DIR/ceph.conf")
+  key=(ceph-authtool "$DIR/keyring" --gen-key)
+  rm -f "$DIR/keyring"
+  step "${key[@]}" -C -n mon. --cap mon 'allow *'
+  step "${key[@]}" -n client.admin --cap mon 'allow *' --cap osd 'allow *'
+  step "${key[@]}" -n osd.0 --cap mon 'allow profile osd' --cap osd 'allow *'
+  step "${key[@]}" -n client.rgw --cap mon 'allow rw' --cap osd 'allow rwx'
+  step monmaptool --create --clobber --fsid "$fsid" --addv a "v2:127.0.0.1:$mon" "$DIR/run/monmap"
+  step ceph-mon "${conf[@]}" -i a --mkfs --monmap "$DIR/run/monmap"
+  step ceph-mon "${conf[@]}" -i a
+  # The monitor ignores an OSD that boots with another uuid than registered here.
+  step ceph "${conf[@]}" osd new "$uuid" 0
+  step ceph-osd "${conf[@]}" -i 0 --mkfs
+  step ceph-osd "${conf[@]}" -i 0
+  # Waits for the OSD. Before the gateway starts, so that only one of them makes
+  # the zone's pools.
+  step radosgw-admin "${conf[@]}" -n client.rgw user create --uid=test --display-name=test \
+    --access-key="${CEPH_S3_ACCESS_KEY:-test-access}" --secret-key="${CEPH_S3_SECRET_KEY:-test-secret}"
+  step radosgw "${conf[@]}" -n client.rgw
+  for ((n = 0; n < 300; n++)); do
+    if answers "$port"; then trap - EXIT; echo "http://127.0.0.1:$port"; return; fi
+    ours "$(cat "$DIR/run/radosgw.pid" 2>/dev/null)" || break
+    sleep 0.1
+  done
+  die "radosgw does not answer; the end of its log: $(tail -n 5 "$DIR/log/radosgw.log")"
+}
+
+(($# >= 2)) || usage
+DIR=$(realpath -m -- "$2")
+case $1 in
+  up) up "${3:-8000}" ;;
+  down) down ;;
+  *) usage ;;
+esac

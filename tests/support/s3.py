@@ -1,0 +1,136 @@
+"""S3 servers for tests, each on a free port of 127.0.0.1, as context managers and pytest fixtures.
+
+``moto_s3`` is moto's imitation: started in this process, at once, everywhere. ``ceph_s3`` is a real
+gateway (Ceph's, from the distribution's packages); tests that use it carry the marker ``gateway``.
+Where its programs are not installed those tests are skipped and say what to install, unless
+TRIALFLOW_TEST_GATEWAY=require, as in CI, which makes that a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from moto.server import ThreadedMotoServer
+from s3fs import S3FileSystem
+
+CEPH_SCRIPT = Path(__file__).with_name("ceph_s3.sh")
+CEPH_PROGRAMS = ("ceph", "ceph-authtool", "ceph-mon", "ceph-osd", "monmaptool", "radosgw")
+HOW_TO_INSTALL = "apt-get install -y --no-install-recommends ceph-mon ceph-osd radosgw ceph-common"
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """A running S3 server and a user who may do everything on it."""
+
+    endpoint_url: str
+    access_key: str
+    secret_key: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What fsspec needs to reach the server as that user: the options of a storage."""
+        return {
+            "endpoint_url": self.endpoint_url,
+            "key": self.access_key,
+            "secret": self.secret_key,
+        }
+
+    def new_bucket(self) -> str:
+        """Make an empty bucket and return its URL (``s3://test-…``)."""
+        url = f"s3://test-{uuid.uuid4().hex[:12]}"
+        S3FileSystem(**self.options).mkdir(url)
+        return url
+
+
+@contextmanager
+def moto_server() -> Iterator[S3Server]:
+    """Moto's S3 on a thread of this process. It accepts any credentials."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        yield S3Server(f"http://{host}:{port}", "moto-access-key", "moto-secret-key")
+    finally:
+        server.stop()
+
+
+@contextmanager
+def ceph_gateway() -> Iterator[S3Server]:
+    """A real S3 gateway with its store in memory; takes about 2 s to start.
+
+    Raises:
+        RuntimeError: it did not start; says why.
+    """
+    folder = tempfile.mkdtemp(prefix="ceph-s3-")
+    # The daemons are nobody's children. So a watcher holds the other end of a pipe and takes them
+    # down when this process closes it, or is killed. A session of its own keeps Ctrl-C from it.
+    watcher = subprocess.Popen(
+        ["bash", "-c", 'read -r _; "$0" down "$1"; rm -rf "$1"', str(CEPH_SCRIPT), folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        started = subprocess.run(
+            [str(CEPH_SCRIPT), "up", folder, "0"],
+            env=os.environ
+            | {
+                "CEPH_S3_ACCESS_KEY": "ceph-access-key",
+                "CEPH_S3_SECRET_KEY": "ceph-secret-key",
+                "CEPH_S3_STORE": "memstore",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        if started.returncode != 0:
+            raise RuntimeError(f"no S3 gateway: {started.stderr.strip()}")
+        yield S3Server(started.stdout.strip(), "ceph-access-key", "ceph-secret-key")
+    finally:
+        watcher.communicate()
+
+
+def missing_ceph_programs() -> list[str]:
+    """Which of the gateway's programs are not installed."""
+    return [program for program in CEPH_PROGRAMS if shutil.which(program) is None]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the marker known."""
+    config.addinivalue_line("markers", "gateway: needs a real S3 gateway (Ceph's packages)")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a gateway test where there can be no gateway, or fail it where one is required."""
+    if item.get_closest_marker("gateway") is None or not (missing := missing_ceph_programs()):
+        return
+    reason = f"not installed: {', '.join(missing)}; to run this test: {HOW_TO_INSTALL}"
+    if os.environ.get("TRIALFLOW_TEST_GATEWAY") == "require":
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def moto_s3() -> Iterator[S3Server]:
+    """Moto's S3 server, one for the whole session; take a bucket of your own."""
+    with moto_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def ceph_s3() -> Iterator[S3Server]:
+    """A real S3 gateway, one for the whole session; take a bucket of your own."""
+    with ceph_gateway() as server:
+        yield server

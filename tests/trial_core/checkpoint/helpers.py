@@ -1,0 +1,76 @@
+"""Checkpoints to test with."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid as uuids
+from pathlib import Path
+from typing import Any
+
+from trial_core.checkpoint.manifest import FileEntry, Manifest, Topology
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer import upload_files
+from trial_core.sequencer import Progress
+
+FILES = {
+    "mp_rank_00/model states.pt": b"model" * 1000,
+    "zero/rank_1[a]*.pt": b"optimizer" * 777,
+    "größe/empty": b"",
+}
+
+
+def new_manifest(batches: int = 7, **fields: Any) -> Manifest:
+    """A manifest without files, of a checkpoint of its own."""
+    return Manifest(
+        **{
+            "uuid": str(uuids.uuid4()),
+            "trial": "gpt-0123abcd",
+            "experiment": "gpt",
+            "attempt": "attempt-1",
+            "created_at": f"2031-05-09T17:04:{batches % 60:02d}.000000Z",
+            "progress": Progress(batches_trained=batches),
+            "metrics": {"validation": {"loss": 0.25}},
+            "topology": Topology(world_size=2, data_parallel_size=2),
+            "versions": {"trialflow": "1"},
+            "config_digest": "sha256:" + "0" * 64,
+            "files": [],
+            "entrypoint": "model:Trial",
+            "hyperparameters": {"lr": 0.1},
+            **fields,
+        }
+    )
+
+
+def stage(folder: Path, files: dict[str, bytes]) -> Path:
+    """Write files into a new folder."""
+    folder.mkdir(parents=True)
+    for path, data in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(data)
+    return folder
+
+
+def upload(
+    store: CheckpointStore,
+    staging: Path,
+    files: dict[str, bytes] = FILES,
+    batches: int = 7,
+    rank: int = 3,
+    **fields: Any,
+) -> Manifest:
+    """Stage and upload files; the manifest that would commit them."""
+    manifest = new_manifest(batches, **fields)
+    entries = upload_files(store, manifest.uuid, stage(staging, files), rank)
+    return new_manifest(batches, **fields, uuid=manifest.uuid, files=entries)
+
+
+def entry(path: str, data: bytes = b"x", rank: int = 0) -> FileEntry:
+    """What a manifest says of a file."""
+    digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+    return FileEntry(path=path, size_bytes=len(data), digest=digest, rank=rank)
+
+
+def stored_files(folder: Path) -> dict[str, bytes]:
+    """All files below a folder."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+
+from tests.support.s3 import S3Server
+from trial_core.checkpoint.failures import Explainer
+from trial_core.checkpoint.store import CheckpointStore, StorageSpec
+from trial_core.errors import StorageError
+
+SECRET = "hunter2-hunter2"
+
+
+def test_a_folder_below_a_file_is_explained(tmp_path: Path) -> None:
+    """Storage that cannot be written says so, where, and what to do."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"cannot write .*/file/x: .* not a folder: correct"):
+        CheckpointStore(f"file://{tmp_path}/file/x").check_writable()
+
+
+def test_a_missing_bucket_is_explained(moto_s3: S3Server) -> None:
+    """Both writing to and listing a bucket that is not there say that it is the bucket."""
+    store = CheckpointStore("s3://no-such-bucket/folder", moto_s3.options)
+    for use in (store.check_writable, store.list):
+        with pytest.raises(StorageError, match="bucket does not exist: create it"):
+            use()
+
+
+def test_a_server_that_is_not_there_is_explained() -> None:
+    """The address is shown, and what to look at."""
+    store = CheckpointStore(
+        "s3://bucket",
+        {
+            "endpoint_url": "http://127.0.0.1:9",
+            "key": "k",
+            "secret": "s",
+            "config_kwargs": {"retries": {"max_attempts": 0}},
+        },
+    )
+    with pytest.raises(StorageError, match=r"cannot be reached: check .*http://127\.0\.0\.1:9"):
+        store.check_writable()
+
+
+def test_missing_credentials_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in the options or the environment: say where they are looked for."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, "/nonexistent")
+    store = CheckpointStore("s3://bucket", {"endpoint_url": "http://127.0.0.1:9"})
+    with pytest.raises(StorageError, match="no credentials were found: .*AWS_ACCESS_KEY_ID"):
+        store.check_writable()
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A storage whose package is not installed says what to install."""
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(StorageError, match="pip install gcsfs"):
+        CheckpointStore("gs://bucket/folder")
+
+
+def test_an_unknown_protocol_is_named() -> None:
+    """A slip in the URL is told with what was probably meant."""
+    with pytest.raises(StorageError, match=r"called s33://; did you mean s3://"):
+        CheckpointStore("s33://bucket")
+
+
+def test_a_url_without_a_bucket_is_refused() -> None:
+    """An S3 storage without a bucket is refused before any request."""
+    with pytest.raises(StorageError, match="names no bucket"):
+        CheckpointStore("s3://")
+
+
+def test_a_wrong_option_is_named(moto_s3: S3Server) -> None:
+    """An option that the file system does not know is shown."""
+    store = CheckpointStore(moto_s3.new_bucket(), {**moto_s3.options, "endpont": "x"})
+    with pytest.raises(StorageError, match="option .* not one it knows.*endpont"):
+        store.check_writable()
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        (f"ftp://me:{SECRET}@host/x", {}),
+        ("s3://b/x", {"key": "me", "secret": SECRET}),
+        ("s3://b/x", {"client_kwargs": {"aws_session_token": SECRET}}),
+        ("gs://b/x", {"token": {"private_key": SECRET}}),
+        ("s3://b/x", {"endpoint_url": f"http://me:{SECRET}@host"}),
+        (f"az://b/x?sig={SECRET}", {"sas_token": SECRET}),
+    ],
+)
+def test_credentials_are_never_shown(url: str, options: dict[str, object]) -> None:
+    """Neither the message, nor the traceback, nor the repr of a spec gives a credential away."""
+    explainer = Explainer(url, options)
+    with pytest.raises(StorageError) as caught, explainer.explaining("write to"):
+        raise OSError(f"403 for {SECRET}")
+    shown = "".join(traceback.format_exception(caught.value))
+    assert SECRET not in shown + explainer.url + repr(StorageSpec(url, options))
+    assert "403 for ***" in str(caught.value)
+
+
+def test_a_cause_that_gives_nothing_away_is_kept() -> None:
+    """Whoever debugs finds the storage's own traceback."""
+    with pytest.raises(StorageError) as caught, Explainer("s3://b").explaining("write to"):
+        raise PermissionError("no")
+    assert isinstance(caught.value.__cause__, PermissionError)

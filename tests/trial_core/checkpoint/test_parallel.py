@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from threading import Barrier, Event
+
+import pytest
+
+from trial_core.checkpoint.parallel import StopSignal, in_parallel
+
+
+def test_results_are_in_order_and_work_is_parallel() -> None:
+    """Two threads are at work at once, and results come in the order of the items."""
+    both = Barrier(2)
+
+    def work(item: int, stop: StopSignal) -> int:
+        both.wait(timeout=10)
+        return item * 2
+
+    assert in_parallel(work, [3, 1, 4, 1], 2) == [6, 2, 8, 2]
+
+
+def test_the_first_error_stops_the_rest() -> None:
+    """Long work under way is asked to stop, work not begun never is, and the cause is raised."""
+    begun = Event()
+    ended: list[int] = []
+
+    def work(item: int, stop: StopSignal) -> None:
+        if item == 1:
+            begun.wait(timeout=10)
+            raise ValueError("the cause")
+        begun.set()
+        try:
+            while True:
+                stop.check()
+        finally:
+            ended.append(item)
+
+    with pytest.raises(ValueError, match="the cause"):
+        in_parallel(work, [0, 1, 2, 3], 2)
+    assert ended == [0] or ended[:1] == [0]
+    assert len(ended) <= 2

@@ -1,0 +1,55 @@
+"""Counting accelerators, and how many ranks that makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trial_core.errors import LaunchError
+from trial_core.slots.accelerators import CPU_SLOTS, count_accelerators, slots_to_launch
+
+
+@pytest.fixture
+def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose NVIDIA driver reports two GPUs."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: Some GPU (UUID: a)'\necho 'GPU 1: Some GPU (UUID: b)'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_gpus_are_counted() -> None:
+    """The driver's own tool is asked; CUDA_VISIBLE_DEVICES narrows, DS_ACCELERATOR=cpu hides."""
+    assert count_accelerators({}) == 2
+    assert count_accelerators({"CUDA_VISIBLE_DEVICES": "1"}) == 1
+    assert count_accelerators({"CUDA_VISIBLE_DEVICES": ""}) == 0
+    assert count_accelerators({"DS_ACCELERATOR": "cpu"}) == 0
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_auto_is_every_gpu() -> None:
+    """"auto" takes every accelerator."""
+    assert slots_to_launch("auto", {}) == 2
+
+
+def test_auto_without_gpus_is_two_cpu_ranks() -> None:
+    """"auto" still shows data parallelism on a machine without accelerators."""
+    assert slots_to_launch("auto", {"DS_ACCELERATOR": "cpu"}) == CPU_SLOTS
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_more_slots_than_gpus_is_refused() -> None:
+    """The message says how many there are, and both ways out."""
+    with pytest.raises(LaunchError) as refusal:
+        slots_to_launch(3, {})
+    assert str(refusal.value) == (
+        "resources.slots_per_trial is 3, but this machine has 2 accelerators; ask for at most 2 "
+        '(or "auto"), or set DS_ACCELERATOR=cpu to train on CPU ranks'
+    )
+
+
+def test_cpu_ranks_may_be_any_number() -> None:
+    """Without accelerators a slot is a CPU process, and their number is the user's business."""
+    assert slots_to_launch(4, {"DS_ACCELERATOR": "cpu"}) == 4

@@ -1,0 +1,269 @@
+"""What a run does next, simulated from its first batch to its end."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trial_core.errors import ConfigError
+from trial_core.sequencer import (
+    Checkpoint,
+    CheckpointPolicy,
+    Finish,
+    Progress,
+    Schedule,
+    Train,
+    Validate,
+    Workload,
+    next_workload,
+)
+from trial_core.units import Batch, Epoch, EpochLength, TrainUnit
+
+EPOCH = EpochLength(micro_batches=10, micro_batches_per_batch=4)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A workload, and the progress once it is done."""
+
+    workload: Workload
+    progress: Progress
+
+
+def metric_at(batches: int) -> float:
+    """Falls and rises again, so that some validations improve and some do not."""
+    return float(batches * 7919 % 31)
+
+
+def simulate(
+    schedule: Schedule,
+    progress: Progress | None = None,
+    *,
+    metric: Callable[[int], float | None] = metric_at,
+    stop_at: int | None = None,
+) -> Iterator[Step]:
+    """The run's workloads up to Finish; `stop_at` asks it to stop once it has trained so far."""
+    progress = progress or Progress()
+    for _ in range(10_000):
+        workload = next_workload(progress, schedule, EPOCH)
+        if isinstance(workload, Train):
+            progress = progress.after_training(workload.until)
+            progress = progress.stopping(stop_at is not None and workload.until >= stop_at)
+        elif isinstance(workload, Validate):
+            value = metric(progress.batches_trained)
+            progress = progress.after_validation(value, schedule.smaller_is_better)
+        elif isinstance(workload, Checkpoint):
+            progress = progress.after_checkpoint()
+        yield Step(workload, progress)
+        if isinstance(workload, Finish):
+            return
+    raise AssertionError("the run does not end")
+
+
+def at(steps: list[Step], kind: type[Workload]) -> list[int]:
+    """The batches at which workloads of a kind happened; for training, where each ended."""
+    return [s.progress.batches_trained for s in steps if isinstance(s.workload, kind)]
+
+
+def multiples(period: int, end: int) -> set[int]:
+    return set(range(period, end + 1, period))
+
+
+def in_7_11_13(
+    max_length: TrainUnit, checkpoint_policy: CheckpointPolicy = "none", step_zero: bool = False
+) -> Schedule:
+    return Schedule(
+        max_length=max_length,
+        reporting_period=Batch(13),
+        validation_period=Batch(7),
+        checkpoint_period=Batch(11),
+        checkpoint_policy=checkpoint_policy,
+        step_zero_validation=step_zero,
+    )
+
+
+numbers = st.integers(1, 12)
+any_period = st.one_of(
+    st.builds(Batch, numbers),
+    st.builds(Epoch, numbers),
+    st.builds(Batch, st.frozensets(st.integers(1, 60), max_size=4)),
+)
+schedules = st.builds(
+    Schedule,
+    max_length=st.one_of(st.builds(Batch, st.integers(1, 60)), st.builds(Epoch, numbers)),
+    reporting_period=any_period,
+    validation_period=st.none() | any_period,
+    checkpoint_period=st.none() | any_period,
+    checkpoint_policy=st.sampled_from(["best", "all", "none"]),
+    smaller_is_better=st.booleans(),
+    step_zero_validation=st.booleans(),
+)
+
+
+@given(st.integers(1, 400))
+def test_periods_of_7_11_and_13_fire_exactly_when_due(end: int) -> None:
+    """Each fires at all its multiples and at the end, once, and nothing else fires."""
+    steps = list(simulate(in_7_11_13(Batch(end))))
+    assert at(steps, Validate) == sorted(multiples(7, end) | {end})
+    assert at(steps, Checkpoint) == sorted(multiples(11, end) | {end})
+    stops = multiples(7, end) | multiples(11, end) | multiples(13, end) | {end}
+    assert at(steps, Train) == sorted(stops)
+
+
+@given(schedules)
+def test_every_period_fires_when_due_and_only_then(schedule: Schedule) -> None:
+    """Whatever the other periods are, in batches or in epochs, as numbers or as containers."""
+    steps = list(simulate(schedule))
+    trained = at(steps, Train)
+    end = trained[-1]
+
+    def due(period: TrainUnit | None) -> set[int]:
+        return {b for b in range(1, end + 1) if period is not None and period.is_due(b, EPOCH)}
+
+    at_start = {0} if schedule.step_zero_validation else set()
+    assert at(steps, Validate) == sorted(due(schedule.validation_period) | {end} | at_start)
+    assert due(schedule.reporting_period) <= set(trained)
+    saved = at(steps, Checkpoint)
+    assert due(schedule.checkpoint_period) | {end} <= set(saved)
+    assert len(saved) == len(set(saved))
+    only_validated = set(saved) - due(schedule.checkpoint_period) - {end}
+    assert only_validated <= due(schedule.validation_period)
+
+
+@given(schedules)
+def test_training_advances_and_ends_exactly_at_its_length(schedule: Schedule) -> None:
+    """Every train-workload trains something, and none runs past the maximum length."""
+    length = schedule.max_length
+    assert isinstance(length.value, int)
+    end = length.value if isinstance(length, Batch) else EPOCH.batches_until(length.value)
+    trained = at(list(simulate(schedule)), Train)
+    assert all(a < b for a, b in itertools.pairwise([0, *trained]))
+    assert trained[-1] == end
+
+
+@given(schedules)
+def test_a_run_resumed_at_any_checkpoint_decides_the_same(schedule: Schedule) -> None:
+    """From the progress a checkpoint carries, the rest of the run is the rest of the run."""
+    steps = list(simulate(schedule))
+    for i, step in enumerate(steps):
+        if isinstance(step.workload, Checkpoint):
+            assert list(simulate(schedule, step.progress)) == steps[i + 1 :]
+
+
+@given(schedules, st.integers(1, 60))
+def test_a_run_stopped_and_resumed_validates_what_the_whole_run_validates(
+    schedule: Schedule, stop_at: int
+) -> None:
+    """A stop leaves out the validation that was due; the resumed run makes up for it."""
+    stopped = list(simulate(schedule, stop_at=stop_at))
+    carried_on = list(simulate(schedule, stopped[-1].progress.stopping(False)))
+    together = at(stopped, Validate) + at(carried_on, Validate)
+    whole = at(list(simulate(schedule)), Validate)
+    assert together == whole
+
+
+@given(schedules, st.integers(1, 60))
+def test_a_stop_saves_once_and_ends(schedule: Schedule, stop_at: int) -> None:
+    """After a stop is asked for: a checkpoint of that very batch, then nothing."""
+    steps = list(simulate(schedule, stop_at=stop_at))
+    asked = next((i for i, s in enumerate(steps) if s.progress.stop_requested), None)
+    if asked is None:  # the run was over before
+        return
+    after = [type(s.workload) for s in steps[asked + 1 :]]
+    assert after == [Checkpoint, Finish]
+    assert steps[-1].progress.checkpointed_at == steps[-1].progress.batches_trained
+
+
+def test_a_stop_before_the_first_batch_saves_nothing() -> None:
+    """There is no state worth a checkpoint yet."""
+    progress = Progress(stop_requested=True)
+    assert next_workload(progress, in_7_11_13(Batch(20), step_zero=True)) == Finish()
+
+
+def test_a_stop_right_after_a_checkpoint_does_not_save_twice() -> None:
+    """The checkpoint of this very state exists already."""
+    progress = Progress(batches_trained=11, checkpointed_at=11, stop_requested=True)
+    assert next_workload(progress, in_7_11_13(Batch(20))) == Finish()
+
+
+def test_where_all_is_due_the_order_is_train_validate_checkpoint() -> None:
+    """A checkpoint carries the validation of its own state."""
+    schedule = replace(in_7_11_13(Batch(77)), reporting_period=Batch(77))
+    steps = [s.workload for s in simulate(schedule) if s.progress.batches_trained == 77]
+    assert steps == [Train(77), Validate(), Checkpoint(), Finish()]
+
+
+def test_step_zero_validation_comes_first_and_once() -> None:
+    """Asked for, it precedes training, and does not lead to a checkpoint of nothing."""
+    steps = list(simulate(in_7_11_13(Batch(7), "all", step_zero=True)))
+    assert [s.workload for s in steps[:2]] == [Validate(), Train(7)]
+    assert at(steps, Validate) == [0, 7]
+
+
+@pytest.mark.parametrize(
+    ("policy", "smaller_is_better", "saved"),
+    [
+        ("all", True, [1, 2, 3, 4, 5]),
+        ("none", True, [5]),
+        ("best", True, [1, 2, 4, 5]),
+        ("best", False, [1, 3, 5]),
+    ],
+)
+def test_the_policy_says_which_validations_are_saved(
+    policy: CheckpointPolicy, smaller_is_better: bool, saved: list[int]
+) -> None:
+    """Besides the end: all, none, or those that beat every one before (a tie does not)."""
+    metrics = {1: 5.0, 2: 4.0, 3: 6.0, 4: 3.0, 5: 3.0}
+    schedule = Schedule(
+        max_length=Batch(5),
+        reporting_period=Batch(5),
+        validation_period=Batch(1),
+        checkpoint_policy=policy,
+        smaller_is_better=smaller_is_better,
+    )
+    assert at(list(simulate(schedule, metric=metrics.__getitem__)), Checkpoint) == saved
+
+
+@pytest.mark.parametrize("bad", [float("nan"), None])
+def test_a_metric_that_is_no_number_is_never_best(bad: float | None) -> None:
+    """Neither first nor later, and it does not spoil the best so far."""
+    progress = Progress(batches_trained=1).after_validation(bad, smaller_is_better=True)
+    assert (progress.improved, progress.best_metric) == (False, None)
+    good = progress.after_validation(2.0, smaller_is_better=True)
+    assert (good.improved, good.best_metric) == (True, 2.0)
+    again = good.after_validation(bad, smaller_is_better=True)
+    assert (again.improved, again.best_metric) == (False, 2.0)
+
+
+def test_a_run_that_is_already_longer_than_its_length_only_concludes() -> None:
+    """A maximum length lowered before a resume trains nothing more."""
+    progress = Progress(batches_trained=30)
+    steps = [s.workload for s in simulate(in_7_11_13(Batch(20)), progress)]
+    assert steps == [Validate(), Checkpoint(), Finish()]
+
+
+def test_periods_in_epochs_are_refused_without_a_loader_length() -> None:
+    """The message names the period and what to do."""
+    schedule = Schedule(Batch(10), Batch(5), validation_period=Epoch(1))
+    with pytest.raises(ConfigError, match=r"Epoch\(1\).*give the period in batches"):
+        next_workload(Progress(), schedule, None)
+
+
+def test_looking_ahead_stays_within_what_is_due_anyway() -> None:
+    """A container that is exhausted is not searched to the end of a very long run."""
+
+    class Counting(frozenset[int]):
+        asked = 0
+
+        def __contains__(self, item: object) -> bool:
+            Counting.asked += 1
+            return super().__contains__(item)
+
+    schedule = Schedule(Batch(10**9), Batch(100), validation_period=Batch(Counting({5})))
+    assert next_workload(Progress(batches_trained=300), schedule) == Train(400)
+    assert Counting.asked <= 101

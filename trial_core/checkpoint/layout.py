@@ -1,0 +1,91 @@
+"""Where things lie under a storage's root. Pure names, no I/O.
+
+::
+
+    manifests/{trial}/{batches:010d}-{uuid}.json   the commit: written last, once, create-only
+    checkpoints/{uuid}/{path}                      files as the trial's save wrote them
+    probes/{uuid}                                  written, read and deleted to try the storage
+
+A key is a POSIX path relative to the root. A file without a manifest is no checkpoint: it is an
+upload under way, or what is left of one.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+MANIFESTS = "manifests"
+CHECKPOINTS = "checkpoints"
+PROBES = "probes"
+
+MANIFEST_NAME = "manifest.json"
+"""What the manifest is called in a downloaded checkpoint's folder; no file may be called so."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")
+_MANIFEST_KEY = re.compile(
+    rf"{MANIFESTS}/(?P<trial>[^/]+)/(?P<batches>[0-9]{{10,}})-(?P<uuid>[^/]+)\.json"
+)
+
+
+class ManifestName(NamedTuple):
+    """What a manifest's key says of its checkpoint."""
+
+    trial: str
+    batches: int
+    uuid: str
+
+    @property
+    def key(self) -> str:
+        """The key this was read from."""
+        return manifest_key(self.trial, self.batches, self.uuid)
+
+
+def manifest_key(trial: str, batches: int, uuid: str) -> str:
+    """The key of a checkpoint's manifest. Sorting the keys of a trial sorts by batches."""
+    return f"{trial_folder(trial)}/{batches:010d}-{uuid}.json"
+
+
+def trial_folder(trial: str) -> str:
+    """The folder of a trial's manifests."""
+    return f"{MANIFESTS}/{trial}"
+
+
+def files_folder(uuid: str) -> str:
+    """The folder of a checkpoint's files."""
+    return f"{CHECKPOINTS}/{uuid}"
+
+
+def file_key(uuid: str, path: str) -> str:
+    """The key of one of a checkpoint's files."""
+    return f"{files_folder(uuid)}/{path}"
+
+
+def parse_manifest_key(key: str) -> ManifestName | None:
+    """What the key of a manifest says, or None when it is no manifest's key."""
+    match = _MANIFEST_KEY.fullmatch(key)
+    if match is None or not is_name(match["trial"]) or not is_uuid(match["uuid"]):
+        return None
+    return ManifestName(match["trial"], int(match["batches"]), match["uuid"])
+
+
+def is_name(text: str) -> bool:
+    """Whether a trial may be called so: letters, digits, and within them ``.``, ``_`` and ``-``."""
+    return _NAME.fullmatch(text) is not None
+
+
+def is_uuid(text: str) -> bool:
+    """Whether a checkpoint may be called so: letters, digits, and within them ``-``."""
+    return _UUID.fullmatch(text) is not None
+
+
+def is_file_path(path: str) -> bool:
+    """Whether a checkpoint's file may be called so, and joined to a folder stays inside it.
+
+    A relative POSIX path in its plainest spelling: no ``..``, ``.`` or empty part, no backslash
+    and no drive (either would climb out on Windows), no control character, valid UTF-8.
+    """
+    if not path.isprintable() or "\\" in path or re.match(r"[A-Za-z]:", path):
+        return False
+    return all(part not in ("", ".", "..") for part in path.split("/"))

@@ -1,0 +1,219 @@
+"""The checkpoints in a storage: commit them, list them, find them.
+
+A checkpoint exists when its manifest does. The manifest is written last, once and create-only,
+after every file it lists is known to be there; whatever else lies in the storage counts for
+nothing. A manifest that cannot be read is never listed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import uuid as uuids
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from trial_core.checkpoint import layout
+from trial_core.checkpoint.local_storage import open_storage
+from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.parallel import StopSignal, in_parallel
+from trial_core.checkpoint.storage import StorageSpec
+from trial_core.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointNotFound,
+    CommitConflict,
+    StorageError,
+)
+
+__all__ = ["CheckpointStore", "StorageSpec"]
+
+_logger = logging.getLogger(__name__)
+_READ_THREADS = 8
+_SHOWN = 5
+
+# Inside a class that has a method `list`, the type of that name is out of sight.
+_Manifests = list[Manifest]
+_Names = list[layout.ManifestName]
+
+
+class CheckpointStore:
+    """The checkpoints below a storage URL. Safe to use from several threads.
+
+    Every method may raise `StorageError`. Listings are never cached: each shows what is there now.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+        """Open a storage; sends no request yet.
+
+        Args:
+            url: fsspec URL, or a local path.
+            options: for fsspec's file system: endpoint, credentials, …
+
+        Raises:
+            StorageError: the URL is none, or a package for it is not installed.
+        """
+        self.storage = open_storage(url, dict(options or {}))
+
+    @classmethod
+    def from_spec(cls, spec: StorageSpec) -> CheckpointStore:
+        """The store that another process calls `spec`."""
+        return cls(spec.url, spec.options)
+
+    @property
+    def spec(self) -> StorageSpec:
+        """What another process needs to open the same store. May hold credentials."""
+        return self.storage.spec
+
+    @property
+    def url(self) -> str:
+        """Where the store is, for people to read: absolute, without credentials."""
+        return self.storage.url
+
+    @property
+    def is_process_local(self) -> bool:
+        """Whether only this process can see what is stored (``memory://``)."""
+        return self.storage.is_process_local
+
+    def files_url(self, uuid: str) -> str:
+        """Where a checkpoint's files are, for people to read."""
+        return f"{self.url}/{layout.files_folder(uuid)}"
+
+    def check_writable(self) -> None:
+        """Write, read back and delete a small object.
+
+        Raises:
+            StorageError: that fails; says why and what to do.
+        """
+        self.storage.try_out(f"{layout.PROBES}/{uuids.uuid4()}")
+
+    def commit(self, manifest: Manifest) -> None:
+        """Make a checkpoint real. Its files must have been uploaded.
+
+        After an error the commit may yet have happened: commit the same manifest again to find
+        out. The same bytes being there already counts as success.
+
+        Raises:
+            CheckpointDamaged: a file that the manifest lists is missing, or has another size.
+            CommitConflict: another writer has committed this checkpoint.
+        """
+        data = manifest.to_json()
+        # What readers would refuse must not be committed.
+        Manifest.from_json(data, f"the manifest of checkpoint {manifest.uuid}")
+        self._require_files(manifest)
+        try:
+            self.storage.create(manifest.name.key, data)
+        except FileExistsError as error:
+            raise CommitConflict(
+                f"checkpoint {manifest.uuid} of trial {manifest.trial} is committed already, by "
+                f"another writer than {manifest.attempt} or with another manifest "
+                f"({self.url}/{manifest.name.key}): two runs may be writing this trial; let only "
+                "one of them go on"
+            ) from error
+
+    def list(self, trial: str | None = None) -> _Manifests:
+        """All checkpoints, or those of a trial, oldest first."""
+        found = self._read_all(self._names(trial))
+        return sorted(found, key=lambda manifest: (manifest.created_at, manifest.name))
+
+    def candidates(self, trial: str) -> _Manifests:
+        """The checkpoints that a trial may go on from, best first: most batches, then newest."""
+        return sorted(self._read_all(self._names(trial)), key=_how_far, reverse=True)
+
+    def newest(self, trial: str) -> Manifest | None:
+        """The first of `candidates`, None where there is none; reads no more than it must."""
+        names = sorted(self._names(trial), key=lambda name: name.batches, reverse=True)
+        for _, group in itertools.groupby(names, key=lambda name: name.batches):
+            readable = self._read_all(group)
+            if readable:
+                return max(readable, key=_how_far)
+        return None
+
+    def newest_trial(self, experiment: str) -> str | None:
+        """The trial of an experiment that saved last, None where none has."""
+        trials = sorted({name.trial for name in self._names()})
+        newest = [manifest for trial in trials if (manifest := self.newest(trial)) is not None]
+        saved = [(each.created_at, each.trial) for each in newest if each.experiment == experiment]
+        return max(saved)[1] if saved else None
+
+    def open(self, uuid: str) -> Manifest:
+        """The checkpoint of that uuid, or the only one whose uuid begins so.
+
+        Raises:
+            CheckpointNotFound: none, or several; says which there are.
+            CheckpointDamaged: its manifest cannot be read.
+        """
+        names = sorted(self._names(), key=lambda name: name.batches)
+        exact = [name for name in names if name.uuid == uuid]
+        found = exact or [name for name in names if uuid and name.uuid.startswith(uuid)]
+        if len(found) > 1:
+            raise CheckpointNotFound(
+                f"{len(found)} checkpoints in {self.url} begin with {uuid!r}: {_shown(found)}; "
+                "give more of the uuid"
+            )
+        if not found:
+            there = f"there are {len(names)}: {_shown(names)}" if names else "there is none at all"
+            raise CheckpointNotFound(f"no checkpoint in {self.url} begins with {uuid!r}; {there}")
+        manifest = self._read(found[0])
+        if manifest is None:
+            raise CheckpointNotFound(f"checkpoint {found[0].uuid} has just been deleted")
+        return manifest
+
+    def _names(self, trial: str | None = None) -> _Names:
+        """What is committed, by the names of the manifests."""
+        if trial is not None and not layout.is_name(trial):
+            return []
+        folder = layout.MANIFESTS if trial is None else layout.trial_folder(trial)
+        keys = sorted(self.storage.sizes(folder))
+        return [name for key in keys if (name := layout.parse_manifest_key(key)) is not None]
+
+    def _read_all(self, names: Iterable[layout.ManifestName]) -> _Manifests:
+        """Those manifests that can be read; a warning for each other one."""
+
+        def read(name: layout.ManifestName, stop: StopSignal) -> Manifest | None:
+            stop.check()
+            try:
+                return self._read(name)
+            except StorageError:
+                raise
+            except CheckpointError as error:
+                _logger.warning("not listed: %s", error)
+                return None
+
+        read_all = in_parallel(read, names, _READ_THREADS)
+        return [manifest for manifest in read_all if manifest is not None]
+
+    def _read(self, name: layout.ManifestName) -> Manifest | None:
+        """The manifest of that name; None where it has been deleted since it was listed."""
+        data = self.storage.read(name.key)
+        if data is None:
+            return None
+        where = f"{self.url}/{name.key}"
+        manifest = Manifest.from_json(data, where)
+        if manifest.name != name:
+            raise CheckpointDamaged(
+                f"{where} is the manifest of another checkpoint: of {manifest.name.key}"
+            )
+        return manifest
+
+    def _require_files(self, manifest: Manifest) -> None:
+        there = self.storage.sizes(layout.files_folder(manifest.uuid))
+        for file in manifest.files:
+            seen = there.get(layout.file_key(manifest.uuid, file.path))
+            if seen != file.size_bytes:
+                raise CheckpointDamaged(
+                    f"checkpoint {manifest.uuid} is not committed: {file.path}, written by rank "
+                    f"{file.rank}, {'is missing' if seen is None else f'has {seen} bytes'} in "
+                    f"{self.files_url(manifest.uuid)}, and {file.size_bytes} bytes were expected; "
+                    "upload it before committing"
+                )
+
+
+def _how_far(manifest: Manifest) -> tuple[int, str, str]:
+    return manifest.progress.batches_trained, manifest.created_at, manifest.uuid
+
+
+def _shown(names: _Names) -> str:
+    """The last few, for an error message."""
+    shown = [f"{name.uuid} ({name.trial}, {name.batches} batches)" for name in names[-_SHOWN:]]
+    return ("… " if len(names) > _SHOWN else "") + ", ".join(shown)

@@ -1,0 +1,115 @@
+"""A section of the experiment file: a pydantic model that says in plain words what is wrong.
+
+Every section translates its own errors, so they read the same wherever they surface: in
+`explain`, in ``str(ValidationError)``, and in what Prefect makes of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
+from typing_extensions import Self
+
+from trial_core.config.words import (
+    Problem,
+    did_you_mean,
+    in_words,
+    kind,
+    nearest,
+    refusal,
+    refusals,
+    shown,
+    warn_ignored,
+)
+
+
+class Section(BaseModel):
+    """A part of the experiment file, which refuses fields it does not know.
+
+    Attributes:
+        at: the section's path in the file.
+        ignored: fields of Determined that have no effect here, each with the reason.
+        refused: fields of Determined that cannot be ignored, each with the reason.
+        holds_secrets: whether its errors must not show values.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    at: ClassVar[str] = ""
+    ignored: ClassVar[Mapping[str, str]] = {}
+    refused: ClassVar[Mapping[str, str]] = {}
+    holds_secrets: ClassVar[bool] = False
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _validate_in_words(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if isinstance(data, cls):
+            return handler(data)
+        prepared = cls.prepared(data)
+        try:
+            return handler(prepared)
+        except ValidationError as error:
+            raise refusals(cls._problems(error.errors(include_url=False))) from None
+
+    @classmethod
+    def prepared(cls, data: Any) -> dict[str, Any]:
+        """The section as pydantic validates it: no ignored fields, nothing for a null."""
+        if not isinstance(data, Mapping):
+            raise refusal(f"expected a mapping, got {cls._show(data)}")
+        given: dict[str, Any] = {}
+        for key, value in data.items():
+            name = str(key)
+            if name in cls.ignored:
+                if value is not None:
+                    path = f"{cls.at}.{name}" if cls.at else name
+                    warn_ignored(f"{path}: ignored: {cls.ignored[name]}")
+            elif value is not None or not (name in cls.model_fields or name in cls.refused):
+                given[name] = value
+        return given
+
+    @classmethod
+    def hint(cls, unknown: str) -> str:
+        """What to say after ``unknown field``: the name meant, where one is near."""
+        return did_you_mean(unknown, list(cls.model_fields))
+
+    @classmethod
+    def _show(cls, value: object) -> str:
+        return kind(value) if cls.holds_secrets else shown(value)
+
+    @classmethod
+    def _problems(cls, errors: Sequence[ErrorDetails]) -> list[Problem]:
+        unknown = [str(line["loc"][0]) for line in errors if line["type"] == "extra_forbidden"]
+        misspelt = {nearest(name, list(cls.model_fields)) for name in unknown}
+        return [
+            (line["loc"], cls._problem(line))
+            for line in errors
+            # A misspelt field is one mistake, not two.
+            if not (line["type"] == "missing" and line["loc"][0] in misspelt)
+        ]
+
+    @classmethod
+    def _problem(cls, details: ErrorDetails) -> str:
+        message = in_words(details, cls._show)
+        if len(details["loc"]) != 1:
+            return message
+        name = str(details["loc"][0])
+        if details["type"] == "extra_forbidden":
+            return cls.refused.get(name) or message + cls.hint(name)
+        if details["type"] == "missing" and (examples := cls.model_fields[name].examples):
+            return f"{message}; for example {name}: {_as_yaml(examples[0])}"
+        return message
+
+
+def _as_yaml(example: Any) -> str:
+    if isinstance(example, dict):
+        return "{" + ", ".join(f"{key}: {value}" for key, value in example.items()) + "}"
+    return str(example)

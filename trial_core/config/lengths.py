@@ -1,0 +1,64 @@
+"""How lengths and periods of training are written: ``{batches: n}`` or ``{epochs: n}``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainSerializer, PlainValidator, WithJsonSchema
+
+from trial_core.config.words import did_you_mean, refusal, shown
+from trial_core.units import Batch, Epoch, TrainUnit
+
+_UNITS: dict[str, type[Batch] | type[Epoch]] = {"batches": Batch, "epochs": Epoch}
+
+
+def _length(value: Any) -> TrainUnit:
+    if isinstance(value, (Batch, Epoch)):
+        value = {value.unit: value.value}
+    if isinstance(value, int):
+        value = {"batches": value}
+    if not isinstance(value, Mapping):
+        raise refusal(f"expected {{batches: n}} or {{epochs: n}}, got {shown(value)}")
+    value = {unit: number for unit, number in value.items() if number is not None}
+    for unit in value:
+        if unit == "records":
+            raise refusal("lengths are not counted in records; give batches or epochs", unit)
+        if unit not in _UNITS:
+            raise refusal(f"unknown field{did_you_mean(str(unit), list(_UNITS))}", str(unit))
+    if len(value) != 1:
+        given = " and ".join(value) or "neither"
+        raise refusal(f"expected either batches or epochs, got {given}")
+    ((unit, number),) = value.items()
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise refusal(f"expected a positive integer, got {shown(number)}", unit)
+    return _UNITS[unit](number)
+
+
+def _none_for_zero(value: Any) -> Any:
+    # Determined's default for a period, {batches: 0}, means that there is none.
+    numbers = list(value.values()) if isinstance(value, Mapping) else [value]
+    return None if len(numbers) == 1 and type(numbers[0]) is int and numbers[0] == 0 else value
+
+
+_UNIT_SCHEMA = {"type": "integer", "minimum": 1}
+_LENGTH_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "title": "Length",
+    "description": "A number of batches or of epochs.",
+    "properties": {
+        "batches": {**_UNIT_SCHEMA, "title": "Batches"},
+        "epochs": {**_UNIT_SCHEMA, "title": "Epochs"},
+    },
+    "minProperties": 1,
+    "maxProperties": 1,
+    "additionalProperties": False,
+}
+
+Length = Annotated[
+    TrainUnit,
+    PlainValidator(_length),
+    PlainSerializer(lambda length: {length.unit: length.value}, return_type=dict[str, int]),
+    WithJsonSchema(_LENGTH_SCHEMA),
+]
+Period = Annotated[Length | None, BeforeValidator(_none_for_zero)]

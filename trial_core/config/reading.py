@@ -1,0 +1,203 @@
+"""Reading the experiment file, and overriding parts of it.
+
+Plain scalars are read as YAML 1.2 does, and Determined with it: ``1e-5`` is a number, ``no`` and
+``2024-01-01`` are text. A key given twice is an error, where YAML libraries let the last one win.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml.constructor import ConstructorError
+from yaml.nodes import MappingNode, ScalarNode, SequenceNode
+
+from trial_core.config.words import shown
+from trial_core.errors import ConfigError
+
+_LENGTHS = (("searcher", "max_length"), ("min_validation_period",), ("min_checkpoint_period",))
+_UNITS = ("batches", "epochs", "records")
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads plain data only, with the plain scalars of YAML 1.2."""
+
+    def compose_mapping_node(self, anchor: Any) -> MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, ScalarNode):
+                if key.value in seen:
+                    problem = f'the key "{key.value}" is given twice'
+                    raise ConstructorError(None, None, problem, key.start_mark)
+                seen.add(key.value)
+        return node
+
+
+_Loader.yaml_implicit_resolvers = {}  # all of YAML 1.1's go, to be taught anew below
+_Loader.yaml_constructors = {None: yaml.SafeLoader.construct_undefined}
+
+
+def _integer(text: str) -> int:
+    digits = text.replace("_", "")
+    return int(digits, 0 if digits[:2] in ("0x", "0o") else 10)
+
+
+def _float(text: str) -> float:
+    return float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+def _teach(name: str, pattern: str, first: str, convert: Callable[[str], Any]) -> None:
+    """Makes the loader read the plain scalars that match `pattern` with `convert`."""
+
+    def construct(loader: _Loader, node: Any) -> Any:
+        text = loader.construct_scalar(node)
+        try:
+            return convert(text)
+        except (ValueError, KeyError):  # an explicit tag, such as `!!int ten`
+            problem = f"{shown(text)} is no {name}"
+            raise ConstructorError(None, None, problem, node.start_mark) from None
+
+    tag = f"tag:yaml.org,2002:{name}"
+    _Loader.add_implicit_resolver(tag, re.compile(rf"^(?:{pattern})$"), list(first) or [""])
+    _Loader.add_constructor(tag, construct)
+
+
+_BOOLS = {"true": True, "false": False}
+_teach("bool", "true|True|TRUE|false|False|FALSE", "tTfF", lambda text: _BOOLS[text.lower()])
+_teach("null", "~|null|Null|NULL", "~nN", lambda _: None)
+_teach("null", "", "", lambda _: None)
+_teach("int", r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789", _integer)
+_teach(
+    "float",
+    r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+    "-+.0123456789",
+    _float,
+)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile("^<<$"), ["<"])
+
+
+def _construct_mapping(loader: _Loader, node: MappingNode) -> dict[Any, Any]:
+    # Whole, not lazily as SafeLoader does: a collection that contains itself is then an error.
+    return loader.construct_mapping(node, deep=True)
+
+
+def _construct_sequence(loader: _Loader, node: SequenceNode) -> list[Any]:
+    return loader.construct_sequence(node, deep=True)
+
+
+def _construct_text(loader: _Loader, node: ScalarNode) -> str:
+    return str(loader.construct_scalar(node))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
+_Loader.add_constructor("tag:yaml.org,2002:seq", _construct_sequence)
+_Loader.add_constructor("tag:yaml.org,2002:str", _construct_text)
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The plain data written in `text`.
+
+    Raises:
+        ConfigError: no valid YAML; the message begins with `source` and says line and column.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(f"{source}: {_in_words(error)}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: not valid YAML: nested too deeply") from None
+
+
+def _in_words(error: yaml.MarkedYAMLError) -> str:
+    mark = error.problem_mark or error.context_mark
+    place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+    problem = ", ".join(part for part in (error.context, error.problem) if part)
+    tabs = " (indent with spaces, not tabs)" if "'\\t'" in problem else ""
+    return f"not valid YAML{place}: {problem}{tabs}"
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The mapping that a YAML file holds.
+
+    Raises:
+        ConfigError: no such file, unreadable, no valid YAML, or no mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file{_neighbour(path)}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a folder; give the YAML file in it") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not a text file in UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    data = parse_yaml(text, str(path))
+    if data is None:
+        raise ConfigError(f"{path}: is empty; expected fields such as entrypoint and searcher")
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"{path}: expected a mapping of fields such as entrypoint and searcher, "
+            f"got {shown(data)}"
+        )
+    return data
+
+
+def _neighbour(path: Path) -> str:
+    try:
+        names = os.listdir(path.parent)
+    except OSError:
+        return ""
+    near = get_close_matches(path.name, names, n=1)
+    return f"; did you mean {path.parent / near[0]}?" if near else ""
+
+
+def override(mapping: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`mapping` with each ``"a.b.c=value"`` applied in turn; the value is YAML.
+
+    Mappings on the way that do not exist are created. Naming a length's unit replaces the length,
+    so ``searcher.max_length.epochs=1`` works whatever unit was given before.
+
+    Raises:
+        ConfigError: an override that cannot be read, or that leads through something else than a
+            mapping.
+    """
+    result = dict(mapping)
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        path = tuple(name.strip().split("."))
+        if not equals or not all(path):
+            raise ConfigError(
+                f"--set {text if not equals else name}: expected key=value, "
+                "such as searcher.max_length.batches=20"
+            )
+        result = _with(result, path, parse_yaml(value, f"--set {name}"), ())
+    return result
+
+
+def _with(
+    mapping: Mapping[str, Any], path: tuple[str, ...], value: Any, before: tuple[str, ...]
+) -> dict[str, Any]:
+    """A copy with `value` at `path`: what YAML aliases share must not change elsewhere."""
+    name, rest = path[0], path[1:]
+    if not rest:
+        return {**mapping, name: value}
+    here = (*before, name)
+    inner = mapping.get(name)
+    if inner is None or (here in _LENGTHS and rest[0] in _UNITS):
+        inner = {}
+    if not isinstance(inner, Mapping):
+        raise ConfigError(
+            f"--set {'.'.join((*before, *path))}: {'.'.join(here)} is not a mapping, so "
+            f"{rest[0]} cannot be set in it"
+        )
+    return {**mapping, name: _with(inner, rest, value, here)}

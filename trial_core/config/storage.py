@@ -1,0 +1,213 @@
+"""Where checkpoints are kept: a fsspec URL and its options, or one of Determined's forms."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field
+
+from trial_core.config.base import Section
+from trial_core.config.values import PlainMapping, Text
+from trial_core.config.words import did_you_mean, refusal, shown
+
+_CONTAINER_AT_ACCOUNT = ("abfs", "abfss", "adl", "az")
+_RETENTION = "every checkpoint is kept; there are no retention rules yet"
+
+
+def home_folder() -> Path:
+    """Where runs are kept: ``$TRIALFLOW_HOME``, else ``./trialflow-runs``; absolute."""
+    named = os.environ.get("TRIALFLOW_HOME") or "trialflow-runs"
+    return Path(os.path.abspath(os.path.expanduser(named)))
+
+
+def without_credentials(url: str) -> str:
+    """The URL without user, password and query, any of which may be a secret."""
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme == "file":
+        return url
+    bucket, slash, prefix = rest.partition("?")[0].partition("/")
+    if scheme not in _CONTAINER_AT_ACCOUNT:
+        bucket = bucket.rpartition("@")[2]
+    return f"{scheme}://{bucket}{slash}{prefix}"
+
+
+def _default_url() -> str:
+    return f"file://{home_folder() / 'checkpoints'}"
+
+
+def _absolute_url(text: str) -> str:
+    """A URL; a plain path becomes ``file://`` and absolute, seen from the current folder."""
+    scheme, separator, rest = text.partition("://")
+    scheme = scheme.lower()
+    if not separator:
+        _refuse_half_a_url(text)
+        scheme, rest = "file", text
+    _check_protocol(scheme, text)
+    if scheme in ("file", "local"):
+        # Not `Path.as_uri`: it would quote characters, which fsspec takes literally.
+        return f"file://{os.path.abspath(os.path.expanduser(rest))}"
+    if not rest.strip("/") and scheme != "memory":
+        raise refusal(f'expected a place in the storage, such as "{scheme}://bucket/prefix"')
+    return f"{scheme}://{rest.rstrip('/')}"
+
+
+def _protocols() -> list[str]:
+    from fsspec.registry import available_protocols  # late: not every user of config needs it
+
+    return list(available_protocols())
+
+
+def _refuse_half_a_url(path: str) -> None:
+    scheme, colon, _ = path.partition(":")
+    if colon and scheme in _protocols():
+        raise refusal(f"expected a folder or a URL, which begins with {scheme}://")
+
+
+def _check_protocol(scheme: str, url: str) -> None:
+    if scheme not in _protocols():
+        raise refusal(
+            f"unknown kind of storage {shown(scheme)} in {shown(without_credentials(url))}"
+            + did_you_mean(scheme, _protocols())
+        )
+
+
+class StorageConfig(Section):
+    """Where checkpoints are kept."""
+
+    at: ClassVar[str] = "checkpoint_storage"
+    ignored: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("save_experiment_best", "save_trial_best", "save_trial_latest"), _RETENTION
+    )
+    holds_secrets: ClassVar[bool] = True
+
+    url: Annotated[Text, AfterValidator(_absolute_url)] = Field(
+        default_factory=_default_url,
+        title="URL",
+        description="A folder, or a fsspec URL such as s3://bucket/prefix. "
+        "Default: checkpoints in the folder of runs.",
+        examples=["s3://bucket/prefix"],
+    )
+    options: PlainMapping = Field(
+        default={},
+        title="Options",
+        description="Options of the fsspec file system; for S3 endpoint_url, key and secret.",
+    )
+
+    @classmethod
+    def prepared(cls, data: Any) -> dict[str, Any]:
+        """Text is a URL; Determined's forms, known by their type, become URL and options."""
+        if isinstance(data, (str, Path)):
+            return {"url": str(data)}
+        given = super().prepared(data)
+        kind = given.pop("type", None)
+        if kind is None:
+            return given
+        if "url" in given or "options" in given:
+            raise refusal("give either type and what belongs to it, or url and options; not both")
+        form = _FORMS.get(str(kind))
+        if form is None:
+            known = ", ".join(f'"{name}"' for name in _FORMS)
+            raise refusal(f"expected one of {known}, got {shown(kind)}; or give a url", "type")
+        return form.model_validate(given).as_url_and_options()
+
+    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+        """Names of options without their values, of which some are credentials."""
+        hidden = dict.fromkeys(self.options, "***")
+        return [("url", without_credentials(self.url)), ("options", hidden)]
+
+
+class _Form(Section):
+    """One of Determined's kinds of storage."""
+
+    at: ClassVar[str] = StorageConfig.at
+    holds_secrets: ClassVar[bool] = True
+
+    def as_url_and_options(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class _SharedFs(_Form):
+    ignored: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("container_path", "propagation", "checkpoint_path", "tensorboard_path"),
+        "host_path and storage_path say where checkpoints are kept",
+    )
+    host_path: Text = Field(examples=["/mnt/shared"])
+    storage_path: Text = "."
+
+    def as_url_and_options(self) -> dict[str, Any]:
+        return {"url": os.path.join(self.host_path, self.storage_path)}
+
+
+class _Directory(_Form):
+    container_path: Text = Field(examples=["/mnt/checkpoints"])
+
+    def as_url_and_options(self) -> dict[str, Any]:
+        return {"url": self.container_path}
+
+
+class _InBucket(_Form):
+    bucket: Text = Field(examples=["my-bucket"])
+    prefix: str = ""
+
+    def _url(self, scheme: str) -> str:
+        return f"{scheme}://{self.bucket}/{self.prefix.strip('/')}"
+
+
+class _S3(_InBucket):
+    access_key: Text | None = None
+    secret_key: Text | None = None
+    endpoint_url: Text | None = None
+
+    def as_url_and_options(self) -> dict[str, Any]:
+        named = {
+            "key": self.access_key,
+            "secret": self.secret_key,
+            "endpoint_url": self.endpoint_url,
+        }
+        return {"url": self._url("s3"), "options": _given(named)}
+
+
+class _Gcs(_InBucket):
+    def as_url_and_options(self) -> dict[str, Any]:
+        return {"url": self._url("gs")}
+
+
+class _Azure(_Form):
+    container: Text = Field(examples=["my-container"])
+    prefix: str = ""
+    connection_string: Text | None = None
+    account_url: Text | None = None
+    credential: Text | None = None
+
+    def as_url_and_options(self) -> dict[str, Any]:
+        options = _given(
+            {"connection_string": self.connection_string, "credential": self.credential}
+        )
+        if self.account_url is not None:
+            options.update(_azure_account(self.account_url))
+        return {"url": f"abfs://{self.container}/{self.prefix.strip('/')}", "options": options}
+
+
+def _azure_account(account_url: str) -> dict[str, str]:
+    host = urlsplit(account_url).hostname or ""
+    name, _, domain = host.partition(".")
+    if not domain:
+        raise refusal("expected a URL such as https://NAME.blob.core.windows.net", "account_url")
+    return {"account_name": name, "account_host": host}
+
+
+def _given(options: Mapping[str, str | None]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+_FORMS: dict[str, type[_Form]] = {
+    "shared_fs": _SharedFs,
+    "directory": _Directory,
+    "s3": _S3,
+    "gcs": _Gcs,
+    "azure": _Azure,
+}

@@ -1,0 +1,231 @@
+"""What runs in every slot: one controller for every kind of trial.
+
+It owns the trial, its engines, loaders, callbacks and progress, and carries out the driver's
+requests one by one. It decides nothing about what comes next: that is the sequencer's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.context import RunInfo
+from trial_core.controller.engine import TrialEngine
+from trial_core.controller.entrypoint import build_engine
+from trial_core.controller.evaluation import validate
+from trial_core.controller.loaders import Loaders, build_loaders
+from trial_core.controller.snapshot import Snapshots
+from trial_core.controller.state import restore_rng
+from trial_core.controller.training import Ticker, train_batches
+from trial_core.distributed import DistributedContext
+from trial_core.errors import CheckpointDamaged, SlotsError
+from trial_core.messages import (
+    AnyRequest,
+    BatchesTrained,
+    BuildLoaders,
+    BuildTrial,
+    Done,
+    FetchCheckpoint,
+    Fetched,
+    HookDone,
+    LoadersBuilt,
+    Persisted,
+    PersistCheckpoint,
+    ReleaseStaging,
+    Result,
+    RunHook,
+    RunValidation,
+    SaveCheckpoint,
+    Saved,
+    TrainBatches,
+    Trained,
+    TrialBuilt,
+    Validated,
+)
+from trial_core.pytorch.callback import PyTorchCallback, overridden_hooks
+
+VERSIONED = ("trialflow", "torch", "deepspeed", "numpy")
+
+
+class Controller:
+    """Carries out workloads on this rank.
+
+    Args:
+        emit: sends an event to the driver.
+    """
+
+    def __init__(self, emit: Callable[[BatchesTrained], None]) -> None:
+        self._emit = emit
+        self._distributed = DistributedContext.from_environment()
+        self._info: RunInfo | None = None
+        self._engine: TrialEngine | None = None
+        self._loaders: Loaders | None = None
+        self._snapshots: Snapshots | None = None
+        self._rng: dict[str, Any] | None = None
+        # What only this rank knows about the workloads behind it, for the hooks that follow them.
+        self._hook_arguments: dict[str, dict[str, Any]] = {}
+        self._handlers: dict[type, Callable[[Any], Result]] = {
+            BuildTrial: self.build_trial,
+            FetchCheckpoint: self.fetch_checkpoint,
+            BuildLoaders: self.build_loaders,
+            TrainBatches: self.train,
+            RunValidation: self.validate,
+            SaveCheckpoint: self.save_checkpoint,
+            PersistCheckpoint: self.persist_checkpoint,
+            ReleaseStaging: self.release_staging,
+            RunHook: self.run_hook,
+        }
+
+    def carry_out(self, request: AnyRequest) -> Result:
+        """Carry out one request, in the lane that it names."""
+        return self._handlers[type(request)](request)
+
+    def close(self) -> None:
+        """Let go of what outlives a workload: loader workers end with their iterators."""
+        self._loaders = None
+
+    # ------------------------------------------------------------------------ the workloads
+
+    def build_trial(self, request: BuildTrial) -> TrialBuilt:
+        """Construct the user's trial. Collective."""
+        store = CheckpointStore(request.storage.url, request.storage.options)
+        self._snapshots = Snapshots(Path(request.run_dir), store, self._distributed)
+        self._info = RunInfo(trial=request.trial, experiment=request.experiment)
+        _, self._engine = build_engine(self._info, self._distributed)
+        return TrialBuilt(
+            hooks=sorted(overridden_hooks(self._engine.callbacks)),
+            topology=self._engine.topology(),
+            batch_samples=self._engine.batch_samples,
+            versions={name: _version(name) for name in VERSIONED},
+        )
+
+    def fetch_checkpoint(self, request: FetchCheckpoint) -> Fetched:
+        """Bring a checkpoint's files to this machine. I/O lane."""
+        try:
+            self._the_snapshots.fetch(request.uuid, request.files)
+        except CheckpointDamaged as damage:
+            # No failure of this rank: the driver may choose an older checkpoint.
+            return Fetched(damage=str(damage))
+        return Fetched()
+
+    def build_loaders(self, request: BuildLoaders) -> LoadersBuilt:
+        """Build the loaders, and restore a fetched checkpoint. Collective."""
+        engine, info = self._the_engine, self._the_info
+        seed = int((info.experiment.get("reproducibility") or {}).get("experiment_seed") or 0)
+        info.batches_trained = request.batches_trained
+        self._loaders = build_loaders(engine, self._distributed, request.batches_trained, seed)
+        info.epoch = self._loaders.epoch
+        if request.checkpoint is not None:
+            self._rng = self._the_snapshots.restore(request.checkpoint, engine)
+        return LoadersBuilt(epoch=self._loaders.epoch)
+
+    def train(self, request: TrainBatches) -> Trained:
+        """Train up to a batch. Collective."""
+        self._restore_rng()
+        info, loaders = self._the_info, self._the_loaders
+        began = time.monotonic()
+        outcome = train_batches(
+            self._the_engine,
+            info,
+            loaders.training,
+            request.until,
+            self._distributed,
+            Ticker(self._tell_batches),
+        )
+        self._hook_arguments["on_training_workload_end"] = {
+            "avg_metrics": outcome.avg_metrics,
+            "batch_metrics": outcome.batch_metrics,
+        }
+        return Trained(
+            batches_trained=info.batches_trained,
+            metrics=outcome.avg_metrics,
+            seconds=time.monotonic() - began,
+            stop_requested=info.stop_requested,
+        )
+
+    def validate(self, request: RunValidation) -> Validated:
+        """Validate. Collective."""
+        self._restore_rng()
+        began = time.monotonic()
+        metrics = validate(self._the_engine, self._the_loaders, self._distributed)
+        self._hook_arguments["on_validation_end"] = {"metrics": metrics}
+        return Validated(
+            metrics=metrics,
+            seconds=time.monotonic() - began,
+            stop_requested=self._the_info.stop_requested,
+        )
+
+    def save_checkpoint(self, request: SaveCheckpoint) -> Saved:
+        """Stage a checkpoint. Collective."""
+        began = time.monotonic()
+        info = self._the_info
+        staging = self._the_snapshots.stage(request.uuid, self._the_engine, info.batches_trained)
+        for hook in ("on_checkpoint_write_end", "on_checkpoint_end"):
+            self._hook_arguments[hook] = {"checkpoint_dir": str(staging)}
+        return Saved(staging=str(staging), seconds=time.monotonic() - began)
+
+    def persist_checkpoint(self, request: PersistCheckpoint) -> Persisted:
+        """Upload a staged checkpoint. I/O lane."""
+        began = time.monotonic()
+        files = self._the_snapshots.persist(request.uuid)
+        return Persisted(files=files, seconds=time.monotonic() - began)
+
+    def release_staging(self, request: ReleaseStaging) -> Done:
+        """Drop a staged checkpoint. I/O lane."""
+        self._the_snapshots.release(request.uuid)
+        return Done()
+
+    def run_hook(self, request: RunHook) -> HookDone:
+        """Call one hook of every callback, in the order in which the trial names them."""
+        arguments = {**self._hook_arguments.get(request.hook, {}), **request.arguments}
+        # By position, in the reference's order: a callback may call its parameters what it likes.
+        names = list(inspect.signature(getattr(PyTorchCallback, request.hook)).parameters)[1:]
+        for callback in self._the_engine.callbacks.values():
+            getattr(callback, request.hook)(*(arguments[name] for name in names))
+        return HookDone(stop_requested=self._the_info.stop_requested)
+
+    # ---------------------------------------------------------------------------- internals
+
+    def _restore_rng(self) -> None:
+        # As late as can be: what hooks draw on the way here must not shift what training draws.
+        if self._rng is not None:
+            restore_rng(self._rng)
+            self._rng = None
+
+    def _tell_batches(self, batches: int) -> None:
+        if self._distributed.get_rank() == 0:
+            self._emit(BatchesTrained(batches=batches))
+
+    @property
+    def _the_info(self) -> RunInfo:
+        return _made(self._info, BuildTrial)
+
+    @property
+    def _the_engine(self) -> TrialEngine:
+        return _made(self._engine, BuildTrial)
+
+    @property
+    def _the_snapshots(self) -> Snapshots:
+        return _made(self._snapshots, BuildTrial)
+
+    @property
+    def _the_loaders(self) -> Loaders:
+        return _made(self._loaders, BuildLoaders)
+
+
+def _made(thing: Any, by: type) -> Any:
+    if thing is None:
+        raise SlotsError(f"this request needs {by.__name__} to have been carried out before it")
+    return thing
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,85 @@
+"""The seam between the one controller and the kinds of trial: all that differs lies behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from trial_core.checkpoint.manifest import Topology
+from trial_core.pytorch.callback import PyTorchCallback
+from trial_core.pytorch.reducer import Reducer, ReducerRegistry
+
+
+class TrialEngine(Protocol):
+    """A constructed trial, as the controller drives it. Every rank has one.
+
+    Attributes:
+        callbacks: the trial's callbacks, by name.
+        reducers: the custom metrics that the trial has registered.
+        data_parallel_rank: which shard of the data this rank takes.
+        data_parallel_size: how many shards there are.
+        reports_metrics: whether this rank's metrics count.
+        needs_data: whether this rank needs data loaders at all.
+        micro_batches_per_batch: micro-batches that one batch takes from this rank's loader.
+        batch_samples: samples in one batch, all ranks together.
+        evaluates_in_lockstep: whether a forward pass needs all ranks, so that they must evaluate
+            equally many batches.
+        requires_reproducible_loaders: whether loaders must be `trial_core.pytorch.DataLoader`s.
+    """
+
+    callbacks: Mapping[str, PyTorchCallback]
+    reducers: ReducerRegistry
+    data_parallel_rank: int
+    data_parallel_size: int
+    reports_metrics: bool
+    needs_data: bool
+    micro_batches_per_batch: int
+    batch_samples: int
+    evaluates_in_lockstep: bool
+    requires_reproducible_loaders: bool
+
+    def training_loader(self) -> Any:
+        """What the trial's `build_training_data_loader` returns."""
+        ...
+
+    def validation_loader(self) -> Any:
+        """What the trial's `build_validation_data_loader` returns."""
+        ...
+
+    def train_batch(
+        self, micro_batches: Iterator[Any] | None, epoch_idx: int, batch_idx: int
+    ) -> list[Any]:
+        """Train one batch; the metrics of each of the trial's `train_batch` calls.
+
+        Collective: every rank calls this. Must not wait for the accelerator.
+        """
+        ...
+
+    def evaluation_steps(self, micro_batches: int) -> int:
+        """How many `evaluate_batch` calls consume `micro_batches` micro-batches."""
+        ...
+
+    def evaluate_batch(self, micro_batches: Iterator[Any] | None, batch_idx: int) -> Any:
+        """The metrics of one of the trial's `evaluate_batch` calls."""
+        ...
+
+    def evaluation_reducer(self) -> Reducer | Mapping[str, Reducer]:
+        """How per-batch validation metrics become one."""
+        ...
+
+    def set_training(self, training: bool) -> None:
+        """Switch the models between training and evaluation mode."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's shards below `folder`. Collective: every rank calls this."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Restore from all ranks' shards below `folder`. Collective: every rank calls this."""
+        ...
+
+    def topology(self) -> Topology:
+        """How the ranks divide the work."""
+        ...

@@ -1,0 +1,128 @@
+"""From ``module:Class`` in the experiment to the user's trial, constructed."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+from trial_core.context import RunInfo
+from trial_core.controller.engine import TrialEngine
+from trial_core.controller.state import seed_everything
+from trial_core.deepspeed.context import DeepSpeedTrialContext
+from trial_core.deepspeed.engine import DeepSpeedTrialEngine
+from trial_core.deepspeed.trial import DeepSpeedTrial
+from trial_core.distributed import DistributedContext
+from trial_core.errors import TrialError
+
+MANUAL_INIT_VARIABLES = ("TRIALFLOW_MANUAL_INIT_DISTRIBUTED", "DET_MANUAL_INIT_DISTRIBUTED")
+
+
+def load_trial_class(entrypoint: str) -> type[DeepSpeedTrial]:
+    """The class that `entrypoint` names.
+
+    Raises:
+        TrialError: there is no such module or class, or the class is no trial.
+    """
+    module_name, _, class_name = entrypoint.partition(":")
+    module = _import(module_name, entrypoint)
+    found: Any = module
+    for part in class_name.split("."):
+        if not hasattr(found, part):
+            raise TrialError(_no_class(entrypoint, module, part))
+        found = getattr(found, part)
+    if not inspect.isclass(found) or not issubclass(found, DeepSpeedTrial):
+        raise TrialError(
+            f'entrypoint "{entrypoint}" is no trial: {class_name} is '
+            f"{_described(found)}, and a subclass of trial_core.deepspeed.DeepSpeedTrial is needed"
+        )
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if missing:
+        raise TrialError(f'trial "{entrypoint}" does not define {", ".join(missing)}')
+    return found
+
+
+def build_engine(info: RunInfo, distributed: DistributedContext) -> tuple[Any, TrialEngine]:
+    """Construct the trial that the experiment names. Collective: every rank calls this.
+
+    Returns:
+        The trial's context and the trial behind the controller's seam.
+    """
+    trial_class = load_trial_class(str(info.experiment["entrypoint"]))
+    seed = int((info.experiment.get("reproducibility") or {}).get("experiment_seed") or 0)
+    if not _initialises_by_itself():
+        _init_distributed()
+        distributed.connect()
+    # The same seed everywhere: every rank must build the same weights.
+    seed_everything(seed)
+    context = trial_class.trial_context_class(info, distributed)
+    try:
+        trial = trial_class(context)
+    except (AssertionError, ValueError) as error:
+        if not _raised_by_deepspeed(error):
+            raise
+        raise TrialError(f"DeepSpeed refuses the trial's configuration: {error}") from error
+    distributed.connect()
+    engine = DeepSpeedTrialEngine(trial, context)
+    # Different from here on: shards of the data must not share their dropout masks.
+    seed_everything(seed + 1 + engine.data_parallel_rank)
+    return context, engine
+
+
+def _initialises_by_itself() -> bool:
+    return any(os.environ.get(name) == "1" for name in MANUAL_INIT_VARIABLES)
+
+
+def _init_distributed() -> None:
+    import deepspeed
+
+    deepspeed.init_distributed()
+
+
+def _import(module_name: str, entrypoint: str) -> ModuleType:
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):
+            raise  # the module exists, and imports something that does not
+        beside = sorted(p.removesuffix(".py") for p in os.listdir(folder) if p.endswith(".py"))
+        near = difflib.get_close_matches(module_name, beside, n=1)
+        hint = f'; did you mean "{near[0]}"?' if near else ""
+        raise TrialError(
+            f'entrypoint "{entrypoint}": there is no module "{module_name}" in {folder} '
+            f"(modules there: {', '.join(beside) or 'none'}){hint}"
+        ) from error
+
+
+def _no_class(entrypoint: str, module: ModuleType, name: str) -> str:
+    classes = [n for n, value in vars(module).items() if inspect.isclass(value)]
+    trials = [n for n in classes if issubclass(vars(module)[n], DeepSpeedTrial)]
+    own = [n for n in trials if vars(module)[n].__module__ == module.__name__]
+    near = own or difflib.get_close_matches(name, classes, n=1)
+    hint = f'; did you mean "{near[0]}"?' if near else ""
+    return f'entrypoint "{entrypoint}": module {module.__name__} has no "{name}"{hint}'
+
+
+def _described(found: Any) -> str:
+    if inspect.isclass(found):
+        return f"a class derived from {', '.join(base.__name__ for base in found.__bases__)}"
+    return f"{type(found).__name__} {found!r}"
+
+
+def _raised_by_deepspeed(error: BaseException) -> bool:
+    """Whether the innermost frame of `error` is DeepSpeed's: it refused what it was given."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    if traceback is None:
+        return False
+    name = str(traceback.tb_frame.f_globals.get("__name__", ""))
+    return name.partition(".")[0] in ("deepspeed", "pydantic", "pydantic_core")

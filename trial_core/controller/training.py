@@ -1,0 +1,107 @@
+"""The training loop.
+
+One train-workload, with every hook that runs inside it::
+
+    for each batch up to `until`:
+        on_training_epoch_start(epoch_idx)      if an epoch begins with this batch
+        trial.train_batch(...)                  once per micro-batch, or once with pipelines
+        on_training_epoch_end(epoch_idx)        if an epoch ends with this batch
+    average the metrics over batches and ranks  the only collective, and the only wait for the
+                                                accelerator, of ours
+    (on_training_workload_end(avg_metrics, batch_metrics) is the stage that follows)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trial_core.context import RunInfo
+from trial_core.controller.engine import TrialEngine
+from trial_core.distributed import DistributedContext
+from trial_core.pytorch.callback import PyTorchCallback
+from trial_core.pytorch.reducer import BatchMetrics, combine
+from trial_core.units import EpochLength
+
+TICK_SECONDS = 0.2
+
+
+@dataclass
+class TrainOutcome:
+    """What a train-workload leaves behind.
+
+    Attributes:
+        avg_metrics: averaged over the workload's batches and all ranks.
+        batch_metrics: this rank's metrics, one mapping a batch.
+    """
+
+    avg_metrics: dict[str, Any]
+    batch_metrics: list[dict[str, Any]]
+
+
+class Ticker:
+    """Tells how far training has come, a few times a second at most."""
+
+    def __init__(self, tell: Callable[[int], None]) -> None:
+        self._tell = tell
+        self._next = 0.0
+
+    def tick(self, batches: int) -> None:
+        """Training has reached `batches`."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + TICK_SECONDS
+            self._tell(batches)
+
+
+def train_batches(
+    engine: TrialEngine,
+    info: RunInfo,
+    micro_batches: Iterator[Any] | None,
+    until: int,
+    distributed: DistributedContext,
+    ticker: Ticker,
+) -> TrainOutcome:
+    """Train from `info.batches_trained` up to `until`. Collective: every rank calls this."""
+    metrics = BatchMetrics()
+    engine.reducers.reset(for_training=True)
+    engine.set_training(True)
+    while info.batches_trained < until:
+        batch_idx = info.batches_trained
+        epoch_idx = _begin_epochs(engine.callbacks, info.epoch, batch_idx)
+        calls = engine.train_batch(micro_batches, epoch_idx, batch_idx)
+        if engine.reports_metrics:
+            metrics.add_batch(calls)
+        _end_epochs(engine.callbacks, info.epoch, batch_idx)
+        info.batches_trained = batch_idx + 1
+        ticker.tick(info.batches_trained)
+    partials = distributed.allgather(metrics.partials() if engine.reports_metrics else {})
+    averages = combine(partials)
+    averages.update(engine.reducers.reduce("training", distributed.allgather))
+    return TrainOutcome(averages, metrics.per_batch())
+
+
+def _begin_epochs(
+    callbacks: Mapping[str, PyTorchCallback], epoch: EpochLength | None, batch_idx: int
+) -> int:
+    """Announce the epochs that begin with this batch; the epoch that it belongs to."""
+    if epoch is None:
+        return 0
+    current = epoch.epoch_of(batch_idx)
+    previous = epoch.epoch_of(batch_idx - 1) if batch_idx else -1
+    for begun in range(previous + 1, current + 1):
+        for callback in callbacks.values():
+            callback.on_training_epoch_start(begun)
+    return current
+
+
+def _end_epochs(
+    callbacks: Mapping[str, PyTorchCallback], epoch: EpochLength | None, batch_idx: int
+) -> None:
+    if epoch is None:
+        return
+    for ended in range(epoch.epochs_completed(batch_idx), epoch.epochs_completed(batch_idx + 1)):
+        for callback in callbacks.values():
+            callback.on_training_epoch_end(ended)

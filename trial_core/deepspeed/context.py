@@ -1,0 +1,126 @@
+"""`DeepSpeedTrialContext`: what a `DeepSpeedTrial` asks and tells. Follows Determined's class."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from trial_core.context import RunInfo, TrialContext
+from trial_core.deepspeed.mpu import (
+    ModelParallelUnit,
+    make_data_parallel_mpu,
+    make_deepspeed_mpu,
+)
+from trial_core.distributed import DistributedContext
+from trial_core.errors import TrialError
+from trial_core.pytorch.reducer import MetricReducer, ReducerRegistry
+from trial_core.pytorch.to_device import to_device
+
+logger = logging.getLogger(__name__)
+
+
+class DeepSpeedTrialContext(TrialContext):
+    """Passed to a `DeepSpeedTrial`'s ``__init__`` on every rank.
+
+    Attributes:
+        models: the wrapped engines, in the order of wrapping.
+        device: what this rank trains on.
+    """
+
+    def __init__(self, info: RunInfo, distributed: DistributedContext) -> None:
+        super().__init__(info, distributed)
+        self.models: list[DeepSpeedEngine] = []
+        self.device = torch.device(get_accelerator().current_device_name())
+        self.reducers = ReducerRegistry()
+        self.mpu: ModelParallelUnit = make_data_parallel_mpu(distributed)
+        self.auto_grad_accumulation = True
+        self.reproducible_loaders = True
+        self.uses_pipeline = False
+        self._mpu_was_set = False
+        self._odd_types: set[type] = set()
+
+    def wrap_model_engine(self, model: DeepSpeedEngine) -> DeepSpeedEngine:
+        """Register a DeepSpeed engine: it is saved, restored and counted from here on.
+
+        The first one wrapped tells how many samples a batch has. Every rank calls this, in the
+        same order.
+
+        Raises:
+            TrialError: `model` is no engine.
+        """
+        if not isinstance(model, DeepSpeedEngine):
+            raise TrialError(
+                f"wrap_model_engine takes the engine that deepspeed.initialize returns first, "
+                f"got {type(model).__name__}"
+            )
+        if self.models:
+            self._warn_if_sizes_differ(model)
+        elif isinstance(model, PipelineEngine):
+            self.uses_pipeline = True
+            if not self._mpu_was_set:
+                self.mpu = make_deepspeed_mpu(model.mpu)
+        self.models.append(model)
+        return model
+
+    def set_mpu(self, mpu: ModelParallelUnit) -> None:
+        """Use a custom model-parallel layout, that of the first wrapped engine.
+
+        Raises:
+            TrialError: called before any engine was wrapped, or a second time.
+        """
+        if not self.models:
+            raise TrialError("set_mpu was called before wrap_model_engine; wrap the engine first")
+        if self._mpu_was_set:
+            raise TrialError("set_mpu was called twice; a trial has one ModelParallelUnit")
+        self.mpu = mpu
+        self._mpu_was_set = True
+
+    def disable_auto_grad_accumulation(self) -> None:
+        """Call `train_batch` once a batch; it then trains on `train_batch_size` samples itself."""
+        self.auto_grad_accumulation = False
+
+    def disable_dataset_reproducibility_checks(self) -> None:
+        """Allow data loaders other than `trial_core.pytorch.DataLoader`.
+
+        Sharding, shuffling and where to go on after a restart are then the trial's business.
+        """
+        self.reproducible_loaders = False
+
+    def wrap_reducer(
+        self,
+        reducer: Callable[[list[Any]], Any] | MetricReducer,
+        name: str | None = None,
+        for_training: bool = True,
+        for_validation: bool = True,
+    ) -> MetricReducer:
+        """Register a metric that is computed from all ranks' values at once.
+
+        Args:
+            reducer: a function of the list of all values passed to ``update``, or a MetricReducer.
+            name: the metric's name; None when the reducer returns a dict of metrics.
+            for_training: report it with training workloads.
+            for_validation: report it with validations.
+        """
+        return self.reducers.wrap(reducer, name, for_training, for_validation)
+
+    def to_device(self, data: Any) -> Any:
+        """`data` on this rank's device: tensors and arrays, also nested in dicts and sequences."""
+        return to_device(data, self.device, self._odd_types)
+
+    def _warn_if_sizes_differ(self, model: DeepSpeedEngine) -> None:
+        first = self.models[0].train_micro_batch_size_per_gpu()
+        own = model.train_micro_batch_size_per_gpu()
+        if own != first:
+            logger.warning(
+                "engine %d has a micro-batch size of %s, the first one has %s; batches and samples "
+                "are counted by the first",
+                len(self.models),
+                own,
+                first,
+            )

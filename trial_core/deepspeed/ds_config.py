@@ -1,0 +1,75 @@
+"""`overwrite_deepspeed_config`: a DeepSpeed config with values of the experiment's."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trial_core.errors import TrialError
+
+logger = logging.getLogger(__name__)
+
+
+def overwrite_deepspeed_config(
+    base_ds_config: str | Mapping[str, Any], source_ds_dict: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`base_ds_config` with the leaves that `source_ds_dict` also has taken from there.
+
+    Follows Determined's function; besides, a key of the source that overwrites nothing is logged
+    as a warning, because that is how a misspelt learning rate gets lost.
+
+    Args:
+        base_ds_config: a DeepSpeed config, or the path of a JSON file that holds one.
+        source_ds_dict: values to take over, nested like the base.
+
+    Raises:
+        TypeError: the base is neither a path nor a mapping.
+        TrialError: the file cannot be read, or is no JSON.
+    """
+    if isinstance(base_ds_config, str):
+        result = _read(Path(base_ds_config))
+    elif isinstance(base_ds_config, Mapping):
+        result = copy.deepcopy(dict(base_ds_config))
+    else:
+        raise TypeError(
+            "base_ds_config must be a path or a dictionary, "
+            f"got {type(base_ds_config).__name__}: {base_ds_config!r}"
+        )
+    for path in _overwrite(result, source_ds_dict, ""):
+        logger.warning(
+            'overwrite_deepspeed_config: "%s" is not in the base config and overwrote nothing', path
+        )
+    return result
+
+
+def _overwrite(base: dict[str, Any], source: Mapping[str, Any], prefix: str) -> list[str]:
+    """Overwrite in place; the paths in `source` that `base` does not have."""
+    unused: list[str] = []
+    for key, value in source.items():
+        path = f"{prefix}{key}"
+        if key not in base:
+            unused.append(path)
+        elif isinstance(base[key], dict):
+            if isinstance(value, Mapping):
+                unused += _overwrite(base[key], value, f"{path}.")
+            else:
+                unused.append(path)  # only leaves are overwritten
+        else:
+            base[key] = copy.deepcopy(value)
+    return unused
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(path.read_text())
+    except OSError as error:
+        raise TrialError(f"cannot read the DeepSpeed config {path}: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise TrialError(f"the DeepSpeed config {path} is not valid JSON: {error}") from error
+    if not isinstance(loaded, dict):
+        raise TrialError(f"the DeepSpeed config {path} holds no JSON object")
+    return loaded

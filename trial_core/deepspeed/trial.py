@@ -1,0 +1,106 @@
+"""`DeepSpeedTrial`: the class a user writes. Follows Determined's class of the same name."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from trial_core.deepspeed.context import DeepSpeedTrialContext
+from trial_core.errors import TrialError
+from trial_core.pytorch.callback import PyTorchCallback
+from trial_core.pytorch.reducer import Reducer
+
+
+class DeepSpeedTrial(ABC):
+    """A model, its data, and how to train and validate one batch of it.
+
+    One instance lives on every rank. Every method is called on every rank, in the same order.
+    """
+
+    trial_context_class: ClassVar[type[DeepSpeedTrialContext]] = DeepSpeedTrialContext
+
+    @abstractmethod
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        """Build the engine(s) with ``deepspeed.initialize`` and wrap them::
+
+            self.context = context
+            engine, _, _, _ = deepspeed.initialize(
+                model=model, model_parameters=model.parameters(), config=ds_config
+            )
+            self.engine = context.wrap_model_engine(engine)
+        """
+
+    @abstractmethod
+    def train_batch(
+        self, dataloader_iter: Iterator[Any] | None, epoch_idx: int, batch_idx: int
+    ) -> torch.Tensor | dict[str, Any]:
+        """Train on one micro-batch (without pipelines) or one whole batch (with them).
+
+        Without pipelines this is called `gradient_accumulation_steps` times for one batch::
+
+            batch = self.context.to_device(next(dataloader_iter))
+            loss = self.engine(batch)
+            self.engine.backward(loss)
+            self.engine.step()
+            return {"loss": loss}
+
+        Args:
+            dataloader_iter: micro-batches without end; None on ranks that need no data.
+            epoch_idx: the epoch in which this batch begins.
+            batch_idx: batches trained before this one, over the whole life of the trial.
+
+        Returns:
+            Metrics: a scalar tensor (called ``loss``), or numbers by name. They may stay on the
+            device; nothing waits for them before the workload's end.
+        """
+
+    @abstractmethod
+    def build_training_data_loader(self) -> Any:
+        """The training data: a `trial_core.pytorch.DataLoader` of micro-batches.
+
+        May be None on ranks whose `ModelParallelUnit` says that they need no data.
+        """
+
+    @abstractmethod
+    def build_validation_data_loader(self) -> Any:
+        """The validation data: a `trial_core.pytorch.DataLoader` of micro-batches."""
+
+    def evaluate_batch(self, dataloader_iter: Iterator[Any] | None, batch_idx: int) -> dict[str, Any]:
+        """Validation metrics of one micro-batch, by name; `batch_idx` may be left out."""
+        raise TrialError(
+            f"{type(self).__name__} cannot be validated: it does not define evaluate_batch"
+        )
+
+    def evaluation_reducer(self) -> Reducer | dict[str, Reducer]:
+        """How per-batch validation metrics become one: for all, or by metric name."""
+        return Reducer.AVG
+
+    def build_callbacks(self) -> dict[str, PyTorchCallback]:
+        """Callbacks by name; under that name their state is saved and restored."""
+        return {}
+
+    def save(self, context: DeepSpeedTrialContext, path: Path) -> None:
+        """Write this rank's part of a checkpoint below `path`. Collective: every rank calls this.
+
+        Each rank has a folder of its own; together they become one checkpoint, so ranks must not
+        write the same file name with different content.
+        """
+        for i, engine in enumerate(context.models):
+            engine.save_checkpoint(str(path), tag=f"model{i}")
+
+    def load(self, context: DeepSpeedTrialContext, load_path: Path) -> None:
+        """Restore from the files of all ranks below `load_path`. Collective: every rank calls this.
+
+        Raises:
+            TrialError: DeepSpeed found no checkpoint of an engine there.
+        """
+        for i, engine in enumerate(context.models):
+            path, _ = engine.load_checkpoint(str(load_path), tag=f"model{i}")
+            if path is None:
+                raise TrialError(
+                    f'DeepSpeed found no checkpoint of engine {i} (tag "model{i}") in {load_path}'
+                )

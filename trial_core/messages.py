@@ -1,0 +1,305 @@
+"""What the driver and the ranks say to each other: plain data, encoded as MessagePack.
+
+The driver sends every rank the same `Request`; each rank replies with one `Answer`. Events flow
+from ranks to the driver unasked. Nothing here is ever a pickle: a message can carry only what its
+type declares, and a message that does not fit its type is refused on arrival.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Union
+
+import msgspec
+
+from trial_core.checkpoint.manifest import FileEntry, Topology
+from trial_core.checkpoint.store import StorageSpec
+from trial_core.units import EpochLength
+
+Lane = Literal["compute", "io"]
+
+
+class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Base of everything that travels; the tag is the class's name."""
+
+
+# ------------------------------------------------------------------------------- joining
+
+
+class Hello(Message):
+    """A rank's first words, once both sides have proved that they know the secret."""
+
+    rank: int
+    pid: int
+    host: str
+
+
+# ------------------------------------------------------------------- requests and results
+
+
+class Request(Message):
+    """A workload for all ranks. `lane` says which of a rank's two lanes runs it."""
+
+    lane: ClassVar[Lane] = "compute"
+
+
+class Result(Message):
+    """What a rank hands back for a request that it has carried out."""
+
+
+class Done(Result):
+    """Carried out; nothing to report."""
+
+
+class Ping(Request):
+    """Do nothing, and say so. Measures the channel."""
+
+
+class BuildTrial(Request):
+    """Import the entrypoint, initialise torch.distributed, and construct the user's trial.
+
+    Attributes:
+        trial: the trial's id.
+        experiment: the checked experiment configuration, as plain data.
+        run_dir: a folder on the rank's machine for logs, staging and restored files.
+        storage: where checkpoints go.
+    """
+
+    trial: str
+    experiment: dict[str, Any]
+    run_dir: str
+    storage: StorageSpec
+
+
+class TrialBuilt(Result):
+    """The trial exists.
+
+    Attributes:
+        hooks: the callback hooks that some callback of the trial overrides.
+        topology: how the ranks divide the work.
+        batch_samples: samples in one batch, all ranks together (`train_batch_size`).
+        versions: versions of what the rank runs on.
+    """
+
+    hooks: list[str]
+    topology: Topology
+    batch_samples: int
+    versions: dict[str, str]
+
+
+class FetchCheckpoint(Request):
+    """Bring a checkpoint's files to this machine, each verified; the machine's ranks share them."""
+
+    lane: ClassVar[Lane] = "io"
+    uuid: str
+    files: list[FileEntry]
+
+
+class Fetched(Result):
+    """The files are here; or, when `damage` says so, they are not what the manifest promises."""
+
+    damage: str | None = None
+
+
+class BuildLoaders(Request):
+    """Build the data loaders, and restore the state of `checkpoint` when there is one.
+
+    Attributes:
+        batches_trained: where training begins (or goes on).
+        checkpoint: uuid of a checkpoint that was fetched before.
+    """
+
+    batches_trained: int
+    checkpoint: str | None
+
+
+class LoadersBuilt(Result):
+    """The loaders exist and the rank is ready to train.
+
+    Attributes:
+        epoch: how long an epoch is; None when the training loader has no length.
+    """
+
+    epoch: EpochLength | None
+
+
+class TrainBatches(Request):
+    """Train until `until` batches have been trained in all."""
+
+    until: int
+
+
+class Trained(Result):
+    """A train-workload is over.
+
+    Attributes:
+        metrics: averaged over the workload's batches and all ranks; the same on every rank.
+        seconds: wall time of the workload on this rank.
+        stop_requested: whether the trial asked to save and end.
+    """
+
+    batches_trained: int
+    metrics: dict[str, Any]
+    seconds: float
+    stop_requested: bool
+
+
+class RunValidation(Request):
+    """Validate on the whole validation set."""
+
+
+class Validated(Result):
+    """A validation is over; `metrics` are reduced over all ranks, the same on every rank."""
+
+    metrics: dict[str, Any]
+    seconds: float
+    stop_requested: bool
+
+
+class SaveCheckpoint(Request):
+    """Write this rank's shards and state to its staging folder."""
+
+    uuid: str
+
+
+class Saved(Result):
+    """The rank's state is staged; training may go on."""
+
+    staging: str
+    seconds: float
+
+
+class PersistCheckpoint(Request):
+    """Upload what this rank has staged for checkpoint `uuid`."""
+
+    lane: ClassVar[Lane] = "io"
+    uuid: str
+
+
+class Persisted(Result):
+    """The rank's files are stored whole."""
+
+    files: list[FileEntry]
+    seconds: float
+
+
+class ReleaseStaging(Request):
+    """Checkpoint `uuid` is committed: drop what was staged for it."""
+
+    lane: ClassVar[Lane] = "io"
+    uuid: str
+
+
+class RunHook(Request):
+    """Call `hook` on every callback of the trial.
+
+    `arguments` are those that the driver knows; a rank adds those that only it knows (metrics of
+    the last workload, its own staging folder).
+    """
+
+    hook: str
+    arguments: dict[str, Any] = {}
+
+
+class HookDone(Result):
+    """The callbacks have run."""
+
+    stop_requested: bool
+
+
+class Shutdown(Request):
+    """Close everything and exit."""
+
+
+AnyRequest = Union[
+    Ping,
+    BuildTrial,
+    FetchCheckpoint,
+    BuildLoaders,
+    TrainBatches,
+    RunValidation,
+    SaveCheckpoint,
+    PersistCheckpoint,
+    ReleaseStaging,
+    RunHook,
+    Shutdown,
+]
+AnyResult = Union[
+    Done, TrialBuilt, Fetched, LoadersBuilt, Trained, Validated, Saved, Persisted, HookDone
+]
+
+
+class Envelope(Message):
+    """A request on its way to a rank, with the number its answer will carry."""
+
+    number: int
+    request: AnyRequest
+
+
+class RankError(Message):
+    """An exception that a workload raised on a rank."""
+
+    error_type: str
+    message: str
+    traceback: str
+
+
+class Answer(Message):
+    """A rank's reply to the request with that number: a result, or an error."""
+
+    number: int
+    result: AnyResult | None = None
+    error: RankError | None = None
+
+
+# -------------------------------------------------------------------------------- events
+
+
+class BatchesTrained(Message):
+    """Rank 0 has trained this far; sent a few times a second at most."""
+
+    batches: int
+
+
+class LogLines(Message):
+    """New lines of a rank's output."""
+
+    lines: list[str]
+
+
+FromRank = Union[Answer, BatchesTrained, LogLines]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A rank that has joined."""
+
+    rank: int
+    pid: int
+    host: str
+
+
+_encoder = msgspec.msgpack.Encoder()
+_from_rank = msgspec.msgpack.Decoder(FromRank)
+_envelope = msgspec.msgpack.Decoder(Envelope)
+_hello = msgspec.msgpack.Decoder(Hello)
+
+
+def encode(message: Message) -> bytes:
+    """A message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode_from_rank(data: bytes) -> Answer | BatchesTrained | LogLines:
+    """What a rank has sent. Raises msgspec.ValidationError when it is no such message."""
+    return _from_rank.decode(data)
+
+
+def decode_envelope(data: bytes) -> Envelope:
+    """What the driver has sent. Raises msgspec.ValidationError when it is no such message."""
+    return _envelope.decode(data)
+
+
+def decode_hello(data: bytes) -> Hello:
+    """A rank's first words. Raises msgspec.ValidationError when they are something else."""
+    return _hello.decode(data)

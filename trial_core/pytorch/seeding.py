@@ -1,0 +1,83 @@
+"""Seeds, and generators kept apart from those that training draws from.
+
+A loader's order must come from its seed and the epoch alone, and making an iterator must leave
+Python's, numpy's and torch's global generators as they were: they belong to the user's model, are
+saved with every checkpoint, and a resumed run must find them where the uninterrupted run had them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+T = TypeVar("T")
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A seed of 63 bits for one purpose: ``derive_seed(7, "shuffle", 2)``.
+
+    The same in every process. Neighbouring seeds and epochs give unrelated results, which adding numbers would not.
+    """
+    text = "/".join(str(part) for part in parts)
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def generator_for(*parts: int | str) -> torch.Generator:
+    """A new CPU generator, seeded for one purpose."""
+    return torch.Generator().manual_seed(derive_seed(*parts))
+
+
+def seed_globals(seed: int) -> None:
+    """Seed the global generators of Python, numpy and torch (CPU) in this process."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    # Not torch.manual_seed: it would reseed the accelerators too.
+    torch.default_generator.manual_seed(seed)
+
+
+def isolated(items: Iterator[T], chunk: int = 1) -> Iterator[T]:
+    """The same items, but what `items` does to the global generators stays within `items`.
+
+    While `items` runs it sees the generators as it left them when it ran last; everybody else
+    never sees it draw. It should begin with `seed_globals`.
+
+    Args:
+        chunk: how many items to fetch at a time. Switching costs about 0.1 ms.
+    """
+    inside: _Globals | None = None
+    while True:
+        outside = _capture()
+        if inside is not None:
+            _restore(inside)
+        try:
+            fetched = list(itertools.islice(items, chunk))
+        finally:
+            inside = _capture()
+            _restore(outside)
+        if not fetched:
+            return
+        yield from fetched
+
+
+_Globals = tuple[Any, Any, torch.Tensor]
+
+
+def _capture() -> _Globals:
+    return (
+        random.getstate(),
+        np.random.get_state(legacy=False),
+        torch.default_generator.get_state(),
+    )
+
+
+def _restore(state: _Globals) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.default_generator.set_state(state[2])

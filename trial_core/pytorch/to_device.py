@@ -1,0 +1,63 @@
+"""Moving a batch, however it is nested, to a device."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+logger = logging.getLogger(__name__)
+
+# What a batch usually is, once on the device.
+TorchData = dict[str, torch.Tensor] | Sequence[torch.Tensor] | torch.Tensor
+
+
+def to_device(data: Any, device: torch.device | str, warned: set[type]) -> Any:
+    """`data` with all its tensors and arrays on `device`, as tensors.
+
+    Goes into dicts, lists, tuples and named tuples, and keeps their types. Objects with a method
+    ``to`` move themselves. Anything else stays as it is, with one warning for each type.
+
+    Args:
+        warned: the types warned about so far; added to.
+    """
+    if isinstance(data, torch.Tensor):
+        # Only towards a GPU: the other way, the caller could read before the copy has arrived.
+        return data.to(device, non_blocking=torch.device(device).type == "cuda")
+    if isinstance(data, np.ndarray) and data.dtype.kind in "biufc":
+        # torch takes neither negative strides nor foreign byte orders, and warns of read-only.
+        native = data.astype(data.dtype.newbyteorder("="), copy=not data.flags.writeable)
+        return torch.from_numpy(np.ascontiguousarray(native)).to(device)
+    if callable(getattr(type(data), "to", None)):
+        return data.to(device)
+    if isinstance(data, Mapping):
+        return _mapping_to_device(data, device, warned)
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(to_device(item, device, warned) for item in data))
+    if isinstance(data, (list, tuple)):
+        moved = [to_device(item, device, warned) for item in data]
+        return moved if type(data) is list else type(data)(moved)
+    if type(data) not in warned:
+        warned.add(type(data))
+        logger.warning(
+            "to_device leaves objects of type %s where they are: it moves tensors and numeric "
+            "numpy arrays, also in dicts, lists and tuples, and objects with a method to(device)",
+            type(data).__name__,
+        )
+    return data
+
+
+def _mapping_to_device(
+    data: Mapping[Any, Any], device: torch.device | str, warned: set[type]
+) -> Any:
+    moved = {key: to_device(value, device, warned) for key, value in data.items()}
+    if type(data) is dict or not isinstance(data, MutableMapping):
+        return moved
+    # A copy keeps what the type knows besides its items, such as a default factory.
+    same_type = copy.copy(data)
+    same_type.update(moved)
+    return same_type

@@ -1,0 +1,170 @@
+"""The driver's end of the channel: a star of authenticated connections, one a rank.
+
+It listens on a Unix socket (one machine) or on TCP (several), in an event loop of its own thread,
+so that a rank's answer, its events and its end are all noticed whatever the driver is doing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from trial_core.errors import LaunchError
+from trial_core.messages import (
+    Answer,
+    BatchesTrained,
+    LogLines,
+    Message,
+    Peer,
+    decode_from_rank,
+    decode_hello,
+    encode,
+)
+from trial_core.slots.framing import (
+    HEADER,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    ProtocolError,
+    check_proof,
+    frame,
+    frame_length,
+    new_nonce,
+    proof,
+)
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_SECONDS = 10.0
+HELLO_MAX_BYTES = 4096
+
+
+class Listener(Protocol):
+    """Who hears what ranks say. Called in the channel's thread; must return at once."""
+
+    def rank_joined(self, peer: Peer) -> None: ...
+
+    def rank_said(self, rank: int, message: Answer | BatchesTrained | LogLines) -> None: ...
+
+    def rank_left(self, rank: int, why: str) -> None: ...
+
+
+class Channel:
+    """Listens for `world_size` ranks and carries messages to and from them.
+
+    Args:
+        host: an address to listen on over TCP; None for a Unix socket in a private folder.
+    """
+
+    def __init__(self, world_size: int, listener: Listener, host: str | None = None) -> None:
+        self.secret = secrets.token_bytes(32)
+        self._world_size = world_size
+        self._listener = listener
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._folder = None if host else Path(tempfile.mkdtemp(prefix="trialflow-"))
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="trialflow-channel", daemon=True
+        )
+        self._thread.start()
+        try:
+            self._server, self.address = self._run(self._listen(host))
+        except OSError as error:
+            self.close()
+            where = host or self._folder
+            raise LaunchError(f"cannot listen for ranks on {where}: {error}") from error
+
+    def send(self, message: Message) -> None:
+        """Send `message` to every rank that has joined."""
+        data = frame(encode(message))
+        self._loop.call_soon_threadsafe(self._write_all, data)
+
+    def close(self) -> None:
+        """Close every connection and stop listening. Ranks still alive end themselves."""
+        if not self._thread.is_alive():
+            return
+        self._run(self._shut())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    # ------------------------------------------------------------------ the loop's thread
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _listen(self, host: str | None) -> tuple[asyncio.AbstractServer, str]:
+        if host is None:
+            path = str(self._folder / "channel") if self._folder else ""
+            return await asyncio.start_unix_server(self._serve, path), f"unix:{path}"
+        server = await asyncio.start_server(self._serve, host, 0)
+        port = server.sockets[0].getsockname()[1]
+        return server, f"tcp:{host}:{port}"
+
+    async def _shut(self) -> None:
+        if hasattr(self, "_server"):
+            self._server.close()
+        for writer in self._writers.values():
+            writer.close()
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _write_all(self, data: bytes) -> None:
+        for writer in self._writers.values():
+            writer.write(data)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        _no_delay(writer)
+        try:
+            peer = await asyncio.wait_for(self._admit(reader, writer), HANDSHAKE_SECONDS)
+        except (ProtocolError, OSError, EOFError, asyncio.TimeoutError, msgspec.MsgspecError) as e:
+            logger.warning("turned away a connection to the slot group's channel: %s", e)
+            writer.close()
+            return
+        self._listener.rank_joined(peer)
+        why = "closed its connection"
+        try:
+            while True:
+                data = await reader.readexactly(frame_length(await reader.readexactly(HEADER.size)))
+                self._listener.rank_said(peer.rank, decode_from_rank(data))
+        except (EOFError, OSError):
+            pass
+        except (ProtocolError, msgspec.MsgspecError) as error:
+            why = f"sent something that is no message: {error}"
+        finally:
+            self._writers.pop(peer.rank, None)
+            writer.close()
+        self._listener.rank_left(peer.rank, why)
+
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Peer:
+        nonce = new_nonce()
+        writer.write(nonce)
+        check_proof(self.secret, "rank", nonce, await reader.readexactly(PROOF_BYTES))
+        writer.write(proof(self.secret, "driver", await reader.readexactly(NONCE_BYTES)))
+        length = frame_length(await reader.readexactly(HEADER.size), HELLO_MAX_BYTES)
+        hello = decode_hello(await reader.readexactly(length))
+        if not 0 <= hello.rank < self._world_size:
+            raise ProtocolError(f"rank {hello.rank} asks to join {self._world_size} ranks")
+        if hello.rank in self._writers:
+            raise ProtocolError(f"rank {hello.rank} has joined already")
+        self._writers[hello.rank] = writer
+        return Peer(rank=hello.rank, pid=hello.pid, host=hello.host)
+
+
+def _no_delay(writer: asyncio.StreamWriter) -> None:
+    connection = writer.get_extra_info("socket")
+    if connection is not None and connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,0 +1,83 @@
+"""A rank's end of the channel: blocking, with nothing in it that needs torch."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+from trial_core.errors import SlotsError
+from trial_core.messages import Message, encode
+from trial_core.slots.framing import (
+    HEADER,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    ProtocolError,
+    check_proof,
+    frame,
+    frame_length,
+    new_nonce,
+    proof,
+)
+
+HANDSHAKE_SECONDS = 10.0
+
+
+class RankConnection:
+    """A rank's end of the channel. Blocking; `send` may be called from any thread.
+
+    Args:
+        address: ``unix:/path`` or ``tcp:host:port``.
+        secret: the run's secret.
+
+    Raises:
+        SlotsError: the driver cannot be reached, or does not know the secret.
+    """
+
+    def __init__(self, address: str, secret: bytes, hello: Message) -> None:
+        self._lock = threading.Lock()
+        try:
+            self._socket = _connect(address)
+            self._socket.settimeout(HANDSHAKE_SECONDS)
+            self._socket.sendall(proof(secret, "rank", self._read(NONCE_BYTES)))
+            nonce = new_nonce()
+            self._socket.sendall(nonce)
+            check_proof(secret, "driver", nonce, self._read(PROOF_BYTES))
+            self._socket.settimeout(None)
+            self.send(hello)
+        except (OSError, EOFError, ProtocolError) as error:
+            raise SlotsError(f"cannot join the driver at {address}: {error}") from error
+
+    def send(self, message: Message) -> None:
+        """Send one message. Raises OSError when the driver is gone."""
+        data = frame(encode(message))
+        with self._lock:
+            self._socket.sendall(data)
+
+    def receive(self) -> bytes:
+        """The next message, still encoded. Raises EOFError or OSError when the driver is gone."""
+        return self._read(frame_length(self._read(HEADER.size)))
+
+    def close(self) -> None:
+        """Close the connection; the driver sees this rank leave."""
+        self._socket.close()
+
+    def _read(self, count: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < count:
+            part = self._socket.recv(count - len(parts))
+            if not part:
+                raise EOFError("the connection was closed")
+            parts += part
+        return bytes(parts)
+
+
+def _connect(address: str) -> socket.socket:
+    kind, _, rest = address.partition(":")
+    if kind == "unix":
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.connect(rest)
+        return connection
+    host, _, port = rest.rpartition(":")
+    connection = socket.create_connection((host, int(port)), timeout=HANDSHAKE_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
