@@ -47,7 +47,7 @@ SERVICES_OFF = {
 
 
 class PrefectServerError(TrialflowError):
-    """The embedded Prefect server could not be started."""
+    """No Prefect server: the configured one does not answer, or the embedded one did not start."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,16 @@ def prefect_api(server_log: Path | None = None) -> Iterator[PrefectApi]:
         server_log: where the embedded server's log goes (appended); default in PREFECT_HOME.
 
     Raises:
-        PrefectServerError: the embedded server ended, or did not answer in time.
+        PrefectServerError: the user's server cannot be reached; or the embedded one ended, or did
+            not answer in time.
     """
     prepare_prefect()
     from prefect.settings import get_current_settings
 
     settings = get_current_settings()
     if settings.api.url:
+        if problem := configured_api_problem():
+            raise PrefectServerError(problem)
         yield PrefectApi(settings.api.url, settings.ui_url)
         return
     log_path = server_log or settings.home / "trialflow-server.log"
@@ -100,15 +103,35 @@ def prefect_api(server_log: Path | None = None) -> Iterator[PrefectApi]:
     variables = {"PREFECT_API_URL": api.api_url, "PREFECT_UI_URL": root_url, **_without_proxy()}
     try:
         with environment(variables):
-            _wait_until_it_answers(
-                process, api, settings.server.ephemeral.startup_timeout_seconds
-            )
+            _wait_until_it_answers(process, api, settings.server.ephemeral.startup_timeout_seconds)
             try:
                 yield api
             finally:
                 _flush()
     finally:
         _stop(process)
+
+
+def configured_api_problem() -> str | None:
+    """Why the Prefect server that the user has configured cannot be used; None when it can.
+
+    None as well when none is configured, since runs then bring their own.
+    """
+    from prefect.client.orchestration import get_client
+    from prefect.settings import get_current_settings
+
+    api_url = get_current_settings().api.url
+    if not api_url:
+        return None
+    with get_client(sync_client=True) as client:
+        problem = client.api_healthcheck()
+    if problem is None:
+        return None
+    return (
+        f"Prefect is configured to use the server at {api_url}, which does not answer"
+        f" ({problem}). Start it (`prefect server start`), or unset PREFECT_API_URL"
+        " (`prefect config unset PREFECT_API_URL` when a profile sets it) and runs bring their own"
+    )
 
 
 def _start(listener: socket.socket, api_url: str, log_path: Path) -> subprocess.Popen[bytes]:
@@ -159,6 +182,7 @@ def _wait_until_it_answers(
         # The connection is accepted at once, the answer comes when the server is ready.
         httpx.get(f"{api.api_url}/health", timeout=limit_seconds).raise_for_status()
     except httpx.TimeoutException:
+        process.kill()
         raise PrefectServerError(
             f"Prefect's embedded server did not answer {api.api_url}/health within"
             f" {limit_seconds} s. Give it longer with"

@@ -16,12 +16,13 @@ import sys
 import threading
 import time
 
-# Started by path, Python puts this file's folder first on sys.path, where our modules' short names
-# could hide other packages. (`python -m` would put the user's folder there instead, and a user of
-# Prefect is likely to have a `flows` folder.)
-sys.path.pop(0)
+if __name__ == "__main__":
+    # Started by path, Python puts this file's folder first on sys.path, where our modules' short
+    # names could hide other packages. (`python -m` would put the user's folder there instead, and
+    # a user of Prefect is likely to have a `flows` folder.)
+    sys.path.pop(0)
 
-import uvicorn  # noqa: E402
+import uvicorn
 
 PARENT_POLL_SECONDS = 1.0
 CONNECTIONS_LIMIT_SECONDS = 1

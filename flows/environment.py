@@ -1,4 +1,4 @@
-"""What Prefect is told before a run that `trialflow` starts: be quiet, be patient, send nothing out.
+"""What Prefect is told before a run on a terminal: be quiet, be patient, send nothing out.
 
 Prefect reads its settings when it is imported and sets up logging when its flows are, so
 `prepare_prefect` comes first in a command. A flow that a Prefect worker runs never comes here: its

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, Union
+from typing import Literal
 
 from trial_core.units import EpochLength, TrainUnit, in_batches
 
@@ -112,7 +112,7 @@ class Finish:
     """Nothing is left to do."""
 
 
-Workload = Union[Train, Validate, Checkpoint, Finish]
+Workload = Train | Validate | Checkpoint | Finish
 
 
 def next_workload(

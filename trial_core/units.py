@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
-from typing import Union
 
 from trial_core.errors import ConfigError
 
@@ -146,7 +145,7 @@ class Epoch(_TrainUnit):
         return due if due <= until else None
 
 
-TrainUnit = Union[Batch, Epoch]
+TrainUnit = Batch | Epoch
 
 
 def _known(epoch: EpochLength | None, unit: _TrainUnit) -> EpochLength:

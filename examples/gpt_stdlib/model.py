@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,11 @@ class GPTConfig:
     heads: int
     width: int
     window: int
+
+    @classmethod
+    def from_hparams(cls, hparams: Mapping[str, Any]) -> GPTConfig:
+        """The shape that an experiment's hyperparameters of the same names give."""
+        return cls(**{field.name: hparams[field.name] for field in fields(cls)})
 
     def __post_init__(self) -> None:
         if self.width % self.heads:

@@ -55,7 +55,7 @@ down() {
 
 up() {
   local port=$1 store=${CEPH_S3_STORE:-bluestore} size=${CEPH_S3_SIZE:-20}
-  local tool missing=() mon fsid uuid conf key n
+  local tool missing=() mon fsid uuid conf key pid n
   for tool in ceph ceph-authtool ceph-mon ceph-osd monmaptool radosgw radosgw-admin; do
     command -v "$tool" >/dev/null || missing+=("$tool")
   done
@@ -152,7 +152,9 @@ CONF
   step radosgw "${conf[@]}" -n client.rgw
   for ((n = 0; n < 300; n++)); do
     if answers "$port"; then trap - EXIT; echo "http://127.0.0.1:$port"; return; fi
-    ours "$(cat "$DIR/run/radosgw.pid" 2>/dev/null)" || break
+    # It has gone to the background, and may not have written its pid yet.
+    pid=$(cat "$DIR/run/radosgw.pid" 2>/dev/null) || true
+    [[ -z $pid ]] || ours "$pid" || break
     sleep 0.1
   done
   die "radosgw does not answer; the end of its log: $(tail -n 5 "$DIR/log/radosgw.log")"

@@ -92,7 +92,9 @@ class Controller:
     # ------------------------------------------------------------------------ the workloads
 
     def build_trial(self, request: BuildTrial) -> TrialBuilt:
-        """Construct the user's trial. Collective."""
+        """Construct the user's trial, in place of any earlier one. Collective."""
+        self._engine = self._loaders = self._rng = None
+        self._hook_arguments = {}
         store = CheckpointStore(request.storage.url, request.storage.options)
         self._snapshots = Snapshots(Path(request.run_dir), store, self._distributed)
         self._info = RunInfo(trial=request.trial, experiment=request.experiment)

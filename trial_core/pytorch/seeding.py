@@ -22,7 +22,8 @@ T = TypeVar("T")
 def derive_seed(*parts: int | str) -> int:
     """A seed of 63 bits for one purpose: ``derive_seed(7, "shuffle", 2)``.
 
-    The same in every process. Neighbouring seeds and epochs give unrelated results, which adding numbers would not.
+    The same in every process. Neighbouring seeds and epochs give unrelated results, which adding
+    numbers would not.
     """
     text = "/".join(str(part) for part in parts)
     digest = hashlib.sha256(text.encode()).digest()

@@ -89,8 +89,9 @@ class ToyTrial(DeepSpeedTrial):
             "shuffle": True,
             **context.get_hparams(),
         }
+        # Parameters of even sizes: ZeRO-3 pads odd ones with memory that nobody has written.
         model = torch.nn.Sequential(
-            torch.nn.Linear(2, 16), torch.nn.Dropout(0.2), torch.nn.Tanh(), torch.nn.Linear(16, 1)
+            torch.nn.Linear(2, 16), torch.nn.Dropout(0.2), torch.nn.Tanh(), torch.nn.Linear(16, 2)
         )
         engine, *_ = deepspeed.initialize(
             model=model,
@@ -114,13 +115,16 @@ class ToyTrial(DeepSpeedTrial):
         if batch_idx == self.hparams.get("at_batch"):
             self._misbehave()
         inputs, index = self.context.to_device(next(dataloader_iter))
-        loss = torch.nn.functional.mse_loss(self.engine(inputs), index / 64)
+        loss = self._loss(inputs, index)
         self.engine.backward(loss)
         self.engine.step()
         if self.record:
             with self._file("samples").open("a") as file:
                 file.write(json.dumps([batch_idx, epoch_idx, *index.flatten().tolist()]) + "\n")
         return {"loss": loss, "rank": float(self.context.distributed.get_rank())}
+
+    def _loss(self, inputs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self.engine(inputs).sum(1, keepdim=True), index / 64)
 
     def _misbehave(self) -> None:
         if self.context.distributed.get_rank() != self.hparams.get("do_rank", 0):
@@ -144,7 +148,7 @@ class ToyTrial(DeepSpeedTrial):
 
     def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
         inputs, index = self.context.to_device(next(dataloader_iter))
-        loss = torch.nn.functional.mse_loss(self.engine(inputs), index / 64)
+        loss = self._loss(inputs, index)
         # Differs by rank and by batch: a lucky average cannot hide a wrong one.
         return {"loss": loss, "mean_index": index.mean()}
 

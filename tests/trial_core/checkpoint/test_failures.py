@@ -78,7 +78,7 @@ def test_a_url_without_a_bucket_is_refused() -> None:
 def test_a_wrong_option_is_named(moto_s3: S3Server) -> None:
     """An option that the file system does not know is shown."""
     store = CheckpointStore(moto_s3.new_bucket(), {**moto_s3.options, "endpont": "x"})
-    with pytest.raises(StorageError, match="option .* not one it knows.*endpont"):
+    with pytest.raises(StorageError, match=r"option .* not one it knows.*endpont"):
         store.check_writable()
 
 

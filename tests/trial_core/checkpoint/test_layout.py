@@ -15,9 +15,7 @@ def test_the_layout_is_the_one_to_keep() -> None:
     assert layout.file_key("u-2", "zero/0.pt") == "checkpoints/u-2/zero/0.pt"
 
 
-@given(
-    st.from_regex(r"[a-z][a-z0-9-]{0,20}", fullmatch=True), st.integers(0, 10**12), st.uuids()
-)
+@given(st.from_regex(r"[a-z][a-z0-9-]{0,20}", fullmatch=True), st.integers(0, 10**12), st.uuids())
 def test_a_manifests_key_gives_back_what_it_was_made_of(trial: str, n: int, uuid: object) -> None:
     """Listing keys is enough to know trial, batches and uuid."""
     name = layout.ManifestName(trial, n, str(uuid))

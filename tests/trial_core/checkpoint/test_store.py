@@ -13,7 +13,7 @@ import pytest
 
 from tests.trial_core.checkpoint.helpers import entry, new_manifest, upload
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.manifest import FileEntry, Manifest
 from trial_core.checkpoint.store import CheckpointStore, StorageSpec
 from trial_core.errors import (
     CheckpointDamaged,
@@ -87,6 +87,59 @@ def test_ones_own_retry_has_won(store: CheckpointStore) -> None:
     assert store.list() == [manifest]
 
 
+class Answer(Exception):
+    """What a server's answer looks like in botocore."""
+
+    def __init__(self, code: str) -> None:
+        self.response = {"Error": {"Code": code}}
+
+
+def test_a_lost_reply_is_no_failure(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit that was done, though the client saw an error, has succeeded."""
+    create = store.storage._create
+
+    def create_and_lose_the_reply(path: str, data: bytes) -> None:
+        create(path, data)
+        raise ConnectionResetError
+
+    monkeypatch.setattr(store.storage, "_create", create_and_lose_the_reply)
+    manifest = new_manifest()
+    store.commit(manifest)
+    assert store.list() == [manifest]
+
+
+def test_a_server_that_says_try_again_is_tried_again(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AWS may refuse both of two conditional writes at once; that is no conflict yet."""
+    create, answers = store.storage._create, [Answer("ConditionalRequestConflict")]
+
+    def create_later(path: str, data: bytes) -> None:
+        if answers:
+            raise OSError(errno.EIO, "conflict") from answers.pop()
+        create(path, data)
+
+    monkeypatch.setattr(store.storage, "_create", create_later)
+    store.commit(new_manifest())
+    assert len(store.list()) == 1
+
+
+def test_a_failed_commit_is_no_conflict(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When nothing was written the storage failed, and nobody else has won."""
+
+    def fail(path: str, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(store.storage, "_create", fail)
+    with pytest.raises(StorageError, match="no space is left there: make room"):
+        store.commit(new_manifest())
+    assert store.list() == []
+
+
 @pytest.mark.parametrize("kind", ["file", "memory"])
 def test_of_writers_at_once_one_wins(kind: str, tmp_path: Path) -> None:
     """Sixteen commits race, one wins, and it is what is stored. (Moto itself loses this race.)"""
@@ -118,10 +171,11 @@ def test_commit_leaves_only_the_manifest(local_store: CheckpointStore, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("listed", "seen"), [(entry("a", b"12", 5), "is missing"), (entry("b", b"12", 5), "has 3 bytes")]
+    ("listed", "seen"),
+    [(entry("a", b"12", 5), "is missing"), (entry("b", b"12", 5), "has 3 bytes")],
 )
 def test_commit_wants_every_file(
-    store: CheckpointStore, tmp_path: Path, listed: object, seen: str
+    store: CheckpointStore, tmp_path: Path, listed: FileEntry, seen: str
 ) -> None:
     """A file that was not stored whole keeps its checkpoint from becoming real."""
     manifest = upload(store, tmp_path / "staging", {"b": b"123"})
@@ -140,7 +194,9 @@ def test_commit_refuses_a_path_that_leads_out(store: CheckpointStore) -> None:
 
 def test_list_is_oldest_first_and_by_trial(store: CheckpointStore) -> None:
     """Time orders the list, and a trial's list has only its own."""
-    manifests = [new_manifest(n, trial=trial) for n, trial in [(13, "b-1"), (7, "a-1"), (11, "a-1")]]
+    manifests = [
+        new_manifest(n, trial=trial) for n, trial in [(13, "b-1"), (7, "a-1"), (11, "a-1")]
+    ]
     for manifest in manifests:
         store.commit(manifest)
     assert [each.progress.batches_trained for each in store.list()] == [7, 11, 13]
@@ -206,7 +262,7 @@ def test_open_takes_a_unique_prefix(store: CheckpointStore) -> None:
     assert store.open("aaab").uuid == "aaab"
     with pytest.raises(CheckpointNotFound, match=r"3 checkpoints .* begin with 'aaa': .*aaaa-1"):
         store.open("aaa")
-    with pytest.raises(CheckpointNotFound, match="there are 3: .*7 batches"):
+    with pytest.raises(CheckpointNotFound, match=r"there are 3: .*7 batches"):
         store.open("b")
 
 
@@ -218,9 +274,7 @@ def test_a_spec_opens_the_same_store(store: CheckpointStore) -> None:
     assert CheckpointStore.from_spec(spec).list() == [manifest]
 
 
-def test_a_relative_path_becomes_absolute(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_path_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's idea of a path holds in ranks that run elsewhere."""
     monkeypatch.chdir(tmp_path)
     assert CheckpointStore("some/folder").spec.url == f"file://{tmp_path}/some/folder"

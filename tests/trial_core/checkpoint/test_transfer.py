@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.support.s3 import S3Server
 from tests.trial_core.checkpoint.helpers import (
     FILES,
     entry,
@@ -16,7 +17,7 @@ from tests.trial_core.checkpoint.helpers import (
     upload,
 )
 from trial_core.checkpoint import layout, transfer
-from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.manifest import FileEntry, Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer import (
     download,
@@ -170,7 +171,9 @@ def test_links_inside_are_files_and_others_are_left_out(
         assert f"staging/{left_out} is a link" in caplog.text
 
 
-@pytest.mark.parametrize(("name", "why"), [("manifest.json", "own manifest"), ("a\\b", "backslash")])
+@pytest.mark.parametrize(
+    ("name", "why"), [("manifest.json", "own manifest"), ("a\\b", "backslash")]
+)
 def test_a_name_that_cannot_be_used_is_said_at_once(
     local_store: CheckpointStore, tmp_path: Path, name: str, why: str
 ) -> None:
@@ -238,28 +241,27 @@ def test_an_interrupted_download_goes_on(store: CheckpointStore, tmp_path: Path)
     assert stored_files(tmp_path / "target") == {**FILES, "manifest.json": manifest.to_json()}
 
 
-def test_a_file_that_changes_is_not_uploaded(moto_s3: object, tmp_path: Path) -> None:
+def test_a_file_that_changes_is_not_uploaded(
+    moto_s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Writing to a file while it is uploaded is found out, where reading takes two passes."""
-    server = moto_s3
-    store = CheckpointStore(server.new_bucket(), server.options)  # type: ignore[attr-defined]
+    store = CheckpointStore(moto_s3.new_bucket(), moto_s3.options)
     staging = stage(tmp_path / "staging", {"a": b"1"})
-    fs = store.storage._fs
-    put_file = fs.put_file
+    put_file = store.storage._fs.put_file
 
     def touch_then_put(source: str, target: str, **options: object) -> None:
         os.utime(source, ns=(1, 1))
         put_file(source, target, **options)
 
-    fs.put_file = touch_then_put
-    try:
-        with pytest.raises(CheckpointError, match="changed while it was uploaded"):
-            upload_files(store, "u", staging, 0)
-    finally:
-        del fs.put_file
+    monkeypatch.setattr(store.storage._fs, "put_file", touch_then_put)
+    with pytest.raises(CheckpointError, match="changed while it was uploaded"):
+        upload_files(store, "u", staging, 0)
 
 
-def test_entries_survive_the_way_to_the_driver(tmp_path: Path, local_store: CheckpointStore) -> None:
+def test_entries_survive_the_way_to_the_driver(
+    tmp_path: Path, local_store: CheckpointStore
+) -> None:
     """Ranks send their entries as plain data."""
     manifest = upload(local_store, tmp_path / "staging")
     sent = msgspec.msgpack.encode(manifest.files)
-    assert msgspec.msgpack.decode(sent, type=list[type(manifest.files[0])]) == manifest.files
+    assert msgspec.msgpack.decode(sent, type=list[FileEntry]) == manifest.files

@@ -1,0 +1,149 @@
+"""What a run has told so far, and what follows from it: its speed, and the time left."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trial_core.observer import MetricsKind, Observer
+
+TRAINING = "train-workload"
+UPLOAD = "checkpoint-upload"
+
+# Long enough to be steady, short enough to notice a change.
+SPEED_WINDOW_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage that is under way.
+
+    Attributes:
+        began: when, by the run's clock.
+    """
+
+    name: str
+    detail: str
+    began: float
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.detail}".rstrip()
+
+
+class Progress(Observer):
+    """Remembers what the run tells. Whoever overrides a method calls this one first.
+
+    Attributes:
+        trial: the trial's id; None until its loaders are built.
+        batches, total_batches: trained so far, and where training ends.
+        batch_samples: samples in one batch.
+        training, validation: the last metrics of each kind.
+        validated_at: batches trained at the last validation.
+        committed_at: batches trained at the last checkpoint that was committed, by this run.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.trial: str | None = None
+        self.batches = 0
+        self.total_batches = 0
+        self.batch_samples = 0
+        self.training: Mapping[str, Any] = {}
+        self.validation: Mapping[str, Any] = {}
+        self.validated_at: int | None = None
+        self.committed_at: int | None = None
+        self._begins_at = 0
+        self._began = clock()
+        self._running: dict[tuple[str, str], Stage] = {}
+        self._waiting = Stage("starting", "", clock())
+        self._reached: deque[tuple[float, int]] = deque()
+        self._samples_per_second: float | None = None
+
+    # ---------------------------------------------------------------------- what it is told
+
+    def waiting_for(self, what: str) -> None:
+        """Until the first stage begins, and between stages, the run waits for `what`."""
+        self._waiting = Stage(what, "", self._clock())
+
+    def run_started(
+        self, trial: str, total_batches: int, begins_at: int, batch_samples: int
+    ) -> None:
+        self.trial, self.total_batches, self.batch_samples = trial, total_batches, batch_samples
+        self.batches = self._begins_at = begins_at
+        self._began = self._clock()
+        self._samples_per_second = None
+
+    def stage_started(self, stage: str, detail: str) -> None:
+        now = self._clock()
+        self._running[stage, detail] = Stage(stage, detail, now)
+        if stage == TRAINING:
+            self._reached = deque([(now, self.batches)])
+
+    def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
+        self._running.pop((stage, detail), None)
+        self._waiting = Stage("waiting", "", self._clock())
+
+    def batches_trained(self, batches: int) -> None:
+        now = self._clock()
+        self.batches = max(self.batches, batches)
+        # Another thread may begin the next workload meanwhile: only this deque is touched.
+        reached = self._reached
+        reached.append((now, self.batches))
+        while len(reached) > 2 and now - reached[1][0] >= SPEED_WINDOW_SECONDS:
+            reached.popleft()
+        began, first = reached[0]
+        if now > began and self.batches > first:
+            self._samples_per_second = (self.batches - first) * self.batch_samples / (now - began)
+
+    def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
+        self.batches = max(self.batches, batches)
+        if kind == "training":
+            self.training = metrics
+        else:
+            self.validation, self.validated_at = metrics, batches
+
+    def checkpoint_committed(self, uuid: str, batches: int, total_bytes: int) -> None:
+        self.committed_at = batches
+
+    def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
+        self._running.clear()
+        self.waiting_for("starting the ranks again")
+
+    # --------------------------------------------------------------------- what follows
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether this run has trained a batch."""
+        return self.batches > self._begins_at
+
+    @property
+    def stage(self) -> Stage:
+        """What the run does now: the stage that began last, uploads aside."""
+        stages = [stage for stage in list(self._running.values()) if stage.name != UPLOAD]
+        return stages[-1] if stages else self._waiting
+
+    @property
+    def uploads(self) -> list[Stage]:
+        """Uploads under way, beside the stage."""
+        return [stage for stage in list(self._running.values()) if stage.name == UPLOAD]
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Training speed over the last seconds of training; None before any."""
+        return self._samples_per_second
+
+    @property
+    def seconds_left(self) -> float | None:
+        """How long the run still takes if it goes on as so far, all stages included."""
+        trained = self.batches - self._begins_at
+        if trained <= 0:
+            return None
+        seconds_a_batch = (self._clock() - self._began) / trained
+        return (self.total_batches - self.batches) * seconds_a_batch
+
+    def seconds_in(self, stage: Stage) -> float:
+        """How long a stage has been going on."""
+        return self._clock() - stage.began

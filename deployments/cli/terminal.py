@@ -1,0 +1,238 @@
+"""How a run is shown while it goes on: a live bar on a terminal, plain lines anywhere else.
+
+On a terminal, with all of it in view, a run looks like this; the last two lines are redrawn::
+
+    trial gpt-1a2b3c4d: 300 batches of 16 samples
+    validate @100: loss 2.912
+    ⠼ train-workload [100→200] ━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━ 137/300  4 s
+      412 samples/s · loss 2.73 · loss 2.912 @100 · 42 s left · checkpoint-upload @100
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any
+
+from typing_extensions import Self
+
+from deployments.cli import words
+from deployments.cli.progress import TRAINING, Progress
+from trial_core.observer import MetricsKind
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+REDRAWS_PER_SECOND = 8
+NARROWEST_BAR, WIDEST_BAR = 10, 40
+# Stages that a person need not hear of when they take no time.
+HARDLY_WORTH_A_LINE_SECONDS = 1.0
+
+
+class Display(Progress):
+    """Shows nothing: a quiet run. A context manager; the run happens inside the block.
+
+    Args:
+        preferred: names of the metrics to show where there is room for one, best first.
+    """
+
+    def __init__(self, preferred: tuple[str, ...] = ("loss",), **progress: Any) -> None:
+        super().__init__(**progress)
+        self.preferred = preferred
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """The run is over."""
+
+    def say(self, line: str) -> None:
+        """Show a line that stays."""
+
+    def stopping(self, why: str) -> None:
+        """The run is being stopped. Called in a signal handler, so no lock may be waited for."""
+        self.waiting_for(f"{why}: ending the ranks")
+        self._running.clear()
+
+    def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
+        super().restarting(reason, attempt, max_restarts)
+        self.say(
+            f"restart {attempt} of at most {max_restarts}, from the last checkpoint: "
+            f"{words.one_line(reason)}"
+        )
+
+
+class PlainLines(Display):
+    """Prints a line for whatever has ended: for log files and CI. No control characters."""
+
+    def __init__(self, file: IO[str] | None = None, **display: Any) -> None:
+        super().__init__(**display)
+        self._file = file or sys.stdout
+        self._workload_begins_at = 0
+        self._ended: dict[str, tuple[str, float]] = {}
+
+    def say(self, line: str) -> None:
+        print(words.clean(line), file=self._file, flush=True)
+
+    def stopping(self, why: str) -> None:
+        super().stopping(why)
+        # Not print: the signal may have come in the middle of one.
+        os.write(2, f"{why}: ending the ranks\n".encode())
+
+    def waiting_for(self, what: str) -> None:
+        super().waiting_for(what)
+        self.say(f"{what}…")
+
+    def run_started(
+        self, trial: str, total_batches: int, begins_at: int, batch_samples: int
+    ) -> None:
+        super().run_started(trial, total_batches, begins_at, batch_samples)
+        self.say(_started(self, begins_at))
+
+    def stage_started(self, stage: str, detail: str) -> None:
+        super().stage_started(stage, detail)
+        if stage == TRAINING:
+            self._workload_begins_at = self.batches
+
+    def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
+        super().stage_ended(stage, detail, seconds)
+        self._ended[stage] = (detail, seconds)
+        if stage in (TRAINING, "validate"):
+            return  # their metrics come at once
+        if stage != "callbacks" or seconds >= HARDLY_WORTH_A_LINE_SECONDS:
+            self.say(f"{stage} {detail}".rstrip() + f": {words.duration(seconds)}")
+
+    def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
+        super().metrics_reported(kind, batches, metrics)
+        stage = TRAINING if kind == "training" else "validate"
+        detail, seconds = self._ended.get(stage, (f"@{batches}", 0.0))
+        parts = [words.duration(seconds)]
+        if kind == "training" and seconds > 0:
+            samples = (batches - self._workload_begins_at) * self.batch_samples
+            parts.append(words.speed(samples / seconds))
+        if metrics:
+            parts.append(words.metrics_line(metrics))
+        self.say(f"{stage} {detail}: {' · '.join(parts)}")
+
+    def checkpoint_committed(self, uuid: str, batches: int, total_bytes: int) -> None:
+        super().checkpoint_committed(uuid, batches, total_bytes)
+        self.say(f"checkpoint {uuid} @{batches} committed: {words.size(total_bytes)}")
+
+
+class LiveDisplay(Display):
+    """Two lines at the foot of a terminal, redrawn; what is worth keeping scrolls by above."""
+
+    def __init__(self, console: Console, **display: Any) -> None:
+        from rich.live import Live
+        from rich.spinner import Spinner
+
+        super().__init__(**display)
+        self._console = console
+        self._spinner = Spinner("dots")
+        self._live = Live(
+            console=console,
+            get_renderable=self.render,
+            refresh_per_second=REDRAWS_PER_SECOND,
+            transient=True,
+        )
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._live.stop()
+
+    def say(self, line: str) -> None:
+        self._console.print(words.clean(line), markup=False, highlight=False, soft_wrap=True)
+
+    def run_started(
+        self, trial: str, total_batches: int, begins_at: int, batch_samples: int
+    ) -> None:
+        super().run_started(trial, total_batches, begins_at, batch_samples)
+        self.say(_started(self, begins_at))
+
+    def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
+        super().metrics_reported(kind, batches, metrics)
+        if kind == "validation":
+            self.say(f"validate @{batches}: {words.metrics_line(metrics)}")
+
+    def render(self) -> RenderableType:
+        """The two lines, as of now."""
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        stage = self.stage
+        head = Table.grid(padding=(0, 1))
+        head.add_column(width=1)
+        head.add_column(no_wrap=True, overflow="ellipsis")
+        cells: list[RenderableType] = [self._spinner, Text(words.clean(str(stage)))]
+        if self.total_batches:
+            count = f"{self.batches}/{self.total_batches}"
+            head.add_column()
+            head.add_column(no_wrap=True)
+            cells += [
+                ProgressBar(self.total_batches, self.batches, width=self._bar_width()),
+                Text(count),
+            ]
+        head.add_column(no_wrap=True, justify="right")
+        cells.append(Text(words.duration(self.seconds_in(stage)), style="dim"))
+        head.add_row(*cells)
+        facts = Text("  " + " · ".join(self._facts()), no_wrap=True, overflow="ellipsis")
+        return Group(head, facts) if self._facts() else head
+
+    def _bar_width(self) -> int:
+        return min(WIDEST_BAR, max(NARROWEST_BAR, self._console.width - 60))
+
+    def _facts(self) -> list[str]:
+        facts = []
+        if self.samples_per_second is not None:
+            facts.append(words.speed(self.samples_per_second))
+        if training := words.main_metric(self.training, ("loss", *self.preferred)):
+            facts.append(words.metrics_line(dict([training])))
+        if validation := words.main_metric(self.validation, self.preferred):
+            facts.append(f"{words.metrics_line(dict([validation]))} @{self.validated_at}")
+        if self.seconds_left is not None:
+            facts.append(f"{words.duration(self.seconds_left)} left")
+        if self.uploads:
+            facts += [str(upload) for upload in self.uploads]
+        elif self.committed_at is not None:
+            facts.append(f"checkpoint @{self.committed_at}")
+        return facts
+
+
+def _started(progress: Progress, begins_at: int) -> str:
+    left = words.plural(progress.total_batches, "batch")
+    going_on = f", going on from {begins_at}" if begins_at else ""
+    samples = words.plural(progress.batch_samples, "sample")
+    return f"trial {progress.trial}: {left} of {samples}{going_on}"
+
+
+def display_for_stdout(is_quiet: bool, preferred: tuple[str, ...]) -> Display:
+    """The display that suits this process's standard output."""
+    if is_quiet:
+        return Display(preferred)
+    if is_interactive(sys.stdout):
+        from rich.console import Console
+
+        return LiveDisplay(Console(), preferred=preferred)
+    return PlainLines(preferred=preferred)
+
+
+def is_interactive(file: IO[str], getenv: Callable[[str], str | None] = os.environ.get) -> bool:
+    """Whether lines of it can be redrawn."""
+    return file.isatty() and getenv("TERM") not in ("dumb", "unknown", None)

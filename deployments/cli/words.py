@@ -1,0 +1,79 @@
+"""Numbers and other texts' words as the terminal shows them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def clean(text: str) -> str:
+    """Text of others without control characters: it must not move the cursor or set colours."""
+    return _CONTROL.sub("", _ESCAPE.sub("", text))
+
+
+def one_line(text: str) -> str:
+    """The first line that says something."""
+    return next((line.strip() for line in clean(text).splitlines() if line.strip()), "")
+
+
+def number(value: Any) -> str:
+    """A metric's value, short."""
+    return f"{value:.4g}" if isinstance(value, float) else clean(str(value))
+
+
+def is_number(value: Any) -> bool:
+    """Whether a metric's value is one number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def main_metric(metrics: Mapping[str, Any], preferred: Iterable[str]) -> tuple[str, Any] | None:
+    """The one to show where there is room for one: a preferred one, else the first number."""
+    numbers = {name: value for name, value in metrics.items() if is_number(value)}
+    for name in (*preferred, *numbers):
+        if name in numbers:
+            return name, numbers[name]
+    return None
+
+
+def metrics_line(metrics: Mapping[str, Any]) -> str:
+    """All metrics on a line: ``loss 0.25 · accuracy 0.91``."""
+    shown = [f"{clean(name)} {one_line(number(value))}" for name, value in metrics.items()]
+    return " · ".join(shown)
+
+
+def duration(seconds: float) -> str:
+    """``0.4 s``, ``12 s``, ``3 min 05 s``, ``2 h 03 min``."""
+    if seconds < 9.95:
+        return f"{max(seconds, 0.0):.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+
+
+def size(size_bytes: int) -> str:
+    """``812 B``, ``1.2 MiB``."""
+    amount, unit = float(size_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if amount < 1024 or unit == "TiB":
+            break
+        amount /= 1024
+    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+
+
+def speed(samples_per_second: float) -> str:
+    """``412 samples/s``."""
+    digits = 0 if samples_per_second >= 100 else 1
+    return f"{samples_per_second:.{digits}f} samples/s"
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 file``, ``2 files``, ``2 batches``."""
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{ending if count != 1 else ''}"

@@ -1,0 +1,85 @@
+"""Prefect's UI in a headless Chromium: what a person sees, as a test and as a picture.
+
+Tests that use it carry the marker ``browser``. Needs Debian's packages chromium and
+chromium-driver.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from selenium.webdriver import Chrome, ChromeOptions
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
+
+PROGRAMS = ("chromium", "chromedriver")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    # Shared memory of a container is too small for it.
+    "--disable-dev-shm-usage",
+    # The run's timeline is drawn with WebGL; without a GPU, in software.
+    "--enable-unsafe-swiftshader",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+PAGE_LIMIT_SECONDS = 60.0
+
+
+class Browser:
+    """One tab."""
+
+    def __init__(self, driver: Chrome) -> None:
+        self._driver = driver
+
+    def open(self, url: str, expecting: str) -> None:
+        """Open `url` and wait until the page says `expecting`.
+
+        Raises:
+            TimeoutException: it does not, within a minute; with what it says instead.
+        """
+        self._driver.get(url)
+        self.wait_for(lambda: expecting in self.text, f"{expecting!r} on {url}")
+
+    @property
+    def text(self) -> str:
+        """The words on the page."""
+        return str(self._driver.find_element(By.TAG_NAME, "body").text)
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait until `condition` holds; `what` says which in the error."""
+        WebDriverWait(self._driver, PAGE_LIMIT_SECONDS, ignored_exceptions=[]).until(
+            lambda _: condition(), f"no {what}; the page says:\n{self.text}"
+        )
+
+    def save_png(self, path: Path) -> None:
+        """Save what the window shows."""
+        self._driver.save_screenshot(str(path))
+
+
+@contextmanager
+def chromium(width: int = 1600, height: int = 1000) -> Iterator[Browser]:
+    """A Chromium with a profile of its own, gone at the end of the block."""
+    missing = [program for program in PROGRAMS if shutil.which(program) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not found: apt-get install chromium chromium-driver")
+    with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as profile:
+        options = ChromeOptions()
+        options.binary_location = str(shutil.which("chromium"))
+        for flag in (*FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"):
+            options.add_argument(flag)
+        driver = Chrome(options=options, service=Service(shutil.which("chromedriver")))
+        try:
+            yield Browser(driver)
+        finally:
+            driver.quit()

@@ -1,0 +1,198 @@
+"""A real Prefect server and a real process worker for tests, torn down by pid.
+
+Tests that use them carry the marker ``server``. Prefect reads its settings when it is imported, so
+a test talks to the server either from a process of its own (``server.environment``) or inside
+``with server.configured():``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from flows.environment import environment
+from tests.support.processes import descendants, wait_until_gone
+
+START_LIMIT_SECONDS = 120.0
+STOP_LIMIT_SECONDS = 15.0
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class PrefectServer:
+    """A running server, UI included, with a database of its own."""
+
+    api_url: str
+    ui_url: str
+    home: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a process needs in its environment to use this server and nothing of the user's."""
+        return {**isolated(self.home), "PREFECT_API_URL": self.api_url}
+
+    def configured(self) -> AbstractContextManager[None]:
+        """Have flows that this very process runs use this server, for the length of a block."""
+        return environment(self.environment)
+
+    def query(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """What the API answers: to a GET, or to a POST where there is a `body`."""
+        url = f"{self.api_url}/{path}"
+        answer = httpx.get(url) if body is None else httpx.post(url, json=dict(body))
+        return answer.raise_for_status().json()
+
+    def prefect(self, *arguments: str, cwd: Path = ROOT) -> str:
+        """Run a command of Prefect's CLI against this server; its output.
+
+        Raises:
+            AssertionError: it failed; with what it said.
+        """
+        done = subprocess.run(
+            [sys.executable, "-m", "prefect", "--no-prompt", *arguments],
+            cwd=cwd,
+            env={**os.environ, **self.environment},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+        if done.returncode:
+            raise AssertionError(f"prefect {' '.join(arguments)} failed:\n{done.stdout}")
+        return done.stdout
+
+
+def isolated(home: Path) -> dict[str, str]:
+    """Environment variables that keep Prefect to the folder `home` and off the network."""
+    return {
+        "PREFECT_HOME": str(home),
+        "PREFECT_PROFILES_PATH": str(home / "profiles.toml"),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+    }
+
+
+@contextmanager
+def running_server(home: Path) -> Iterator[PrefectServer]:
+    """``prefect server start`` on a free port, its database under `home`."""
+    url = f"http://127.0.0.1:{free_port()}"
+    server = PrefectServer(api_url=f"{url}/api", ui_url=url, home=home)
+    with _prefect_process(
+        ["server", "start", "--host", "127.0.0.1", "--port", url.rpartition(":")[2]],
+        # The UI asks the address it is told here, by default port 4200.
+        {**isolated(home), "PREFECT_UI_API_URL": server.api_url},
+        home / "server.log",
+        ready=lambda: _answers(f"{server.api_url}/health"),
+    ):
+        yield server
+
+
+@contextmanager
+def process_worker(
+    server: PrefectServer, pool: str, variables: Mapping[str, str] | None = None
+) -> Iterator[int]:
+    """``prefect worker start --type process`` on `pool`, which is made if need be; its pid.
+
+    Args:
+        server: the server to poll, once a second.
+        pool: name of the work pool.
+        variables: more environment variables for the worker and the runs it starts.
+    """
+
+    def is_online() -> bool:
+        answer = httpx.post(f"{server.api_url}/work_pools/{pool}/workers/filter", json={})
+        return answer.is_success and any(w["status"] == "ONLINE" for w in answer.json())
+
+    with _prefect_process(
+        ["worker", "start", "--pool", pool, "--type", "process", "--name", f"worker-of-{pool}"],
+        {**server.environment, "PREFECT_WORKER_QUERY_SECONDS": "1", **(variables or {})},
+        server.home / f"worker-{pool}.log",
+        ready=is_online,
+    ) as pid:
+        yield pid
+
+
+@pytest.fixture(scope="session")
+def prefect_server() -> Iterator[PrefectServer]:
+    """One real Prefect server for the whole test session."""
+    with (
+        tempfile.TemporaryDirectory(prefix="prefect-", ignore_cleanup_errors=True) as home,
+        running_server(Path(home)) as server,
+    ):
+        yield server
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@contextmanager
+def _prefect_process(
+    arguments: list[str],
+    variables: Mapping[str, str],
+    log_path: Path,
+    ready: Callable[[], bool],
+) -> Iterator[int]:
+    """A command of Prefect's CLI that runs until the end of the block, and all it has started."""
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "prefect", "--no-prompt", *arguments],
+            cwd=ROOT,
+            env={**os.environ, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        _wait_until(ready, process, log_path)
+        yield process.pid
+    finally:
+        _end(process)
+
+
+def _wait_until(
+    ready: Callable[[], bool], process: subprocess.Popen[bytes], log_path: Path
+) -> None:
+    deadline = time.monotonic() + START_LIMIT_SECONDS
+    while not ready():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(
+                f"{process.args!r} was not ready within {START_LIMIT_SECONDS} s (exit code"
+                f" {process.returncode}). Its log:\n{log_path.read_text()[-4000:]}"
+            )
+        time.sleep(0.1)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    started = descendants(process.pid)
+    process.terminate()
+    try:
+        process.wait(STOP_LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    for pid in wait_until_gone(started, STOP_LIMIT_SECONDS):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url).is_success
+    except httpx.TransportError:
+        return False

@@ -1,0 +1,101 @@
+"""Mistakes in a trial, each with the message that its author sees."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.slots import TOY, drive, toy_config
+from trial_core.controller.entrypoint import load_trial_class
+from trial_core.errors import RankFailed, TrialError
+from trial_core.slots.group import SlotGroup
+
+
+@pytest.fixture
+def beside_the_toys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run in the folder of the toy trials, as ranks do, and leave the import path as it was."""
+    monkeypatch.chdir(TOY)
+    monkeypatch.syspath_prepend(TOY)
+
+
+@pytest.mark.usefixtures("beside_the_toys")
+@pytest.mark.parametrize(
+    ("entrypoint", "message"),
+    [
+        (
+            "toy_trail:ToyTrial",
+            f'entrypoint "toy_trail:ToyTrial": there is no module "toy_trail" in {TOY} '
+            '(modules there: bad_trials, toy_trial); did you mean "toy_trial"?',
+        ),
+        (
+            "toy_trial:ToyTrail",
+            'entrypoint "toy_trial:ToyTrail": module toy_trial has no "ToyTrail"; '
+            'did you mean "ToyTrial"?',
+        ),
+        (
+            "bad_trials:NotATrial",
+            'entrypoint "bad_trials:NotATrial" is no trial: NotATrial is a class derived from '
+            "object, and a subclass of trial_core.deepspeed.DeepSpeedTrial is needed",
+        ),
+        (
+            "bad_trials:samples",
+            'entrypoint "bad_trials:samples" is no trial: samples is function',
+        ),
+        (
+            "bad_trials:Unfinished",
+            'trial "bad_trials:Unfinished" does not define build_training_data_loader, '
+            "build_validation_data_loader, train_batch",
+        ),
+    ],
+)
+def test_an_entrypoint_that_is_no_trial(entrypoint: str, message: str) -> None:
+    """The message says what is there instead, and the name that was meant."""
+    with pytest.raises(TrialError, match=re.escape(message)):
+        load_trial_class(entrypoint)
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize(
+    ("trial", "message"),
+    [
+        ("NoEngine", "NoEngine.__init__ wrapped no engine; pass what deepspeed.initialize returns"),
+        (
+            "RefusedBatchSize",
+            "DeepSpeed refuses the trial's configuration: Check batch related parameters. "
+            "train_batch_size is not equal to micro_batch_per_gpu",
+        ),
+        ("EmptyTraining", "the training loader is empty: it has no batch at all"),
+        (
+            "PlainLoader",
+            "build_training_data_loader returned torch.utils.data.dataloader.DataLoader; return a "
+            "trial_core.pytorch.DataLoader",
+        ),
+        (
+            "ForgetsToStep",
+            "DeepSpeed model engine did not train for gradient accumulation steps: 1 call(s) of "
+            "train_batch led to 0 optimizer step(s)",
+        ),
+    ],
+)
+def test_a_trial_that_breaks_the_rules(tmp_path: Path, trial: str, message: str) -> None:
+    """Found on the ranks, told to the driver as the trial's mistake, not as a crash."""
+    config = toy_config(tmp_path, 2, entrypoint=f"bad_trials:{trial}")
+    with SlotGroup(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
+        drive(slots, config, tmp_path)
+    assert failure.value.is_trial_mistake
+    assert failure.value.error_message is not None
+    assert failure.value.error_message.startswith(message)
+
+
+@pytest.mark.slots
+def test_an_exception_of_the_users_shows_the_users_code(tmp_path: Path) -> None:
+    """The traceback begins in the trial: our own frames are of no use to its author."""
+    config = toy_config(tmp_path, 1, entrypoint="bad_trials:RaisesInEvaluation")
+    with SlotGroup(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
+        drive(slots, config, tmp_path)
+    assert not failure.value.is_trial_mistake
+    assert (failure.value.error_type, failure.value.during) == ("KeyError", "RunValidation")
+    frames = re.findall(r'File "(.*)", line', failure.value.rank_traceback or "")
+    assert frames == [str(TOY / "bad_trials.py")]

@@ -1,0 +1,294 @@
+"""The DataLoader over map-style datasets, with and without worker processes."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils import data
+
+from trial_core.errors import TrialError
+from trial_core.pytorch import DataLoader
+
+
+class Augmented(data.Dataset[torch.Tensor]):
+    """Samples with noise from each of the three global generators."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, torch.rand(1).item(), random.random(), np.random.rand()])
+
+
+class Unread(data.Dataset[int]):
+    """A dataset that must not be touched."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> int:
+        raise AssertionError(f"sample {index} was read")
+
+
+class Numbers(data.Dataset[int]):
+    """Its samples are their own indices."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class NoLength(data.Dataset[int]):
+    """A map-style dataset that does not say how large it is."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def take(loader: Any, count: int) -> list[Any]:
+    return [batch.tolist() for batch in itertools.islice(iter(loader), count)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": True, "drop_last": True}])
+def test_resumes_in_the_middle_of_an_epoch(workers: int, options: dict[str, Any]) -> None:
+    """A rank's micro-batches after a resume are the uninterrupted run's, with workers or without."""
+    loader = DataLoader(Numbers(17), batch_size=2, num_workers=workers, **options)
+
+    def rest(skip: int) -> list[Any]:
+        return take(loader.get_data_loader(True, skip, num_replicas=2, rank=1, seed=5), 20 - skip)
+
+    assert rest(skip=7) == rest(skip=0)[7:]
+
+
+@given(st.integers(1, 30), st.integers(1, 6), st.booleans(), st.booleans(), st.integers(1, 5))
+def test_every_sample_once(
+    length: int, size: int, shuffle: bool, drop_last: bool, world: int
+) -> None:
+    """In one pass, all ranks together see every sample once, and no rank's count is a guess."""
+    loader = DataLoader(Numbers(length), batch_size=size, shuffle=shuffle, drop_last=drop_last)
+    ranks = [loader.get_data_loader(num_replicas=world, rank=rank) for rank in range(world)]
+    batches = [take(rank, 10**6) for rank in ranks]
+    assert [len(rank) for rank in ranks] == [len(rank) for rank in batches]
+    assert sum(map(len, batches)) == loader.num_micro_batches == len(loader)
+    seen = sorted(itertools.chain(*itertools.chain(*batches)))
+    if drop_last:
+        assert len(seen) == len(set(seen)) == length // size * size
+    else:
+        assert seen == list(range(length))
+
+
+def test_skipping_does_not_touch_the_dataset() -> None:
+    """Building a loader and skipping far ahead reads no sample."""
+    loader = DataLoader(Unread(), batch_size=3, shuffle=True).get_data_loader(True, skip=10**9)
+    with pytest.raises(AssertionError, match="was read"):
+        next(iter(loader))
+    iter(loader)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_global_generators_are_left_alone(workers: int) -> None:
+    """Starting an iterator and its workers, and loading, draws nothing from the rank's generators.
+
+    Without workers, the dataset itself may: so this one does not.
+    """
+
+    def states() -> list[Any]:
+        return [
+            random.getstate(),
+            np.random.get_state(legacy=True)[1].tolist(),  # type: ignore[union-attr]
+            torch.get_rng_state().tolist(),
+        ]
+
+    before = states()
+    loader = DataLoader(Numbers(20), batch_size=2, shuffle=True, num_workers=workers)
+    take(loader.get_data_loader(repeat=True, skip=3), 15)
+    take(loader, 3)
+    assert states() == before
+
+
+def test_workers_augment_alike_after_resuming() -> None:
+    """With workers, augmentations after a resume are the uninterrupted run's, whatever their number."""
+
+    def batches(workers: int, skip: int) -> list[Any]:
+        loader = DataLoader(Augmented(9), batch_size=2, shuffle=True, num_workers=workers)
+        return take(loader.get_data_loader(True, skip, 2, 1, seed=4), 9 - skip)
+
+    whole = batches(workers=2, skip=0)
+    assert batches(workers=2, skip=4) == whole[4:]
+    assert batches(workers=1, skip=0) == whole
+
+
+def test_augmentations_differ() -> None:
+    """Micro-batches, epochs and ranks are augmented differently, though a worker is seeded anew."""
+    loader = DataLoader(Augmented(2), batch_size=1, num_workers=1)
+    ranks = [loader.get_data_loader(True, 0, 2, rank) for rank in range(2)]
+    noises = [batch[0][1] for rank in ranks for batch in take(rank, 4)]
+    assert len(set(noises)) == len(noises)
+
+
+def test_without_workers_augmentations_use_the_global_generators() -> None:
+    """Without workers nothing is reseeded: a checkpoint's generators decide the augmentations."""
+    loader = DataLoader(Augmented(4), batch_size=2).get_data_loader()
+    torch.manual_seed(8)
+    expected = torch.rand(1).item()
+    torch.manual_seed(8)
+    assert take(loader, 1)[0][0][1] == pytest.approx(expected)
+
+
+def test_own_generator_replaces_the_seed() -> None:
+    """The user's generator decides the order by its initial seed, however far it has been drawn."""
+
+    def order(seed: int, draws: int) -> list[Any]:
+        generator = torch.Generator().manual_seed(77)
+        torch.rand(draws, generator=generator)
+        loader = DataLoader(Numbers(12), batch_size=3, shuffle=True, generator=generator)
+        return take(loader.get_data_loader(repeat=True, seed=seed), 6)
+
+    assert order(seed=1, draws=1) == order(seed=2, draws=5)
+
+
+def test_seed_decides_the_order() -> None:
+    """Another experiment seed gives another order."""
+    loader = DataLoader(Numbers(30), batch_size=30, shuffle=True)
+    assert take(loader.get_data_loader(seed=1), 1) != take(loader.get_data_loader(seed=2), 1)
+
+
+def test_iterating_outside_of_a_run_goes_on_to_the_next_epoch() -> None:
+    """Going over a DataLoader itself reshuffles each time; a run's loader repeats its pass."""
+    loader = DataLoader(Numbers(20), batch_size=20, shuffle=True)
+    first, second = take(loader, 1), take(loader, 1)
+    assert first != second
+    one_pass = loader.get_data_loader()
+    assert take(one_pass, 2) == take(one_pass, 2) == first
+
+
+def test_own_batch_sampler_and_sampler() -> None:
+    """Samplers of the user's own are sharded and resumed like the built-in ones."""
+
+    class Pairs:
+        def __iter__(self) -> Iterator[list[int]]:
+            order = torch.randperm(8).tolist()
+            return iter([order[i : i + 2] for i in range(0, 8, 2)])
+
+    for options in ({"batch_sampler": Pairs()}, {"sampler": [5, 3, 1], "batch_size": 2}):
+        loader = DataLoader(Numbers(8), **options)  # type: ignore[arg-type]
+        whole = take(loader.get_data_loader(True, 0, 3, 2), 12)
+        assert take(loader.get_data_loader(True, 5, 3, 2), 7) == whole[5:]
+
+
+def test_without_batching() -> None:
+    """With batch_size=None each sample is a micro-batch, sharded and skipped like one."""
+    loader = DataLoader(Numbers(5), batch_size=None)
+    shard = loader.get_data_loader(True, skip=1, num_replicas=2, rank=1)
+    assert list(itertools.islice(iter(shard), 4)) == [3, 0, 2, 4]
+    assert loader.num_micro_batches == 5
+
+
+def test_own_collate_and_worker_init_are_used() -> None:
+    """collate_fn and worker_init_fn of the user's reach the loader and its workers."""
+    loader = DataLoader(
+        Numbers(4), batch_size=2, num_workers=1, collate_fn=_with_seed, worker_init_fn=_mark
+    )
+    assert [total for total, _ in loader] == [1, 5]
+    assert all(marked for _, marked in loader)
+
+
+_marked = False
+
+
+def _mark(worker: int) -> None:
+    global _marked  # noqa: PLW0603 - a worker's own copy
+    _marked = True
+
+
+def _with_seed(samples: list[int]) -> tuple[int, bool]:
+    return sum(samples), _marked
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_passes_repeat_with_workers(persistent: bool) -> None:
+    """Validation sees the same pass each time, whether or not workers persist."""
+    loader = DataLoader(
+        Augmented(5), batch_size=2, shuffle=True, num_workers=2, persistent_workers=persistent
+    ).get_data_loader(seed=3)
+    assert take(loader, 9) == take(loader, 9)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_empty_dataset_has_no_micro_batches(shuffle: bool) -> None:
+    """An empty dataset gives a loader of length 0, shuffled or not; repeating it is refused."""
+    loader = DataLoader(Numbers(0), shuffle=shuffle)
+    assert loader.num_micro_batches == 0
+    assert list(loader.get_data_loader()) == []
+    with pytest.raises(TrialError, match="nothing in epoch 0"):
+        next(iter(loader.get_data_loader(repeat=True)))
+
+
+def test_dataset_without_length_is_refused() -> None:
+    """A map-style dataset without a length, and no sampler to make up for it, is refused."""
+    loader = DataLoader(NoLength())
+    assert loader.num_micro_batches is None
+    with pytest.raises(TypeError, match="no len"):
+        len(loader)
+    with pytest.raises(TrialError, match=r"NoLength has no len.*give it a __len__"):
+        loader.get_data_loader()
+
+
+def test_parameters_are_the_references() -> None:
+    """Parameters, their order and their defaults are those that the reference documents."""
+    parameters = inspect.signature(DataLoader).parameters.values()
+    assert [(p.name, p.default) for p in parameters][1:] == [
+        ("batch_size", 1),
+        ("shuffle", False),
+        ("sampler", None),
+        ("batch_sampler", None),
+        ("num_workers", 0),
+        ("collate_fn", None),
+        ("pin_memory", False),
+        ("drop_last", False),
+        ("timeout", 0),
+        ("worker_init_fn", None),
+        ("multiprocessing_context", None),
+        ("generator", None),
+        ("prefetch_factor", None),
+        ("persistent_workers", False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_workers": -1}, "num_workers option should be non-negative"),
+        ({"timeout": -1}, "timeout option should be non-negative"),
+        ({"prefetch_factor": 2}, "prefetch_factor option could only be specified"),
+        ({"persistent_workers": True}, "persistent_workers option needs num_workers > 0"),
+        ({"sampler": [0], "shuffle": True}, "sampler option is mutually exclusive with shuffle"),
+        ({"batch_sampler": [[0]], "drop_last": True}, "batch_sampler option is mutually exclusive"),
+        ({"batch_size": None, "drop_last": True}, "batch_size=None option disables"),
+        ({"batch_size": 0}, "batch_size should be a positive integer"),
+    ],
+)
+def test_refuses_what_torch_refuses(options: dict[str, Any], message: str) -> None:
+    """Wrong arguments give torch's own error, when the loader is made and not later."""
+    with pytest.raises(ValueError, match=message):
+        DataLoader(Numbers(3), **options)
+    with pytest.raises(ValueError, match=message):
+        data.DataLoader(Numbers(3), **options)

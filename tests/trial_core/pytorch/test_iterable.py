@@ -1,0 +1,208 @@
+"""The DataLoader over iterable datasets: the whole stream to everybody, each keeps its own."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset, get_worker_info
+
+from trial_core.errors import TrialError
+from trial_core.pytorch import DataLoader
+
+
+class Stream(IterableDataset[int]):
+    """Counts up."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+class ShufflesGlobally(Stream):
+    """In an order drawn from Python's global generator, with noise from it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        order = list(range(self.length))
+        random.shuffle(order)
+        return ((index, random.random()) for index in order)
+
+
+class DividesAmongWorkers(Stream):
+    """As torch's documentation advises: each loader worker yields its own part."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(range(first, self.length, step))
+
+
+class WithEpochs(Stream):
+    """Has epochs and a length, so its passes can be entered directly."""
+
+    epoch = 0
+    passes_begun = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes_begun += 1
+        return iter([100 * self.epoch + i for i in range(self.length)])
+
+
+def take(loader: Any, count: int) -> list[Any]:
+    return list(itertools.islice(iter(loader), count))
+
+
+def loader_of(dataset: Any, size: int = 2, **options: Any) -> DataLoader:
+    return DataLoader(dataset, batch_size=size, collate_fn=list, **options)
+
+
+@given(st.integers(1, 20), st.integers(1, 4), st.booleans(), st.integers(1, 5))
+def test_every_sample_once(length: int, size: int, drop_last: bool, world: int) -> None:
+    """In one pass, ranks taken in turn give the unsharded micro-batches, each exactly once."""
+    loader = loader_of(Stream(length), size, drop_last=drop_last)
+    ranks = [list(loader.get_data_loader(num_replicas=world, rank=rank)) for rank in range(world)]
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*ranks))
+    whole = [list(range(i, min(i + size, length))) for i in range(0, length, size)]
+    expected = [batch for batch in whole if not drop_last or len(batch) == size]
+    assert [batch for batch in turns if batch is not None] == expected
+
+
+@given(
+    st.integers(4, 15),
+    st.integers(1, 4),
+    st.booleans(),
+    st.integers(1, 4),
+    st.integers(0, 25),
+    st.sampled_from([Stream, ShufflesGlobally, WithEpochs]),
+    st.data(),
+)
+def test_resumed_is_uninterrupted(
+    length: int, size: int, drop_last: bool, world: int, skip: int, kind: Any, data: Any
+) -> None:
+    """Skipping any number of micro-batches gives the uninterrupted run's rest, epochs included."""
+    rank = data.draw(st.integers(0, world - 1))
+
+    def batches(skip: int, count: int) -> list[Any]:
+        loader = loader_of(kind(length), size, drop_last=drop_last)
+        return take(loader.get_data_loader(True, skip, world, rank, seed=2), count)
+
+    assert batches(skip, 6) == batches(0, skip + 6)[skip:]
+
+
+@pytest.mark.parametrize("kind", [Stream, ShufflesGlobally, DividesAmongWorkers])
+def test_workers_change_nothing(kind: Any) -> None:
+    """Any number of workers gives the same micro-batches in the same order, also after skipping.
+
+    Also of a dataset that would divide itself among workers, or that shuffles by global generators.
+    """
+
+    def batches(workers: int) -> list[Any]:
+        loader = loader_of(kind(11), num_workers=workers)
+        return take(loader.get_data_loader(True, skip=4, num_replicas=2, rank=1), 10)
+
+    assert batches(2) == batches(0)
+    assert batches(3) == batches(0)
+
+
+def test_a_pass_with_workers_is_whole() -> None:
+    """One pass over two ranks of two workers sees every sample once."""
+    loader = loader_of(DividesAmongWorkers(21), num_workers=2)
+    ranks = [list(loader.get_data_loader(num_replicas=2, rank=rank)) for rank in range(2)]
+    assert sorted(itertools.chain(*itertools.chain(*ranks))) == list(range(21))
+
+
+def test_epochs_are_entered_directly() -> None:
+    """A dataset with set_epoch and a length is not gone through to reach a late epoch."""
+    dataset = WithEpochs(6)
+    shard = loader_of(dataset).get_data_loader(True, skip=3 * 500 + 1)
+    assert take(shard, 1) == [[50002, 50003]]
+    assert dataset.passes_begun == 1
+
+
+def test_epochs_differ_by_seed_and_epoch() -> None:
+    """What a dataset draws is another in each epoch and with each seed, and the same again."""
+
+    def epochs(seed: int) -> list[Any]:
+        loader = loader_of(ShufflesGlobally(12), 12)
+        return [str(batch) for batch in take(loader.get_data_loader(True, seed=seed), 2)]
+
+    assert epochs(1) == epochs(1)
+    assert len({*epochs(1), *epochs(2)}) == 4
+
+
+def test_global_generators_are_left_alone() -> None:
+    """What an iterable dataset draws in the rank's own process is not seen outside."""
+    random.seed(1)
+    expected = random.random()
+    random.seed(1)
+    take(loader_of(ShufflesGlobally(8)).get_data_loader(repeat=True), 7)
+    assert random.random() == expected
+
+
+def test_lengths() -> None:
+    """Lengths are known exactly if the dataset's is; without end, there is none."""
+    known, unknown = loader_of(WithEpochs(7)), loader_of(Stream(7))
+    assert known.num_micro_batches == len(known) == 4
+    assert len(known.get_data_loader(num_replicas=3, rank=1)) == 1
+    assert unknown.num_micro_batches is None
+    for loader in (unknown, known.get_data_loader(repeat=True), unknown.get_data_loader()):
+        with pytest.raises(TypeError):
+            len(loader)
+
+
+def test_without_batching() -> None:
+    """With batch_size=None each item of the dataset is a micro-batch."""
+    loader = DataLoader(Stream(5), batch_size=None)
+    assert take(loader.get_data_loader(True, 1, 2, 1), 4) == [3, 0, 2, 4]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_ends_for_good_is_refused(workers: int) -> None:
+    """A dataset that gives nothing in its second pass raises instead of looping for ever."""
+
+    class Once(IterableDataset[int]):
+        def __init__(self) -> None:
+            self.samples = iter([1, 2, 3])
+
+        def __iter__(self) -> Iterator[int]:
+            while (sample := next(self.samples, None)) is not None:
+                yield sample
+
+    if workers:
+        pytest.importorskip("torch")
+    loader = loader_of(Once() if not workers else Stream(0), num_workers=workers)
+    with pytest.raises(TrialError, match="gave no sample in epoch"):
+        take(loader.get_data_loader(repeat=True), 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shuffle": True}, "expected unspecified shuffle option"),
+        ({"sampler": [0]}, "expected unspecified sampler option"),
+    ],
+)
+def test_refuses_what_torch_refuses(options: dict[str, Any], message: str) -> None:
+    """Shuffling or sampling a stream gives torch's own error."""
+    with pytest.raises(ValueError, match=message):
+        DataLoader(Stream(3), **options)
+
+
+@pytest.mark.parametrize(("skip", "rank"), [(-1, 0), (0, 2)])
+def test_impossible_shards_are_refused(skip: int, rank: int) -> None:
+    """A negative skip or a rank outside of the world is refused."""
+    with pytest.raises(ValueError, match=f"skip={skip}, rank={rank} and num_replicas=2"):
+        loader_of(Stream(3)).get_data_loader(skip=skip, num_replicas=2, rank=rank)

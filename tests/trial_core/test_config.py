@@ -1,0 +1,251 @@
+"""The experiment file: what is read, what is filled in, what is overridden, what survives JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trial_core.config import ExperimentConfig, home_folder, load_config
+from trial_core.config.reading import parse_yaml
+from trial_core.errors import ConfigError
+from trial_core.sequencer import Schedule
+from trial_core.units import Batch, Epoch
+
+MINIMAL = """
+entrypoint: model_def:MyTrial
+searcher: {metric: validation_loss, max_length: {batches: 100}}
+"""
+
+
+def written(folder: Path, text: str, name: str = "experiment.yaml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def experiment(**fields: Any) -> ExperimentConfig:
+    searcher = {"metric": "loss", "max_length": {"batches": 100}}
+    return ExperimentConfig(**{"entrypoint": "model_def:MyTrial", "searcher": searcher, **fields})
+
+
+def test_what_is_not_given_is_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minimal file is a whole experiment, named after its folder, with its code beside it."""
+    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "runs"))
+    folder = tmp_path / "mnist"
+    folder.mkdir()
+    config = load_config(written(folder, MINIMAL))
+    assert (config.name, config.code) == ("mnist", folder)
+    assert config.checkpoint_storage.url == f"file://{tmp_path}/runs/checkpoints"
+    assert config.checkpoint_storage.options == {}
+    assert config.resources.slots_per_trial == 1
+    assert config.reproducibility.experiment_seed == 0
+    assert config.max_restarts == 5
+    assert config.environment.environment_variables == {}
+    assert config.schedule() == Schedule(
+        max_length=Batch(100), reporting_period=Batch(100), checkpoint_policy="best"
+    )
+
+
+def test_every_part_of_the_schedule_comes_from_its_field() -> None:
+    """Swapped periods or a lost flag would show."""
+    config = experiment(
+        searcher={"metric": "x", "smaller_is_better": False, "max_length": {"epochs": 3}},
+        scheduling_unit=13,
+        min_validation_period={"batches": 7},
+        min_checkpoint_period={"epochs": 11},
+        checkpoint_policy="all",
+        perform_initial_validation=True,
+    )
+    assert config.schedule() == Schedule(
+        max_length=Epoch(3),
+        reporting_period=Batch(13),
+        validation_period=Batch(7),
+        checkpoint_period=Epoch(11),
+        checkpoint_policy="all",
+        smaller_is_better=False,
+        step_zero_validation=True,
+    )
+
+
+def test_a_code_folder_is_seen_from_the_file(tmp_path: Path) -> None:
+    """Wherever the command is started, `code: src` is beside the experiment file."""
+    (tmp_path / "src").mkdir()
+    config = load_config(written(tmp_path, MINIMAL + "code: src\n"))
+    assert (config.code, config.name) == (tmp_path / "src", "src")
+
+
+def test_a_code_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    """Better now than when every rank fails to import."""
+    path = written(tmp_path, MINIMAL + "code: sorce\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert str(error.value) == f"{path}: code: no such folder: {tmp_path}/sorce"
+
+
+def test_the_home_folder_is_absolute_whatever_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default ./trialflow-runs; $TRIALFLOW_HOME may be relative or begin with ~."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    for named, folder in (("", "trialflow-runs"), ("runs", "runs"), ("~/runs", "me/runs")):
+        monkeypatch.setenv("TRIALFLOW_HOME", named)
+        assert home_folder() == tmp_path / folder
+
+
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5)
+)
+plain_data = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(hyperparameters=st.dictionaries(st.text(max_size=8), plain_data, max_size=3))
+def test_a_config_survives_json(hyperparameters: dict[str, Any]) -> None:
+    """It is a flow's parameter: whatever it holds comes back equal."""
+    config = experiment(
+        hyperparameters=hyperparameters,
+        resources={"slots_per_trial": "auto"},
+        min_validation_period={"epochs": 2},
+        checkpoint_storage={"type": "s3", "bucket": "b", "access_key": "k", "secret_key": "s"},
+        environment={"environment_variables": ["A=1"]},
+    )
+    text = json.dumps(config.model_dump(mode="json"))
+    assert ExperimentConfig.model_validate(json.loads(text)) == config
+    assert ExperimentConfig.model_validate_json(text) == config
+
+
+def test_the_digest_is_that_of_what_is_trained() -> None:
+    """Not of where the code and checkpoints are, nor of any storage credential."""
+    digest = experiment(name="a").digest()
+    storage = {"url": "s3://user:SECRET@bucket", "options": {"secret": "SECRET"}}
+    assert digest.startswith("sha256:")
+    assert experiment(name="a", code="/elsewhere", checkpoint_storage=storage).digest() == digest
+    assert experiment(name="a", hyperparameters={"lr": 0.1}).digest() != digest
+    assert experiment(name="a", scheduling_unit=7).digest() != digest
+
+
+def test_overrides_replace_and_create(tmp_path: Path) -> None:
+    """Values are YAML; mappings on the way are made where there are none."""
+    config = load_config(
+        written(tmp_path, MINIMAL),
+        [
+            "searcher.max_length.batches=20",
+            "hyperparameters.optimizer.lr=1e-3",
+            "hyperparameters.layers=[1, 2]",
+            "hyperparameters.expression=a=b",
+            "resources.slots_per_trial=auto",
+            "name=other",
+        ],
+    )
+    assert config.searcher.max_length == Batch(20)
+    assert config.hyperparameters == {
+        "optimizer": {"lr": 0.001},
+        "layers": [1, 2],
+        "expression": "a=b",
+    }
+    assert (config.resources.slots_per_trial, config.name) == ("auto", "other")
+
+
+@pytest.mark.parametrize("before", ["{batches: 100}", "{epochs: 5}", "100"])
+def test_overriding_a_unit_replaces_the_length(tmp_path: Path, before: str) -> None:
+    """A length has one unit, so the one given last is the one."""
+    path = written(tmp_path, MINIMAL.replace("{batches: 100}", before))
+    assert load_config(path, ["searcher.max_length.epochs=2"]).searcher.max_length == Epoch(2)
+
+
+def test_an_override_does_not_reach_through_an_alias(tmp_path: Path) -> None:
+    """Two fields that share a YAML anchor are two fields."""
+    text = MINIMAL + "hyperparameters: {a: &x {lr: 1}, b: *x}\n"
+    config = load_config(written(tmp_path, text), ["hyperparameters.a.lr=2"])
+    assert config.hyperparameters == {"a": {"lr": 2}, "b": {"lr": 1}}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("epochs", "--set epochs: expected key=value, such as searcher.max_length.batches=20"),
+        ("=3", "--set : expected key=value"),
+        ("a..b=3", "--set a..b: expected key=value"),
+        ("entrypoint.x=3", "--set entrypoint.x: entrypoint is not a mapping, so x cannot be set"),
+        ("a=[1", "--set a: not valid YAML at line 1"),
+    ],
+)
+def test_an_override_that_cannot_be_read_is_named(
+    tmp_path: Path, override: str, message: str
+) -> None:
+    """The message says which --set it was; the value may be a secret and is not shown."""
+    with pytest.raises(ConfigError) as error:
+        load_config(written(tmp_path, MINIMAL), [override])
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-5", 1e-5),
+        ("1E6", 1e6),
+        ("-.5", -0.5),
+        ("012", 12),
+        ("0x1F", 31),
+        ("0o17", 15),
+        ("10_000", 10_000),
+        ("no", "no"),
+        ("on", "on"),
+        ("2024-01-01", "2024-01-01"),
+        ("1:30", "1:30"),
+        ("True", True),
+        ("~", None),
+        ("", None),
+        ("'1'", "1"),
+        ("{<<: {a: 1, b: 1}, b: 2}", {"a": 1, "b": 2}),
+    ],
+)
+def test_plain_scalars_are_those_of_yaml_1_2(text: str, value: object) -> None:
+    """A learning rate of 1e-5 is a number, and `no` is a word, as in Determined."""
+    read = parse_yaml(text, "test")
+    assert (read, type(read)) == (value, type(value))
+
+
+def test_prefect_checks_and_carries_the_config() -> None:
+    """Its own schema check accepts what a config dumps to, and refuses what makes no sense."""
+    from prefect import flow
+    from prefect.utilities.schema_tools import validate
+
+    @flow
+    def train(config: ExperimentConfig) -> ExperimentConfig:
+        return config
+
+    schema = train.parameters.model_dump_for_openapi()
+    config = experiment(min_validation_period={"batches": 7}, resources={"slots_per_trial": "auto"})
+    parameters = train.serialize_parameters({"config": config})
+    assert validate(parameters, schema) == []
+    assert train.validate_parameters(parameters)["config"] == config
+    parameters["config"]["searcher"]["max_length"] = {"batches": 0}
+    parameters["config"]["scheduling_unit"] = 0
+    parameters["config"]["hyperparams"] = {}
+    assert len(validate(parameters, schema) or []) == 3
+
+
+def test_every_field_of_the_form_has_a_title_and_a_description() -> None:
+    """The schema is the form a person fills in."""
+    schema = ExperimentConfig.model_json_schema()
+    for section in (schema, *schema["$defs"].values()):
+        for name, field in section["properties"].items():
+            assert "title" in field, name
+            assert "description" in field or "$ref" in field, name
+    assert schema["required"] == ["entrypoint", "searcher"]

@@ -1,0 +1,223 @@
+"""Experiment files written for Determined: what they say is understood, ignored or refused."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trial_core.config import ExperimentConfig, IgnoredFieldWarning, load_config
+from trial_core.errors import ConfigError
+from trial_core.units import Batch, Epoch
+
+FOR_DETERMINED = """
+name: cifar10 deepspeed
+description: null
+debug: false
+workspace: research
+project: vision
+profiling: {enabled: true}
+environment:
+  environment_variables:
+    - NCCL_DEBUG=INFO
+    - OPTIONS=a=b,c
+  image: {gpu: determinedai/environments:cuda}
+bind_mounts:
+  - {host_path: /tmp, container_path: /data}
+hyperparameters:
+  deepspeed_config: ds_config.json
+  learning_rate: {type: const, val: 1e-5}
+  optimizer: {type: Adam, betas: [0.9, {type: const, val: 0.95}]}
+resources: {slots_per_trial: 2, shm_size: 4294967296, resource_pool: a100}
+records_per_epoch: 50000
+min_validation_period: {batches: 0}
+min_checkpoint_period: {epochs: 2}
+searcher:
+  name: single
+  metric: accuracy
+  smaller_is_better: false
+  max_length: 100
+  max_trials: 1
+  source_trial_id: null
+checkpoint_storage: {type: shared_fs, host_path: /mnt, storage_path: ckpt, save_trial_best: 2}
+entrypoint:
+  - python3
+  - -m
+  - determined.launch.deepspeed
+  - --trial
+  - model_def:CIFARTrial
+"""
+
+
+def experiment(**fields: Any) -> ExperimentConfig:
+    searcher = {"metric": "loss", "max_length": 100}
+    mapping = {"entrypoint": "model_def:MyTrial", "searcher": searcher, **fields}
+    return ExperimentConfig.from_mapping(mapping)
+
+
+def problems(**fields: Any) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        experiment(**fields)
+    return str(error.value).splitlines()
+
+
+def test_a_file_of_determined_works_as_it_is(tmp_path: Path) -> None:
+    """What has a meaning here keeps it."""
+    path = tmp_path / "const.yaml"
+    path.write_text(FOR_DETERMINED)
+    with pytest.warns(IgnoredFieldWarning):
+        config = load_config(path)
+    assert config.entrypoint == "model_def:CIFARTrial"
+    assert config.hyperparameters == {
+        "deepspeed_config": "ds_config.json",
+        "learning_rate": 1e-5,
+        "optimizer": {"type": "Adam", "betas": [0.9, 0.95]},
+    }
+    assert config.searcher.max_length == Batch(100)
+    assert (config.min_validation_period, config.min_checkpoint_period) == (None, Epoch(2))
+    assert config.checkpoint_storage.url == "file:///mnt/ckpt"
+    assert config.environment.environment_variables == {"NCCL_DEBUG": "INFO", "OPTIONS": "a=b,c"}
+    assert config.description == ""
+
+
+def test_every_ignored_field_warns_with_its_path(tmp_path: Path) -> None:
+    """One warning each; a null is as good as absent and says nothing."""
+    path = tmp_path / "const.yaml"
+    path.write_text(FOR_DETERMINED)
+    with pytest.warns(IgnoredFieldWarning) as warned:
+        load_config(path)
+    assert sorted(str(warning.message).partition(":")[0] for warning in warned) == [
+        "bind_mounts",
+        "checkpoint_storage.save_trial_best",
+        "debug",
+        "entrypoint",
+        "environment.image",
+        "profiling",
+        "project",
+        "records_per_epoch",
+        "resources.resource_pool",
+        "resources.shm_size",
+        "searcher.max_trials",
+        "workspace",
+    ]
+
+
+def test_a_config_does_not_warn_again_when_it_travels() -> None:
+    """What is dumped holds nothing that is ignored."""
+    with pytest.warns(IgnoredFieldWarning, match="^debug: ignored: "):
+        config = experiment(debug=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ExperimentConfig.model_validate(config.model_dump(mode="json"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python3 -m determined.launch.deepspeed --trial pkg.model_def:Trial",
+        "python3 -m determined.launch.torch_distributed --trial=pkg.model_def:Trial --verbose",
+        ["python3", "-m", "determined.launch.deepspeed", "--trial", "pkg.model_def:Trial"],
+    ],
+)
+def test_the_trial_in_a_launchers_command_is_found(command: object) -> None:
+    """The launcher itself is replaced by trialflow's own, which a warning says."""
+    with pytest.warns(IgnoredFieldWarning, match="only --trial pkg.model_def:Trial is used"):
+        assert experiment(entrypoint=command).entrypoint == "pkg.model_def:Trial"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python -m determined.launch.deepspeed python run_clm.py --model gpt2",
+        ["python3", "train.py"],
+        "python3 -m determined.launch.deepspeed --trial",
+        "python3 train.py --trial 'open quote",
+        [],
+    ],
+)
+def test_a_command_without_a_trial_is_refused(command: object) -> None:
+    """A script of the user's own cannot be driven."""
+    (problem,) = problems(entrypoint=command)
+    assert problem.startswith('entrypoint: expected "module:Class", such as "model_def:MyTrial"')
+
+
+@pytest.mark.parametrize(
+    "search",
+    [
+        {"type": "int", "minval": 1, "maxval": 3},
+        {"type": "double", "minval": 0.1, "maxval": 0.3},
+        {"type": "log", "base": 10, "minval": -5, "maxval": -1},
+        {"type": "categorical", "vals": [1, 2]},
+    ],
+)
+def test_a_range_to_search_is_refused_where_it_stands(search: dict[str, Any]) -> None:
+    """At any depth; everything else about the hyperparameters is said at once."""
+    assert problems(hyperparameters={"model": {"lr": search}, "x": float("nan")}) == [
+        f'hyperparameters.model.lr: is a range to search (type "{search["type"]}"), '
+        "but a run trains one trial: give a value",
+        "hyperparameters.x: nan cannot be stored as JSON; write it as text, in quotes",
+    ]
+
+
+def test_a_type_of_the_users_own_is_no_search_range() -> None:
+    """A DeepSpeed config among the hyperparameters has types as well."""
+    values = {"optimizer": {"type": "Adam", "params": {"lr": 1}}, "scheduler": {"type": "log"}}
+    assert experiment(hyperparameters=values).hyperparameters == values
+
+
+def test_names_of_hyperparameters_become_text() -> None:
+    """As in JSON, and so as a trial under Determined sees them."""
+    config = experiment(hyperparameters={"layers": {1: "a", 2.5: "b", None: "c", "d": "e"}})
+    assert config.hyperparameters == {"layers": {"1": "a", "2.5": "b", "null": "c", "d": "e"}}
+
+
+@pytest.mark.parametrize(
+    ("given", "variables"),
+    [
+        (["A=1", "B=x=y", "C="], {"A": "1", "B": "x=y", "C": ""}),
+        ({"A": "1", "N": 4}, {"A": "1", "N": "4"}),
+        ({"cpu": ["A=1"], "cuda": ["B=2"]}, {"A": "1", "B": "2"}),
+        ({"cpu": None, "gpu": ["B=2"]}, {"B": "2"}),
+        ({"cpu": "not a list of assignments"}, {"cpu": "not a list of assignments"}),
+    ],
+)
+def test_environment_variables_have_three_forms(given: Any, variables: dict[str, str]) -> None:
+    """A mapping, a list of assignments, or lists by device; a variable may be called cpu."""
+    config = experiment(environment={"environment_variables": given})
+    assert config.environment.environment_variables == variables
+
+
+def test_an_accelerators_variable_wins_over_the_cpus() -> None:
+    """The config is made before anybody knows where it runs, so a difference warns."""
+    given = {"cuda": ["A=cuda"], "cpu": ["A=cpu", "B=same"], "rocm": ["B=same"]}
+    with pytest.warns(IgnoredFieldWarning, match="A differs between devices") as warned:
+        config = experiment(environment={"environment_variables": given})
+    assert config.environment.environment_variables == {"A": "cuda", "B": "same"}
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (["A=1", "HUSH"], "[1]: expected NAME=VALUE, got text without a name and ="),
+        (["=HUSH"], "[0]: expected NAME=VALUE, got text without a name and ="),
+        ([{"A": "HUSH"}], "[0]: expected NAME=VALUE, got a mapping"),
+        ({"cuda": ["HUSH"]}, ".cuda[0]: expected NAME=VALUE, got text without a name and ="),
+        ({"A": True}, ".A: expected text, got true or false; put it in quotes"),
+        ({"A": ["HUSH"]}, ".A: expected text, got a list"),
+        ("HUSH", ": expected a mapping or a list of NAME=VALUE, got text"),
+    ],
+)
+def test_a_wrong_environment_variable_is_named_but_not_shown(given: Any, problem: str) -> None:
+    """Its value may be a secret."""
+    lines = problems(environment={"environment_variables": given})
+    assert lines == [f"environment.environment_variables{problem}"]
+
+
+def test_environment_variables_do_not_show_in_a_repr() -> None:
+    """Names do."""
+    config = experiment(environment={"environment_variables": {"TOKEN": "HUSH"}})
+    assert "TOKEN" in repr(config)
+    assert "HUSH" not in repr(config) + str(config) + repr(config.environment)

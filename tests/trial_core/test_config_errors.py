@@ -1,0 +1,246 @@
+"""What is said about an experiment file that cannot be used as written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from trial_core.config import ExperimentConfig, explain, load_config
+from trial_core.errors import ConfigError
+
+
+def problems(**fields: Any) -> list[str]:
+    """The lines of the error that an otherwise good experiment with these fields raises."""
+    searcher = {"metric": "loss", "max_length": {"batches": 100}}
+    searcher.update(fields.pop("searcher", {}))
+    mapping = {"entrypoint": "model_def:MyTrial", "searcher": searcher, **fields}
+    with pytest.raises(ConfigError) as error:
+        ExperimentConfig.from_mapping(mapping)
+    return str(error.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        (
+            {"searcher": {"max_length": {"batches": "ten"}}},
+            'searcher.max_length.batches: expected a positive integer, got "ten"',
+        ),
+        (
+            {"searcher": {"max_length": {"batches": True}}},
+            "searcher.max_length.batches: expected a positive integer, got true",
+        ),
+        (
+            {"searcher": {"max_length": {"epochs": 0}}},
+            "searcher.max_length.epochs: expected a positive integer, got 0",
+        ),
+        (
+            {"searcher": {"max_length": {"batches": 1, "epochs": 1}}},
+            "searcher.max_length: expected either batches or epochs, got batches and epochs",
+        ),
+        (
+            {"searcher": {"max_length": {"batches": None}}},
+            "searcher.max_length: expected either batches or epochs, got neither",
+        ),
+        (
+            {"searcher": {"max_length": "long"}},
+            'searcher.max_length: expected {batches: n} or {epochs: n}, got "long"',
+        ),
+        (
+            {"min_validation_period": {"records": 10}},
+            "min_validation_period.records: lengths are not counted in records; "
+            "give batches or epochs",
+        ),
+        (
+            {"min_checkpoint_period": {"epoch": 10}},
+            'min_checkpoint_period.epoch: unknown field; did you mean "epochs"?',
+        ),
+        (
+            {"searcher": {"name": "adaptive_asha"}},
+            'searcher.name: expected "single" (a run trains one trial), got "adaptive_asha"; '
+            "give every hyperparameter one value",
+        ),
+        (
+            {"searcher": {"smaller_is_better": "yes"}},
+            'searcher.smaller_is_better: expected true or false, got "yes"',
+        ),
+        (
+            {"searcher": {"source_checkpoint_uuid": "1234"}},
+            "searcher.source_checkpoint_uuid: starting from another trial's checkpoint is not "
+            "supported",
+        ),
+        ({"scheduling_unit": True}, "scheduling_unit: expected a positive integer, got true"),
+        ({"scheduling_unit": 1.0}, "scheduling_unit: expected a positive integer, got 1.0"),
+        ({"max_restarts": -1}, "max_restarts: expected an integer of at least 0, got -1"),
+        (
+            {"reproducibility": {"experiment_seed": 2**31}},
+            "reproducibility.experiment_seed: expected an integer from 0 to 2147483647, "
+            "got 2147483648",
+        ),
+        (
+            {"resources": {"slots_per_trial": 0}},
+            'resources.slots_per_trial: expected a positive integer or "auto", got 0; '
+            "a slot is a CPU process where there is no accelerator",
+        ),
+        (
+            {"resources": {"slots_per_trial": True}},
+            'resources.slots_per_trial: expected a positive integer or "auto", got true',
+        ),
+        ({"resources": [1]}, "resources: expected a mapping, got a list"),
+        (
+            {"checkpoint_policy": "bst"},
+            'checkpoint_policy: expected "best", "all" or "none", got "bst"',
+        ),
+        ({"name": 3}, "name: expected text, got 3 (text needs quotes here)"),
+        ({"labels": "one"}, 'labels: expected a list, got "one"'),
+        ({"labels": ["a", 3]}, "labels[1]: expected text, got 3 (text needs quotes here)"),
+        ({"hyperparameters": 3}, "hyperparameters: expected a mapping, got 3"),
+        (
+            {"data": {"a": [float("inf")]}},
+            "data.a[0]: inf cannot be stored as JSON; write it as text, in quotes",
+        ),
+        ({"code": 3}, "code: expected the path of a folder, got 3"),
+        (
+            {"entrypoint": "model_def.MyTrial"},
+            'entrypoint: expected "module:Class", such as "model_def:MyTrial", '
+            'got "model_def.MyTrial"',
+        ),
+        (
+            {"entrypoint": "model_def.py:MyTrial"},
+            'entrypoint: expected "module:Class", such as "model_def:MyTrial", '
+            'got "model_def.py:MyTrial"; did you mean "model_def:MyTrial"?',
+        ),
+        ({"hyperparamters": {}}, 'hyperparamters: unknown field; did you mean "hyperparameters"?'),
+        (
+            {"slots_per_trial": 2},
+            'slots_per_trial: unknown field; did you mean "resources.slots_per_trial"?',
+        ),
+        ({"zebra": 1}, "zebra: unknown field"),
+        ({"zebra": None}, "zebra: unknown field"),
+        (
+            {"description": "x" * 10, "labels": ["y", {"z": "w"}]},
+            "labels[1]: expected text, got a mapping",
+        ),
+        ({"checkpoint_policy": "x" * 99}, f'checkpoint_policy: expected "best", "all" or "none", '
+         f'got "{"x" * 57}..."'),
+    ],
+)  # fmt: skip
+def test_one_mistake_is_one_line(fields: dict[str, Any], problem: str) -> None:
+    """Its path, what was expected, what was seen; nothing else."""
+    assert problems(**fields) == [problem]
+
+
+def test_a_misspelt_field_is_not_also_missing() -> None:
+    """`metrc` for `metric` is one mistake."""
+    mapping = {"entrypoint": "m:T", "searcher": {"metrc": "loss", "max_length": 5}}
+    with pytest.raises(ConfigError) as error:
+        ExperimentConfig.from_mapping(mapping)
+    assert str(error.value) == 'searcher.metrc: unknown field; did you mean "metric"?'
+
+
+def test_all_mistakes_are_listed_each_with_its_file(tmp_path: Path) -> None:
+    """A person corrects a file once, not once a mistake."""
+    path = tmp_path / "experiment.yaml"
+    path.write_text("scheduling_unit: many\nnme: x\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(path, ["max_restarts=none"])
+    assert str(error.value).splitlines() == [
+        f"{path}: entrypoint: missing; for example entrypoint: model_def:MyTrial",
+        f"{path}: searcher.metric: missing; for example metric: validation_loss",
+        f"{path}: searcher.max_length: missing; for example max_length: {{batches: 1000}}",
+        f'{path}: scheduling_unit: expected a positive integer, got "many"',
+        f'{path}: max_restarts: expected an integer of at least 0, got "none"',
+        f'{path}: nme: unknown field; did you mean "name"?',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty; expected fields such as entrypoint and searcher"),
+        (b"# nothing\n", "is empty; expected fields such as entrypoint and searcher"),
+        (
+            b"- a\n- b\n",
+            "expected a mapping of fields such as entrypoint and searcher, got a list",
+        ),
+        (
+            b"just words",
+            'expected a mapping of fields such as entrypoint and searcher, got "just words"',
+        ),
+        (b"a: 1\nb: c: d\n", "not valid YAML at line 2, column 5: mapping values are not allowed"),
+        (
+            b"a: 1\n\tb: 2\n",
+            "not valid YAML at line 2, column 1: while scanning for the next token, found "
+            "character '\\t' that cannot start any token (indent with spaces, not tabs)",
+        ),
+        (b"name: a\nname: b\n", 'not valid YAML at line 2, column 1: the key "name" is given'),
+        (b"a: &x [*x]\n", "not valid YAML at line 1, column 4: found unconstructable recursive"),
+        (b"a: !!python/object:os.x {}\n", "not valid YAML at line 1, column 4: could not determ"),
+        (b"a: !!int ten\n", 'not valid YAML at line 1, column 4: "ten" is no int'),
+        (b"a: \x00\n", "not valid YAML: unacceptable character #x0000"),
+        (b"[" * 5000, "not valid YAML: nested too deeply"),
+        (b"\xff\xfe\xff", "not a text file in UTF-8"),
+    ],
+)
+def test_a_file_that_is_no_experiment_is_refused_in_plain_words(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    """One line that begins with the file's name, and no traceback of a parser."""
+    path = tmp_path / "experiment.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert str(error.value).startswith(f"{path}: {message}")
+    assert "\n" not in str(error.value)
+    assert error.value.__cause__ is None
+    assert error.value.__suppress_context__ or error.value.__context__ is None
+
+
+def test_a_file_that_is_not_there_is_said_with_its_near_miss(tmp_path: Path) -> None:
+    """The usual causes: a typing mistake, or the folder instead of the file."""
+    (tmp_path / "experiment.yaml").touch()
+    missing = tmp_path / "experiment.yml"
+    with pytest.raises(ConfigError) as error:
+        load_config(missing)
+    assert str(error.value) == (
+        f"{missing}: no such file; did you mean {tmp_path}/experiment.yaml?"
+    )
+    with pytest.raises(ConfigError, match=r"no such file$"):
+        load_config(tmp_path / "nowhere" / "experiment.yaml")
+    with pytest.raises(ConfigError, match="is a folder; give the YAML file in it"):
+        load_config(tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    """The operating system's own reason, without a traceback."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be read: Not a directory"):
+        load_config(tmp_path / "file" / "experiment.yaml")
+
+
+def test_pydantics_own_error_reads_the_same() -> None:
+    """Prefect builds a config without `load_config`, and shows what pydantic says."""
+    with pytest.raises(ValidationError) as error:
+        ExperimentConfig(entrypoint="m:T", searcher={"metric": "x", "max_length": "ten"})  # type: ignore[arg-type]  # the point of the test
+    (details,) = error.value.errors(include_url=False)
+    assert details["loc"] == ("searcher", "max_length")
+    assert details["msg"] == 'expected {batches: n} or {epochs: n}, got "ten"'
+    assert details["input"] is None
+
+
+def test_explain_serves_other_models_too() -> None:
+    """A model that is no section gets the same words for the usual mistakes."""
+
+    class Other(BaseModel):
+        path: str
+        flags: list[bool]
+
+    with pytest.raises(ValidationError) as error:
+        Other.model_validate({"path": 3, "flags": 4})
+    assert explain(error.value) == [
+        "path: expected text, got 3 (text needs quotes here)",
+        "flags: expected a list, got 4",
+    ]

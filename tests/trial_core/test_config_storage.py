@@ -1,0 +1,175 @@
+"""Where checkpoints are kept: folders, URLs, Determined's forms, and secrets that stay hidden."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from pydantic import ValidationError
+
+from trial_core.config import IgnoredFieldWarning, StorageConfig, explain
+
+
+def problems(given: Any) -> list[str]:
+    with pytest.raises(ValidationError) as error:
+        StorageConfig.model_validate(given)
+    return explain(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        ("ckpt", "here/ckpt"),
+        ("../ckpt", "ckpt"),
+        ("~/ckpt", "home/ckpt"),
+        ("file://ckpt", "here/ckpt"),
+        ("local://ckpt/", "here/ckpt"),
+        ("a b%20#?c", "here/a b%20#?c"),
+    ],
+)
+def test_a_folder_becomes_an_absolute_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, path: str
+) -> None:
+    """Seen from the current folder, and fsspec finds that very folder behind the URL."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    url = StorageConfig.model_validate(given).url
+    assert url == f"file://{tmp_path}/{path}"
+    assert fsspec.core.url_to_fs(url)[1] == f"{tmp_path}/{path}"
+
+
+@pytest.mark.parametrize(
+    ("given", "url", "options"),
+    [
+        ("s3://bucket/prefix/", "s3://bucket/prefix", {}),
+        ("S3://bucket", "s3://bucket", {}),
+        ("memory://", "memory://", {}),
+        ("abfs://box@me.dfs.core.windows.net/p", "abfs://box@me.dfs.core.windows.net/p", {}),
+        (
+            {"url": "s3://bucket", "options": {"client_kwargs": {"region_name": "x"}}},
+            "s3://bucket",
+            {"client_kwargs": {"region_name": "x"}},
+        ),
+        (
+            {
+                "type": "s3",
+                "bucket": "bucket",
+                "prefix": "/a/b/",
+                "access_key": "k",
+                "secret_key": "s",
+                "endpoint_url": "http://gateway",
+            },
+            "s3://bucket/a/b",
+            {"key": "k", "secret": "s", "endpoint_url": "http://gateway"},
+        ),
+        ({"type": "s3", "bucket": "b", "access_key": None}, "s3://b", {}),
+        ({"type": "shared_fs", "host_path": "/mnt"}, "file:///mnt", {}),
+        (
+            {"type": "shared_fs", "host_path": "/mnt", "storage_path": "a/b"},
+            "file:///mnt/a/b",
+            {},
+        ),
+        (
+            {"type": "shared_fs", "host_path": "/mnt", "storage_path": "/mnt/a"},
+            "file:///mnt/a",
+            {},
+        ),
+        ({"type": "directory", "container_path": "/ckpt"}, "file:///ckpt", {}),
+        ({"type": "gcs", "bucket": "b", "prefix": "p"}, "gs://b/p", {}),
+        (
+            {"type": "azure", "container": "c", "connection_string": "x=y"},
+            "abfs://c",
+            {"connection_string": "x=y"},
+        ),
+        (
+            {
+                "type": "azure",
+                "container": "c",
+                "account_url": "https://me.blob.core.windows.net",
+                "credential": "z",
+            },
+            "abfs://c",
+            {"account_name": "me", "account_host": "me.blob.core.windows.net", "credential": "z"},
+        ),
+    ],
+)  # fmt: skip
+def test_every_form_becomes_a_url_and_options(
+    given: Any, url: str, options: dict[str, Any]
+) -> None:
+    """The options are those of the fsspec file system for that kind of URL."""
+    storage = StorageConfig.model_validate(given)
+    assert (storage.url, storage.options) == (url, options)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"type": "s3"}, "bucket: missing; for example bucket: my-bucket"),
+        (
+            {"type": "hdfs", "bucket": "b"},
+            'type: expected one of "shared_fs", "directory", "s3", "gcs", "azure", got "hdfs"; '
+            "or give a url",
+        ),
+        (
+            {"type": "s3", "bucket": "b", "acces_key": "HUSH"},
+            'acces_key: unknown field; did you mean "access_key"?',
+        ),
+        (
+            {"type": "s3", "bucket": "b", "secret_key": 12345},
+            "secret_key: expected text, got a number (text needs quotes here)",
+        ),
+        (
+            {"type": "s3", "url": "s3://HUSH"},
+            "give either type and what belongs to it, or url and options; not both",
+        ),
+        (
+            {"type": "azure", "container": "c", "account_url": "HUSH"},
+            "account_url: expected a URL such as https://NAME.blob.core.windows.net",
+        ),
+        (
+            "s4://HUSH:HUSH@bucket/x?sig=HUSH",
+            'url: unknown kind of storage "s4" in "s4://bucket/x"',
+        ),
+        ("gss://b", 'url: unknown kind of storage "gss" in "gss://b"; did you mean "gs"?'),
+        ("s3://", 'url: expected a place in the storage, such as "s3://bucket/prefix"'),
+        ("s3:/b", "url: expected a folder or a URL, which begins with s3://"),
+        ("", "url: expected text, got nothing"),
+        (["HUSH"], "expected a mapping, got a list"),
+        ({"url": ["HUSH"]}, "url: expected text, got a list"),
+        ({"options": "HUSH"}, "options: expected a mapping, got text"),
+    ],
+)
+def test_a_wrong_storage_is_said_without_its_secrets(given: Any, problem: str) -> None:
+    """One line with its path; no value, of which some are credentials."""
+    assert problems(given) == [problem]
+
+
+def test_retention_is_not_there_yet_and_says_so() -> None:
+    """Determined's counts of checkpoints to keep have no effect, with or without a type."""
+    for given in ({"url": "/x"}, {"type": "directory", "container_path": "/x"}):
+        with pytest.warns(IgnoredFieldWarning, match="^checkpoint_storage.save_trial_best: ign"):
+            StorageConfig.model_validate({**given, "save_trial_best": 3})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"type": "s3", "bucket": "b", "access_key": "HUSH", "secret_key": "HUSH"},
+        {"url": "s3://HUSH:HUSH@bucket/x", "options": {"client_kwargs": {"a": "HUSH"}}},
+        {"url": "https://host/container?sig=HUSH"},
+    ],
+)
+def test_credentials_do_not_show(given: dict[str, Any]) -> None:
+    """Neither in a log line of the config nor in a debugger's; the config itself keeps them."""
+    storage = StorageConfig.model_validate(given)
+    assert "HUSH" not in repr(storage) + str(storage) + f"{storage}"
+    assert "HUSH" in str(storage.model_dump())
+
+
+def test_a_container_is_not_taken_for_a_credential() -> None:
+    """Azure writes container@account where others write user@host."""
+    storage = StorageConfig.model_validate("abfs://box@me.dfs.core.windows.net/p")
+    assert "box@me" in repr(storage)
