@@ -1,4 +1,4 @@
-"""build-trial, fetch-checkpoint and build-loaders: from nothing to ranks that are ready to train."""
+"""build-trial, fetch-checkpoint, build-loaders: from nothing to ranks that are ready to train."""
 
 from __future__ import annotations
 

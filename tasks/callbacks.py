@@ -1,4 +1,4 @@
-"""callbacks: the trial's own hooks, each a stage of its own so that a person sees what they cost."""
+"""callbacks: the trial's own hooks, each a stage of its own so that people see what they cost."""
 
 from __future__ import annotations
 

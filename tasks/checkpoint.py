@@ -20,8 +20,8 @@ from trial_core.checkpoint.transfer import merge_entries, upload_files
 from trial_core.errors import SlotsError
 from trial_core.messages import (
     Done,
-    Persisted,
     PersistCheckpoint,
+    Persisted,
     ReleaseStaging,
     SaveCheckpoint,
     Saved,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import time
@@ -14,7 +13,7 @@ from typing import Any
 
 from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.config import ExperimentConfig
+from trial_core.config import ExperimentConfig, home_folder
 from trial_core.errors import TrialflowError
 from trial_core.observer import Observer
 from trial_core.slots.group import SlotGroup
@@ -71,11 +70,6 @@ class TrialRun:
         self.observer.stage_ended(name, detail, time.monotonic() - began)
 
 
-def home() -> Path:
-    """Where runs keep their local files: $TRIALFLOW_HOME, or ./trialflow-runs."""
-    return Path(os.environ.get("TRIALFLOW_HOME", "trialflow-runs")).absolute()
-
-
 def slug(name: str) -> str:
     """An experiment's name as part of a trial's id: lower case letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60] or "trial"
@@ -92,7 +86,7 @@ def prepare_run_dir(trial: str) -> Path:
     Raises:
         TrialflowError: it cannot be created.
     """
-    run_dir = home() / trial
+    run_dir = home_folder() / trial
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         for leftover in ("staging", "restored"):

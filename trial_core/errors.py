@@ -127,7 +127,7 @@ class RankFailed(SlotsError):
         return f"rank {self.rank} on {self.host} {how} (during {self.during})"
 
     def report(self) -> str:
-        """The headline, then the rank's traceback or its log's last lines, then where the log is."""
+        """The headline, the rank's traceback or its log's last lines, and where the log is."""
         parts = [self.headline]
         if self.rank_traceback:
             parts.append(self.rank_traceback.rstrip())

@@ -8,7 +8,7 @@ type declares, and a message that does not fit its type is refused on arrival.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Union
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -19,7 +19,7 @@ from trial_core.units import EpochLength
 Lane = Literal["compute", "io"]
 
 
-class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class Message(msgspec.Struct, tag=True, kw_only=True):
     """Base of everything that travels; the tag is the class's name."""
 
 
@@ -211,22 +211,22 @@ class Shutdown(Request):
     """Close everything and exit."""
 
 
-AnyRequest = Union[
-    Ping,
-    BuildTrial,
-    FetchCheckpoint,
-    BuildLoaders,
-    TrainBatches,
-    RunValidation,
-    SaveCheckpoint,
-    PersistCheckpoint,
-    ReleaseStaging,
-    RunHook,
-    Shutdown,
-]
-AnyResult = Union[
-    Done, TrialBuilt, Fetched, LoadersBuilt, Trained, Validated, Saved, Persisted, HookDone
-]
+AnyRequest = (
+    Ping
+    | BuildTrial
+    | FetchCheckpoint
+    | BuildLoaders
+    | TrainBatches
+    | RunValidation
+    | SaveCheckpoint
+    | PersistCheckpoint
+    | ReleaseStaging
+    | RunHook
+    | Shutdown
+)
+AnyResult = (
+    Done | TrialBuilt | Fetched | LoadersBuilt | Trained | Validated | Saved | Persisted | HookDone
+)
 
 
 class Envelope(Message):
@@ -267,7 +267,7 @@ class LogLines(Message):
     lines: list[str]
 
 
-FromRank = Union[Answer, BatchesTrained, LogLines]
+FromRank = Answer | BatchesTrained | LogLines
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,8 @@ def encode(message: Message) -> bytes:
 
 def decode_from_rank(data: bytes) -> Answer | BatchesTrained | LogLines:
     """What a rank has sent. Raises msgspec.ValidationError when it is no such message."""
-    return _from_rank.decode(data)
+    message: Answer | BatchesTrained | LogLines = _from_rank.decode(data)
+    return message
 
 
 def decode_envelope(data: bytes) -> Envelope:

@@ -52,7 +52,8 @@ class Observer:
         """The slot group failed and is launched again."""
 
 
-_current: ContextVar[Observer] = ContextVar("trialflow_observer", default=Observer())
+_nobody = Observer()
+_current: ContextVar[Observer] = ContextVar("trialflow_observer", default=_nobody)
 
 
 def current_observer() -> Observer:

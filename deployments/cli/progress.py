@@ -59,8 +59,10 @@ class Progress(Observer):
         self._began = clock()
         self._running: dict[tuple[str, str], Stage] = {}
         self._waiting = Stage("starting", "", clock())
+        # Seconds spent in train-workloads, and batches trained by then.
         self._reached: deque[tuple[float, int]] = deque()
-        self._samples_per_second: float | None = None
+        self._trained_seconds = 0.0
+        self._workload_began: float | None = None
 
     # ---------------------------------------------------------------------- what it is told
 
@@ -74,34 +76,33 @@ class Progress(Observer):
         self.trial, self.total_batches, self.batch_samples = trial, total_batches, batch_samples
         self.batches = self._begins_at = begins_at
         self._began = self._clock()
-        self._samples_per_second = None
+        self._reached = deque([(self._trained_seconds, begins_at)])
 
     def stage_started(self, stage: str, detail: str) -> None:
         now = self._clock()
         self._running[stage, detail] = Stage(stage, detail, now)
         if stage == TRAINING:
-            self._reached = deque([(now, self.batches)])
+            self._workload_began = now
 
     def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
         self._running.pop((stage, detail), None)
-        self._waiting = Stage("waiting", "", self._clock())
+        is_over = bool(self.total_batches) and self.batches >= self.total_batches
+        self._waiting = Stage("ending" if is_over else "waiting", "", self._clock())
+        if stage == TRAINING:
+            self._workload_began = None
+            self._trained_seconds += seconds
 
     def batches_trained(self, batches: int) -> None:
-        now = self._clock()
         self.batches = max(self.batches, batches)
-        # Another thread may begin the next workload meanwhile: only this deque is touched.
-        reached = self._reached
-        reached.append((now, self.batches))
-        while len(reached) > 2 and now - reached[1][0] >= SPEED_WINDOW_SECONDS:
-            reached.popleft()
-        began, first = reached[0]
-        if now > began and self.batches > first:
-            self._samples_per_second = (self.batches - first) * self.batch_samples / (now - began)
+        began = self._workload_began
+        if began is not None:
+            self._note_speed(self._trained_seconds + self._clock() - began)
 
     def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
         self.batches = max(self.batches, batches)
         if kind == "training":
             self.training = metrics
+            self._note_speed(self._trained_seconds)
         else:
             self.validation, self.validated_at = metrics, batches
 
@@ -121,25 +122,34 @@ class Progress(Observer):
 
     @property
     def stage(self) -> Stage:
-        """What the run does now: the stage that began last, uploads aside."""
-        stages = [stage for stage in list(self._running.values()) if stage.name != UPLOAD]
-        return stages[-1] if stages else self._waiting
+        """What the run does now: the stage that began last, an upload only if nothing else."""
+        stages = list(self._running.values())
+        return next(
+            (stage for stage in reversed(stages) if stage.name != UPLOAD),
+            stages[-1] if stages else self._waiting,
+        )
 
     @property
     def uploads(self) -> list[Stage]:
-        """Uploads under way, beside the stage."""
-        return [stage for stage in list(self._running.values()) if stage.name == UPLOAD]
+        """Uploads under way beside the stage."""
+        current = self.stage
+        stages = list(self._running.values())
+        return [stage for stage in stages if stage.name == UPLOAD and stage is not current]
 
     @property
     def samples_per_second(self) -> float | None:
-        """Training speed over the last seconds of training; None before any."""
-        return self._samples_per_second
+        """Speed over the last seconds spent in train-workloads; None before any batch."""
+        points = list(self._reached)
+        if len(points) < 2:
+            return None
+        (began, first), (now, last) = points[0], points[-1]
+        return (last - first) * self.batch_samples / (now - began)
 
     @property
     def seconds_left(self) -> float | None:
         """How long the run still takes if it goes on as so far, all stages included."""
         trained = self.batches - self._begins_at
-        if trained <= 0:
+        if trained <= 0 or self.batches >= self.total_batches:
             return None
         seconds_a_batch = (self._clock() - self._began) / trained
         return (self.total_batches - self.batches) * seconds_a_batch
@@ -147,3 +157,11 @@ class Progress(Observer):
     def seconds_in(self, stage: Stage) -> float:
         """How long a stage has been going on."""
         return self._clock() - stage.began
+
+    def _note_speed(self, trained_seconds: float) -> None:
+        reached = self._reached
+        if reached and (trained_seconds <= reached[-1][0] or self.batches <= reached[-1][1]):
+            return
+        reached.append((trained_seconds, self.batches))
+        while len(reached) > 2 and trained_seconds - reached[1][0] >= SPEED_WINDOW_SECONDS:
+            reached.popleft()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SHOW_CURSOR = b"\x1b[?25h"
+SHOW_CURSOR = b"\x1b[?25h\n"
 
 
 class Terminated(BaseException):

@@ -4,8 +4,8 @@ On a terminal, with all of it in view, a run looks like this; the last two lines
 
     trial gpt-1a2b3c4d: 300 batches of 16 samples
     validate @100: loss 2.912
-    ⠼ train-workload [100→200] ━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━ 137/300  4 s
-      412 samples/s · loss 2.73 · loss 2.912 @100 · 42 s left · checkpoint-upload @100
+    ⠼ train-workload [100→200] ━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━ 137/300 0:04
+      412 samples/s · loss 2.73 · validated @100: loss 2.912 · 0:42 left · checkpoint-upload @100
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 from typing_extensions import Self
 
 from deployments.cli import words
-from deployments.cli.progress import TRAINING, Progress
+from deployments.cli.progress import TRAINING, UPLOAD, Progress
 from trial_core.observer import MetricsKind
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Display(Progress):
 
     def stopping(self, why: str) -> None:
         """The run is being stopped. Called in a signal handler, so no lock may be waited for."""
-        self.waiting_for(f"{why}: ending the ranks")
+        self.waiting_for(f"{why}: stopping")
         self._running.clear()
 
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
@@ -84,7 +84,7 @@ class PlainLines(Display):
     def stopping(self, why: str) -> None:
         super().stopping(why)
         # Not print: the signal may have come in the middle of one.
-        os.write(2, f"{why}: ending the ranks\n".encode())
+        os.write(2, f"{why}: stopping\n".encode())
 
     def waiting_for(self, what: str) -> None:
         super().waiting_for(what)
@@ -104,8 +104,8 @@ class PlainLines(Display):
     def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
         super().stage_ended(stage, detail, seconds)
         self._ended[stage] = (detail, seconds)
-        if stage in (TRAINING, "validate"):
-            return  # their metrics come at once
+        if stage in (TRAINING, "validate", UPLOAD):
+            return  # what they lead to is told next, and shown with them
         if stage != "callbacks" or seconds >= HARDLY_WORTH_A_LINE_SECONDS:
             self.say(f"{stage} {detail}".rstrip() + f": {words.duration(seconds)}")
 
@@ -123,7 +123,9 @@ class PlainLines(Display):
 
     def checkpoint_committed(self, uuid: str, batches: int, total_bytes: int) -> None:
         super().checkpoint_committed(uuid, batches, total_bytes)
-        self.say(f"checkpoint {uuid} @{batches} committed: {words.size(total_bytes)}")
+        detail, seconds = self._ended.get(UPLOAD, (f"@{batches}", 0.0))
+        took = words.duration(seconds)
+        self.say(f"{UPLOAD} {detail}: {took} · {words.size(total_bytes)} · checkpoint {uuid}")
 
 
 class LiveDisplay(Display):
@@ -190,7 +192,7 @@ class LiveDisplay(Display):
                 Text(count),
             ]
         head.add_column(no_wrap=True, justify="right")
-        cells.append(Text(words.duration(self.seconds_in(stage)), style="dim"))
+        cells.append(Text(words.clock(self.seconds_in(stage)), style="dim"))
         head.add_row(*cells)
         facts = Text("  " + " · ".join(self._facts()), no_wrap=True, overflow="ellipsis")
         return Group(head, facts) if self._facts() else head
@@ -205,9 +207,11 @@ class LiveDisplay(Display):
         if training := words.main_metric(self.training, ("loss", *self.preferred)):
             facts.append(words.metrics_line(dict([training])))
         if validation := words.main_metric(self.validation, self.preferred):
-            facts.append(f"{words.metrics_line(dict([validation]))} @{self.validated_at}")
+            facts.append(
+                f"validated @{self.validated_at}: {words.metrics_line(dict([validation]))}"
+            )
         if self.seconds_left is not None:
-            facts.append(f"{words.duration(self.seconds_left)} left")
+            facts.append(f"{words.clock(self.seconds_left)} left")
         if self.uploads:
             facts += [str(upload) for upload in self.uploads]
         elif self.committed_at is not None:

@@ -57,6 +57,13 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02} min"
 
 
+def clock(seconds: float) -> str:
+    """``0:42``, ``12:05``, ``2:03:09``: for a time that is redrawn."""
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
 def size(size_bytes: int) -> str:
     """``812 B``, ``1.2 MiB``."""
     amount, unit = float(size_bytes), "B"

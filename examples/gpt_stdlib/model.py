@@ -64,7 +64,8 @@ class Block(nn.Module):
 
     def _attend(self, hidden: Tensor) -> Tensor:
         split = self.queries_keys_values(hidden).unflatten(2, (3, self.heads, -1))
-        queries, keys, values = split.permute(2, 0, 3, 1, 4)  # each (sequences, heads, positions, -)
+        # Each (sequences, heads, positions, width / heads).
+        queries, keys, values = split.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         return cast(Tensor, self.mix(mixed.transpose(1, 2).flatten(2)))
 

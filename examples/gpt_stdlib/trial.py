@@ -40,14 +40,14 @@ class GPTTrial(DeepSpeedTrial):
 
     def _deepspeed_config(self) -> dict[str, Any]:
         """The JSON beside this file, fitted to this machine and to the length of the run."""
-        length = self.context.get_experiment_config()["searcher"]["max_length"]
+        length = self.context.get_experiment_config()["searcher"]["max_length"]["batches"]
         accelerator = get_accelerator()
         has_bf16 = accelerator.device_name() != "cpu" and accelerator.is_bf16_supported()
         base = overwrite_deepspeed_config(
             str(Path(__file__).with_name(self.hparams["deepspeed_config"])),
             {
                 "bf16": {"enabled": has_bf16},
-                "scheduler": {"params": {"total_num_steps": length["batches"]}},
+                "scheduler": {"params": {"total_num_steps": length}},
             },
         )
         return overwrite_deepspeed_config(base, self.hparams["overwrite_deepspeed_args"])

@@ -90,8 +90,7 @@ def ceph_gateway() -> Iterator[S3Server]:
                 "CEPH_S3_SECRET_KEY": "ceph-secret-key",
                 "CEPH_S3_STORE": "memstore",
             },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             text=True,
             check=False,
         )

@@ -9,13 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    ModelWrapValidatorHandler,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic.functional_validators import ModelWrapValidatorHandler
 from pydantic_core import ErrorDetails
 from typing_extensions import Self
 

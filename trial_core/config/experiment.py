@@ -120,9 +120,7 @@ class ExperimentConfig(Section):
     def hint(cls, unknown: str) -> str:
         """Also knows the fields of the sections, for one that was written a level too high."""
         for name, field in cls.model_fields.items():
-            section: Any = field.annotation
-            is_section = isinstance(section, type) and issubclass(section, Section)
-            if is_section and unknown in section.model_fields:
+            if unknown in getattr(field.annotation, "model_fields", {}):
                 return f'; did you mean "{name}.{unknown}"?'
         return super().hint(unknown)
 

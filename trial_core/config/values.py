@@ -7,7 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, Strict
+from annotated_types import Ge, Le
+from pydantic import BeforeValidator, Strict, StringConstraints
 
 from trial_core.config.words import Location, Problem, kind, refusal, refusals, shown
 
@@ -24,14 +25,17 @@ def _integer(words: str, at_least: int, at_most: int | None = None) -> BeforeVal
 
 MAX_SEED = 2**31 - 1
 
-Positive = Annotated[int, Field(ge=1), _integer("a positive integer", 1)]
-Count = Annotated[int, Field(ge=0), _integer("an integer of at least 0", 0)]
+# No `Field` in a type that several fields share: before pydantic 2.11, a default that one of them
+# gives leaks into the others.
+Positive = Annotated[int, Ge(1), _integer("a positive integer", 1)]
+Count = Annotated[int, Ge(0), _integer("an integer of at least 0", 0)]
 Seed = Annotated[
     int,
-    Field(ge=0, le=MAX_SEED),
+    Ge(0),
+    Le(MAX_SEED),
     _integer(f"an integer from 0 to {MAX_SEED}", 0, MAX_SEED),
 ]
-Text = Annotated[str, Strict(), Field(min_length=1)]
+Text = Annotated[str, StringConstraints(strict=True, min_length=1)]
 Flag = Annotated[bool, Strict()]
 
 

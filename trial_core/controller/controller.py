@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.context import RunInfo
@@ -26,6 +26,7 @@ from trial_core.distributed import DistributedContext
 from trial_core.errors import CheckpointDamaged, SlotsError
 from trial_core.messages import (
     AnyRequest,
+    AnyResult,
     BatchesTrained,
     BuildLoaders,
     BuildTrial,
@@ -34,10 +35,9 @@ from trial_core.messages import (
     Fetched,
     HookDone,
     LoadersBuilt,
-    Persisted,
     PersistCheckpoint,
+    Persisted,
     ReleaseStaging,
-    Result,
     RunHook,
     RunValidation,
     SaveCheckpoint,
@@ -48,6 +48,8 @@ from trial_core.messages import (
     Validated,
 )
 from trial_core.pytorch.callback import PyTorchCallback, overridden_hooks
+
+T = TypeVar("T")
 
 VERSIONED = ("trialflow", "torch", "deepspeed", "numpy")
 
@@ -69,7 +71,7 @@ class Controller:
         self._rng: dict[str, Any] | None = None
         # What only this rank knows about the workloads behind it, for the hooks that follow them.
         self._hook_arguments: dict[str, dict[str, Any]] = {}
-        self._handlers: dict[type, Callable[[Any], Result]] = {
+        self._handlers: dict[type, Callable[[Any], AnyResult]] = {
             BuildTrial: self.build_trial,
             FetchCheckpoint: self.fetch_checkpoint,
             BuildLoaders: self.build_loaders,
@@ -81,7 +83,7 @@ class Controller:
             RunHook: self.run_hook,
         }
 
-    def carry_out(self, request: AnyRequest) -> Result:
+    def carry_out(self, request: AnyRequest) -> AnyResult:
         """Carry out one request, in the lane that it names."""
         return self._handlers[type(request)](request)
 
@@ -220,7 +222,7 @@ class Controller:
         return _made(self._loaders, BuildLoaders)
 
 
-def _made(thing: Any, by: type) -> Any:
+def _made(thing: T | None, by: type) -> T:
     if thing is None:
         raise SlotsError(f"this request needs {by.__name__} to have been carried out before it")
     return thing

@@ -14,7 +14,6 @@ from typing import Any
 from trial_core.context import RunInfo
 from trial_core.controller.engine import TrialEngine
 from trial_core.controller.state import seed_everything
-from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.engine import DeepSpeedTrialEngine
 from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.distributed import DistributedContext

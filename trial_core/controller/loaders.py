@@ -36,7 +36,7 @@ class Loaders:
         """One pass over the rank's shard; without end where ranks must keep in step."""
         if self.validation is None:
             return None
-        batches = iter(self.validation)
+        batches: Iterator[Any] = iter(self.validation)
         if self.lockstep_steps <= self.validation_steps:
             return batches
         return itertools.chain(batches, itertools.cycle(self._first_of_validation()))

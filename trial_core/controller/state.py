@@ -32,7 +32,7 @@ def capture_rng() -> dict[str, Any]:
     state: dict[str, Any] = {
         "python": random.getstate(),
         # As a list: an array would need numpy's pickling, which torch refuses to load by default.
-        "numpy": (str(name), np.asarray(keys).tolist(), int(position), int(has_gauss), float(gauss)),
+        "numpy": (str(name), np.asarray(keys).tolist(), int(position), int(has_gauss), gauss),
         "torch": torch.get_rng_state(),
     }
     if get_accelerator().device_name() != "cpu":
@@ -49,9 +49,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         get_accelerator().set_rng_state(state["accelerator"])
 
 
-def rank_state(
-    batches_trained: int, callbacks: Mapping[str, PyTorchCallback]
-) -> dict[str, Any]:
+def rank_state(batches_trained: int, callbacks: Mapping[str, PyTorchCallback]) -> dict[str, Any]:
     """This rank's own state, the dictionary that `on_checkpoint_save_start` sees."""
     return {
         "batches_trained": batches_trained,
@@ -85,9 +83,7 @@ def read_rank_state(folder: Path, rank: int) -> dict[str, Any]:
     return state
 
 
-def restore_callbacks(
-    state: Mapping[str, Any], callbacks: Mapping[str, PyTorchCallback]
-) -> None:
+def restore_callbacks(state: Mapping[str, Any], callbacks: Mapping[str, PyTorchCallback]) -> None:
     """Hand every callback the state that was saved under its name."""
     for name, callback in callbacks.items():
         if name in state["callbacks"]:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
-
 from trial_core.context import RunInfo, TrialContext
 from trial_core.deepspeed.mpu import (
     ModelParallelUnit,

@@ -11,6 +11,7 @@ from trial_core.checkpoint.manifest import Topology
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.errors import TrialError
+from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.pytorch.reducer import Reducer
 
 ZERO_STAGE_WEIGHTS = 3
@@ -26,13 +27,13 @@ class DeepSpeedTrialEngine:
     def __init__(self, trial: DeepSpeedTrial, context: DeepSpeedTrialContext) -> None:
         if not context.models:
             raise TrialError(
-                f"{type(trial).__name__}.__init__ wrapped no engine; pass what deepspeed.initialize "
-                "returns first to context.wrap_model_engine"
+                f"{type(trial).__name__}.__init__ wrapped no engine; pass what "
+                "deepspeed.initialize returns first to context.wrap_model_engine"
             )
         self._trial = trial
         self._context = context
         first = context.models[0]
-        self.callbacks = trial.build_callbacks()
+        self.callbacks: Mapping[str, PyTorchCallback] = trial.build_callbacks()
         self.reducers = context.reducers
         self.data_parallel_rank = context.mpu.data_parallel_rank
         self.data_parallel_size = context.mpu.data_parallel_world_size

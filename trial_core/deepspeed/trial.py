@@ -27,11 +27,11 @@ class DeepSpeedTrial(ABC):
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         """Build the engine(s) with ``deepspeed.initialize`` and wrap them::
 
-            self.context = context
-            engine, _, _, _ = deepspeed.initialize(
-                model=model, model_parameters=model.parameters(), config=ds_config
-            )
-            self.engine = context.wrap_model_engine(engine)
+        self.context = context
+        engine, _, _, _ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=ds_config
+        )
+        self.engine = context.wrap_model_engine(engine)
         """
 
     @abstractmethod
@@ -69,7 +69,9 @@ class DeepSpeedTrial(ABC):
     def build_validation_data_loader(self) -> Any:
         """The validation data: a `trial_core.pytorch.DataLoader` of micro-batches."""
 
-    def evaluate_batch(self, dataloader_iter: Iterator[Any] | None, batch_idx: int) -> dict[str, Any]:
+    def evaluate_batch(
+        self, dataloader_iter: Iterator[Any] | None, batch_idx: int
+    ) -> dict[str, Any]:
         """Validation metrics of one micro-batch, by name; `batch_idx` may be left out."""
         raise TrialError(
             f"{type(self).__name__} cannot be validated: it does not define evaluate_batch"

@@ -62,9 +62,10 @@ class BatchMetrics:
 
     def __init__(self, method: str = "train_batch") -> None:
         self._method = method
-        self._calls: list[dict[str, torch.Tensor | Array]] = []
+        self._names: Mapping[str, Any] | None = None
+        self._on_device: list[dict[str, torch.Tensor | Array]] = []
+        self._on_host: list[dict[str, Array]] = []
         self._calls_of_batch: list[int] = []
-        self._hosted: list[dict[str, Array]] = []
 
     def add_batch(self, calls: Sequence[torch.Tensor | Mapping[str, Any]]) -> None:
         """Add one batch: what each call of the method returned, usually a single one.
@@ -78,7 +79,7 @@ class BatchMetrics:
         """
         for outcome in calls:
             metrics = self._checked(outcome)
-            self._calls.append({name: self._kept(name, metrics[name]) for name in metrics})
+            self._on_device.append({name: self._kept(name, metrics[name]) for name in metrics})
         self._calls_of_batch.append(len(calls))
 
     def per_batch(self) -> list[dict[str, Value]]:
@@ -122,10 +123,12 @@ class BatchMetrics:
                 f"the names of metrics must be strings, but {self._method} returned a metric named "
                 f"{odd[0]!r} ({_type_of(odd[0])})"
             )
-        if self._calls and outcome.keys() != self._calls[0].keys():
+        if self._names is None:
+            self._names = dict.fromkeys(outcome)
+        if outcome.keys() != self._names.keys():
             raise TrialError(
                 f"metric names must match across all batches of data, but {self._method} returned "
-                f"{_difference(outcome, self._calls[0])} in batch {len(self._calls_of_batch)} of "
+                f"{_difference(outcome, self._names)} in batch {len(self._calls_of_batch)} of "
                 "the workload, compared with its first batch"
             )
         return outcome
@@ -136,17 +139,18 @@ class BatchMetrics:
         return numbers(name, value, self._method)
 
     def _batches(self) -> list[dict[str, Array]]:
-        self._hosted += _to_host(self._calls[len(self._hosted) :])
-        for index, call in enumerate(self._hosted):
+        self._on_host += _to_host(self._on_device)
+        self._on_device = []
+        for index, call in enumerate(self._on_host):
             for name, value in call.items():
-                expected = self._hosted[0][name].shape
+                expected = self._on_host[0][name].shape
                 if value.shape != expected:
                     raise TrialError(
                         f'metric "{name}" has shape {value.shape} in call {index} of '
                         f"{self._method}, but {expected} in the first; return its mean over the "
                         "samples, or compute it in a reducer (context.wrap_reducer)"
                     )
-        calls = iter(self._hosted)
+        calls = iter(self._on_host)
         return [_mean_of_calls([next(calls) for _ in range(n)]) for n in self._calls_of_batch]
 
 

@@ -31,7 +31,7 @@ def to_device(data: Any, device: torch.device | str, warned: set[type]) -> Any:
     if isinstance(data, np.ndarray) and data.dtype.kind in "biufc":
         # torch takes neither negative strides nor foreign byte orders, and warns of read-only.
         native = data.astype(data.dtype.newbyteorder("="), copy=not data.flags.writeable)
-        return torch.from_numpy(np.ascontiguousarray(native)).to(device)
+        return torch.from_numpy(np.asarray(native, order="C")).to(device)
     if callable(getattr(type(data), "to", None)):
         return data.to(device)
     if isinstance(data, Mapping):

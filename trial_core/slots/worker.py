@@ -27,13 +27,13 @@ import msgspec
 from trial_core.errors import SlotsError
 from trial_core.messages import (
     Answer,
+    AnyResult,
     Done,
     Envelope,
     Hello,
     Message,
     Ping,
     RankError,
-    Result,
     Shutdown,
     decode_envelope,
 )
@@ -92,13 +92,13 @@ class Worker:
         number = envelope.number
         try:
             result = self._carry_out(envelope)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the lane's top frame: all is told
+        except (Exception, SystemExit) as error:  # the lane's top frame: the driver is told all
             logger.exception("workload %s failed", type(envelope.request).__name__)
             self.send(Answer(number=number, error=describe(error)))
         else:
             self.send(Answer(number=number, result=result))
 
-    def _carry_out(self, envelope: Envelope) -> Result:
+    def _carry_out(self, envelope: Envelope) -> AnyResult:
         request = envelope.request
         if isinstance(request, Ping):
             return Done()

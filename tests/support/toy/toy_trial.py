@@ -26,8 +26,9 @@ def samples(count: int) -> TensorDataset:
 class Recorder(PyTorchCallback):
     """Writes a line for every hook to a file of its rank's."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, ballast_mib: int = 0) -> None:
         self.path = path
+        self.ballast_mib = ballast_mib
         self.epochs = 0
 
     def _note(self, hook: str, **arguments: Any) -> None:
@@ -56,6 +57,10 @@ class Recorder(PyTorchCallback):
         self._note("on_validation_end", metrics=metrics)
 
     def on_checkpoint_write_end(self, checkpoint_dir: str) -> None:
+        if self.ballast_mib:
+            own = self.path.stem.rpartition("-")[2]
+            ballast = os.urandom(2**20) * self.ballast_mib
+            (Path(checkpoint_dir) / f"ballast-{own}").write_bytes(ballast)
         self._note("on_checkpoint_write_end", folder=checkpoint_dir)
 
     def on_checkpoint_upload_end(self, uuid: str) -> None:
@@ -75,7 +80,8 @@ class ToyTrial(DeepSpeedTrial):
     """A linear model with dropout (so that random state matters) on a few samples.
 
     Hyperparameters: micro_batch_size, accumulation, zero_stage, train_samples, validation_samples,
-    record (a folder for what each rank sees), and at_batch + do: what happens there, on do_rank.
+    record (a folder for what each rank sees), ballast_mib (of a file that each rank adds to its
+    checkpoints), and at_batch + do: what happens there, on do_rank, once if the file `once` is new.
     """
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
@@ -165,4 +171,6 @@ class ToyTrial(DeepSpeedTrial):
         )
 
     def build_callbacks(self) -> dict[str, PyTorchCallback]:
-        return {"recorder": Recorder(self._file("hooks"))} if self.record else {}
+        if not self.record:
+            return {}
+        return {"recorder": Recorder(self._file("hooks"), self.hparams.get("ballast_mib", 0))}

@@ -52,7 +52,7 @@ def test_missing_credentials_are_explained(monkeypatch: pytest.MonkeyPatch) -> N
     for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
         monkeypatch.setenv(name, "/nonexistent")
     store = CheckpointStore("s3://bucket", {"endpoint_url": "http://127.0.0.1:9"})
-    with pytest.raises(StorageError, match="no credentials were found: .*AWS_ACCESS_KEY_ID"):
+    with pytest.raises(StorageError, match=r"no credentials were found: .*AWS_ACCESS_KEY_ID"):
         store.check_writable()
 
 

@@ -3,7 +3,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import sys
 import uuid
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -87,6 +89,15 @@ def test_ones_own_retry_has_won(store: CheckpointStore) -> None:
     assert store.list() == [manifest]
 
 
+@pytest.fixture
+def hurried_threads() -> Iterator[None]:
+    """Threads change places far more often, so that a race shows."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
 class Answer(Exception):
     """What a server's answer looks like in botocore."""
 
@@ -141,7 +152,7 @@ def test_a_failed_commit_is_no_conflict(
 
 
 @pytest.mark.parametrize("kind", ["file", "memory"])
-def test_of_writers_at_once_one_wins(kind: str, tmp_path: Path) -> None:
+def test_of_writers_at_once_one_wins(kind: str, tmp_path: Path, hurried_threads: None) -> None:
     """Sixteen commits race, one wins, and it is what is stored. (Moto itself loses this race.)"""
     store = CheckpointStore(f"file://{tmp_path}" if kind == "file" else f"memory://{uuid.uuid4()}")
     for _ in range(5):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -69,6 +69,7 @@ def loader_of(dataset: Any, size: int = 2, **options: Any) -> DataLoader:
     return DataLoader(dataset, batch_size=size, collate_fn=list, **options)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 20), st.integers(1, 4), st.booleans(), st.integers(1, 5))
 def test_every_sample_once(length: int, size: int, drop_last: bool, world: int) -> None:
     """In one pass, ranks taken in turn give the unsharded micro-batches, each exactly once."""
@@ -80,6 +81,7 @@ def test_every_sample_once(length: int, size: int, drop_last: bool, world: int) 
     assert [batch for batch in turns if batch is not None] == expected
 
 
+@settings(deadline=None)
 @given(
     st.integers(4, 15),
     st.integers(1, 4),
@@ -113,8 +115,7 @@ def test_workers_change_nothing(kind: Any) -> None:
         loader = loader_of(kind(11), num_workers=workers)
         return take(loader.get_data_loader(True, skip=4, num_replicas=2, rank=1), 10)
 
-    assert batches(2) == batches(0)
-    assert batches(3) == batches(0)
+    assert batches(2) == batches(1) == batches(0)
 
 
 def test_a_pass_with_workers_is_whole() -> None:
@@ -169,23 +170,22 @@ def test_without_batching() -> None:
     assert take(loader.get_data_loader(True, 1, 2, 1), 4) == [3, 0, 2, 4]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_that_ends_for_good_is_refused(workers: int) -> None:
+class Once(IterableDataset[int]):
+    """Gives its samples to the first pass only."""
+
+    def __init__(self) -> None:
+        self.samples = iter([1, 2, 3])
+
+    def __iter__(self) -> Iterator[int]:
+        return self.samples
+
+
+def test_a_stream_that_ends_for_good_is_refused() -> None:
     """A dataset that gives nothing in its second pass raises instead of looping for ever."""
-
-    class Once(IterableDataset[int]):
-        def __init__(self) -> None:
-            self.samples = iter([1, 2, 3])
-
-        def __iter__(self) -> Iterator[int]:
-            while (sample := next(self.samples, None)) is not None:
-                yield sample
-
-    if workers:
-        pytest.importorskip("torch")
-    loader = loader_of(Once() if not workers else Stream(0), num_workers=workers)
-    with pytest.raises(TrialError, match="gave no sample in epoch"):
-        take(loader.get_data_loader(repeat=True), 5)
+    batches = iter(loader_of(Once()).get_data_loader(repeat=True))
+    assert [next(batches), next(batches)] == [[1, 2], [3]]
+    with pytest.raises(TrialError, match="Once gave no sample in epoch 1"):
+        next(batches)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
@@ -108,6 +108,7 @@ def rank_batches(
     return take(adapt_batch_sampler(base, True, skip, world, rank, seed=seed), count)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(SAME_LENGTH_MAKERS), lengths, batch_sizes, worlds)
 def test_every_sample_once_an_epoch(maker: Any, length: int, size: int, world: int) -> None:
     """All ranks together see each sample exactly once in each of three epochs, at any world size.
@@ -126,11 +127,12 @@ def test_every_sample_once_an_epoch(maker: Any, length: int, size: int, world: i
         assert sorted(itertools.chain.from_iterable(batches)) == list(range(length))
 
 
+@settings(deadline=None)
 @given(makers, lengths, batch_sizes, st.booleans(), worlds, st.integers(0, 60), st.data())
 def test_resumed_is_uninterrupted(
     maker: Any, length: int, size: int, drop_last: bool, world: int, skip: int, data: Any
 ) -> None:
-    """What a rank sees after skipping any number of micro-batches is the uninterrupted run's rest."""
+    """After skipping any number of micro-batches a rank sees the uninterrupted run's rest."""
     rank = data.draw(st.integers(0, world - 1))
     length = max(length, size)
 
@@ -142,6 +144,7 @@ def test_resumed_is_uninterrupted(
     assert rest == whole[skip:]
 
 
+@settings(deadline=None)
 @given(makers, lengths, worlds, st.integers(0, 40), st.data())
 def test_resumed_is_uninterrupted_without_batches(
     maker: Any, length: int, world: int, skip: int, data: Any
@@ -156,6 +159,7 @@ def test_resumed_is_uninterrupted_without_batches(
     assert take(chain(skip), 9) == take(chain(0), skip + 9)[skip:]
 
 
+@settings(deadline=None)
 @given(makers, lengths, batch_sizes, st.booleans(), worlds)
 def test_one_pass_is_the_unsharded_one(
     maker: Any, length: int, size: int, drop_last: bool, world: int
@@ -171,6 +175,7 @@ def test_one_pass_is_the_unsharded_one(
     assert [batch for batch in turns if batch is not None] == batches(1, 0)
 
 
+@settings(deadline=None)
 @given(lengths, batch_sizes, st.booleans(), worlds, st.integers(0, 9), st.data())
 def test_length_is_what_the_rank_gets(
     length: int, size: int, drop_last: bool, world: int, skip: int, data: Any
@@ -312,6 +317,7 @@ def test_negative_skip_is_refused() -> None:
 
 def test_sharding_twice_is_refused() -> None:
     """torch's DistributedSampler inside the chain would lose data, and is refused."""
-    sharding = TorchDistributedSampler(range(8), num_replicas=2, rank=0)  # type: ignore[arg-type]
+    dataset: Any = range(8)
+    sharding: Any = TorchDistributedSampler(dataset, num_replicas=2, rank=0)
     with pytest.raises(TrialError, match="shards by itself"):
         adapt_batch_sampler(BatchSampler(sharding, 2, False), num_replicas=2, rank=0)

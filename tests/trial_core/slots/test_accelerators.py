@@ -14,7 +14,7 @@ from trial_core.slots.accelerators import CPU_SLOTS, count_accelerators, slots_t
 def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose NVIDIA driver reports two GPUs."""
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'GPU 0: Some GPU (UUID: a)'\necho 'GPU 1: Some GPU (UUID: b)'\n")
+    tool.write_text("#!/bin/sh\necho 'GPU 0: Some GPU (UUID: a)'; echo 'GPU 1: Other (UUID: b)'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
@@ -30,12 +30,12 @@ def test_gpus_are_counted() -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_auto_is_every_gpu() -> None:
-    """"auto" takes every accelerator."""
+    """ "auto" takes every accelerator."""
     assert slots_to_launch("auto", {}) == 2
 
 
 def test_auto_without_gpus_is_two_cpu_ranks() -> None:
-    """"auto" still shows data parallelism on a machine without accelerators."""
+    """ "auto" still shows data parallelism on a machine without accelerators."""
     assert slots_to_launch("auto", {"DS_ACCELERATOR": "cpu"}) == CPU_SLOTS
 
 

@@ -127,5 +127,3 @@ def test_garbage_after_joining_ends_the_connection() -> None:
     channel.close()
     assert (kind, rank) == ("left", 0)
     assert "no message" in why
-
-

@@ -53,7 +53,7 @@ def test_after_a_failure_every_request_says_why(tmp_path: Path) -> None:
         waiting.result(timeout=10)
         os.kill(slots.pids[1], signal.SIGKILL)
         wait_until_gone(slots.pids, 10)
-        with pytest.raises(RankFailed, match="rank 1 .* SIGKILL"):
+        with pytest.raises(RankFailed, match=r"rank 1 .* SIGKILL"):
             slots.request(Ping(), Done)
 
 
@@ -80,7 +80,7 @@ def test_a_rank_that_dies_while_starting_shows_its_log(tmp_path: Path) -> None:
 
 def test_a_missing_folder_is_a_launch_error(tmp_path: Path) -> None:
     """Ranks cannot run in a folder that does not exist."""
-    with pytest.raises(LaunchError, match="cannot start rank 0 in .*nowhere"):
+    with pytest.raises(LaunchError, match=r"cannot start rank 0 in .*nowhere"):
         SlotGroup(1, working_dir=tmp_path / "nowhere")
 
 

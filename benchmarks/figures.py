@@ -1,0 +1,73 @@
+"""Figures from noisy measurements, and how a benchmark ends: with one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+# Half of the central 95 % of a normal distribution, in standard deviations.
+Z_95 = 1.96
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A median, and how far to trust it.
+
+    Attributes:
+        median: of the measurements.
+        low, high: a 95 % confidence interval of the median (distribution-free, by order
+            statistics); all measurements when they are few.
+    """
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        """The estimate that `values`, at least one, give."""
+        ordered, count = sorted(values), len(values)
+        margin = Z_95 * math.sqrt(count) / 2
+        low = max(0, math.floor(count / 2 - margin))
+        high = min(count - 1, math.ceil(count / 2 + margin) - 1)
+        return cls(statistics.median(ordered), ordered[low], ordered[high])
+
+    def scaled(self, factor: float) -> Estimate:
+        """The same in another unit."""
+        return Estimate(self.median * factor, self.low * factor, self.high * factor)
+
+    def shown(self, digits: int) -> str:
+        """``median (low…high)``."""
+        return f"{self.median:.{digits}f} ({self.low:.{digits}f}…{self.high:.{digits}f})"
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """The smallest of `values` that `percent` per cent of them do not exceed."""
+    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
+
+
+def conclude(figures: Mapping[str, float], targets: Mapping[str, float]) -> None:
+    """Print the last line of a benchmark.
+
+    Args:
+        figures: what was measured, by name; the unit is in the name.
+        targets: for some of the figures, what they may be at most.
+    """
+    missed = [name for name, target in targets.items() if figures[name] > target]
+    for name in missed:
+        print(f"missed: {name} is {figures[name]:.4g}, and may be {targets[name]:g} at most")
+    rounded = {name: float(f"{value:.4g}") for name, value in figures.items()}
+    print(
+        json.dumps(
+            {
+                "figures": {"cores": os.cpu_count() or 1, **rounded},
+                "targets": dict(targets),
+                "holds": not missed,
+            }
+        ),
+        flush=True,
+    )

@@ -1,0 +1,94 @@
+"""Real ranks with a benchmark's trial on them, driven by requests; no Prefect."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config import ExperimentConfig
+from trial_core.messages import BuildLoaders, BuildTrial, LoadersBuilt, TrialBuilt
+from trial_core.slots.accelerators import slots_to_launch
+from trial_core.slots.group import SlotGroup
+
+ROOT = Path(__file__).parents[1]
+# One core for each rank, however many the machine has: so figures of machines can be compared.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+
+
+def experiment(
+    trial_class: str, world_size: int, storage_url: str, **fields: Any
+) -> ExperimentConfig:
+    """The experiment that trains a class of `benchmarks.trial`; `fields` go over the defaults."""
+    return ExperimentConfig(
+        **{
+            "name": "benchmark",
+            "entrypoint": f"benchmarks.trial:{trial_class}",
+            "code": str(ROOT),
+            "resources": {"slots_per_trial": world_size},
+            "searcher": {
+                "name": "single",
+                "metric": "seconds",
+                "max_length": {"batches": 1},
+            },
+            "checkpoint_storage": storage_url,
+            "environment": {"environment_variables": ENVIRONMENT},
+            "max_restarts": 0,
+            **fields,
+        }
+    )
+
+
+def case_name(world_size: int) -> str:
+    """``1_rank`` or ``2_ranks``, as part of a figure's name."""
+    return f"{world_size}_rank{'s' if world_size > 1 else ''}"
+
+
+@contextmanager
+def launched(world_size: int) -> Iterator[SlotGroup]:
+    """A slot group for the length of a block."""
+    with (
+        tempfile.TemporaryDirectory(prefix="benchmark-") as folder,
+        SlotGroup(
+            slots_to_launch(world_size),
+            working_dir=ROOT,
+            log_dir=Path(folder),
+            environment=ENVIRONMENT,
+        ) as slots,
+    ):
+        yield slots
+
+
+def processor_seconds(pids: list[int]) -> float:
+    """What the processes, with all their threads, have spent on processors so far."""
+    return sum(
+        int(path.read_text().split()[0]) / 1e9
+        for pid in pids
+        for path in Path(f"/proc/{pid}/task").glob("*/schedstat")
+    )
+
+
+@contextmanager
+def built(slots: SlotGroup, model: str, bare_batches: int) -> Iterator[None]:
+    """Build a `LoopTrial` and its loaders, in place of any earlier one: ranks ready to train."""
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        config = experiment(
+            "LoopTrial",
+            slots.world_size,
+            f"file://{folder}/checkpoints",
+            hyperparameters={"model": model, "bare_batches": bare_batches},
+        )
+        slots.request(
+            BuildTrial(
+                trial="benchmark-00000000",
+                experiment=config.model_dump(mode="json"),
+                run_dir=folder,
+                storage=CheckpointStore(config.checkpoint_storage.url).spec,
+            ),
+            TrialBuilt,
+        )
+        slots.request(BuildLoaders(batches_trained=0, checkpoint=None), LoadersBuilt)
+        yield

@@ -1,0 +1,118 @@
+"""The trials that benchmarks train, and the bare DeepSpeed loop that they are compared with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import DistributedSampler, TensorDataset
+
+from benchmarks.models import MODELS
+from trial_core.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext
+from trial_core.pytorch import DataLoader, Reducer
+
+
+def new_engine(model: torch.nn.Module, micro_batch_size: int) -> Any:
+    """A DeepSpeed engine as most users have it: ZeRO-1, Adam, a schedule of the learning rate."""
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        config={
+            "train_micro_batch_size_per_gpu": micro_batch_size,
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+            "zero_optimization": {"stage": 1},
+        },
+    )
+    return engine
+
+
+class BareLoop:
+    """A training loop with nothing of ours in it: torch's loader and sampler, an engine, a for."""
+
+    def __init__(self, kind: str) -> None:
+        model = MODELS[kind]
+        dataset = model.dataset()
+        self.engine = new_engine(model(), model.micro_batch_size)
+        self._sampler: DistributedSampler[Any] = DistributedSampler(
+            dataset, num_replicas=dist.get_world_size(), rank=dist.get_rank()
+        )
+        self._loader = TorchDataLoader(
+            dataset, batch_size=model.micro_batch_size, sampler=self._sampler
+        )
+        self._batches = self._endless()
+
+    def run(self, batches: int) -> float:
+        """Train that many batches; how many seconds it took. Collective: every rank calls this."""
+        began = time.perf_counter()
+        for _ in range(batches):
+            (batch,) = next(self._batches)
+            loss = self.engine(batch.to(self.engine.device))
+            self.engine.backward(loss)
+            self.engine.step()
+        get_accelerator().synchronize()
+        return time.perf_counter() - began
+
+    def _endless(self) -> Iterator[Any]:
+        epoch = 0
+        while True:
+            self._sampler.set_epoch(epoch)
+            yield from self._loader
+            epoch += 1
+
+
+class LoopTrial(DeepSpeedTrial):
+    """Trains a model of `MODELS` as any trial does; its validation is the bare loop's turn.
+
+    Validation is how a driver gets ranks to do something and to say how it went. It reports
+    ``seconds``, what the bare loop took on the slowest rank.
+
+    Hyperparameters: model (a name in `MODELS`), bare_batches (in one turn of the bare loop).
+    """
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        self.context = context
+        self.model = MODELS[context.get_hparam("model")]
+        self.engine = context.wrap_model_engine(
+            new_engine(self.model(), self.model.micro_batch_size)
+        )
+        self.bare = BareLoop(context.get_hparam("model"))
+        self.bare_batches: int = context.get_hparam("bare_batches")
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        (batch,) = self.context.to_device(next(dataloader_iter))
+        loss = self.engine(batch)
+        self.engine.backward(loss)
+        self.engine.step()
+        return {"loss": loss}
+
+    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+        with torch.enable_grad():
+            return {"seconds": self.bare.run(self.bare_batches)}
+
+    def evaluation_reducer(self) -> Reducer:
+        return Reducer.MAX
+
+    def build_training_data_loader(self) -> DataLoader:
+        return DataLoader(
+            self.model.dataset(), batch_size=self.model.micro_batch_size, shuffle=True
+        )
+
+    def build_validation_data_loader(self) -> DataLoader:
+        # One turn on every rank.
+        return DataLoader(TensorDataset(torch.zeros(self.context.distributed.get_size())))
+
+
+class TimedTrial(LoopTrial):
+    """Also reports, as the metric ``seconds``, how long a batch kept the trial itself busy."""
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        began = time.perf_counter()
+        metrics = super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+        return {**metrics, "seconds": time.perf_counter() - began}

@@ -1,0 +1,80 @@
+"""`trialflow`, the command line: its commands, and what happens to their errors.
+
+Exit codes are listed in `deployments.cli.messages`. Commands import what they need when they run,
+so that help answers at once: neither torch nor Prefect nor fsspec is imported here.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
+
+from deployments.cli import checkpoints, doctor, experiment, messages, train
+from trial_core.errors import TrialflowError
+
+app = App(
+    name="trialflow",
+    help="Train DeepSpeed models as Prefect flows, with checkpoints in object storage.",
+    version=lambda: f"trialflow {importlib.metadata.version('trialflow')}",
+    help_epilogue="Set TRIALFLOW_HOME to keep runs elsewhere than in ./trialflow-runs.",
+    help_format="plaintext",
+    default_parameter=Parameter(negative=(), show_default=False),
+    result_action="return_value",
+    exit_on_error=False,
+    print_error=False,
+    suppress_keyboard_interrupt=False,
+)
+app.command(train.train)
+app.command(experiment.config)
+app.command(checkpoints.app)
+app.command(doctor.doctor)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the exit code."""
+    _keep_the_terminal_clean()
+    try:
+        code = app(arguments)
+        sys.stdout.flush()
+    except CycloptsError as error:
+        messages.error(" ".join(str(error).split()))
+        unused = error.unused_tokens if isinstance(error, UnusedCliTokensError) else None
+        if any("=" in token for token in unused or []):
+            messages.note("every key=value needs a --set of its own")
+        messages.note(f"see: {' '.join(['trialflow', *(error.command_chain or [])])} --help")
+        return messages.REFUSED
+    except TrialflowError as error:
+        messages.report(error)
+        return messages.exit_code(error)
+    except KeyboardInterrupt:
+        messages.error("stopped by Ctrl-C")
+        return messages.INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has seen enough. Python would complain when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return messages.FAILED
+    except Exception as error:  # noqa: BLE001 - the process's top frame: told, and written down
+        messages.report_bug(error)
+        return messages.BUG
+    return code if isinstance(code, int) else 0
+
+
+def _keep_the_terminal_clean() -> None:
+    """Libraries' warnings are no business of the user's, unless he asks for them with -W."""
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    logging.getLogger("trial_core").addHandler(messages.WarningsOfTrialflow())
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that knows no "→" shows a "?" instead of a traceback.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""`trialflow train`: run the flow in this process, and show how it goes."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from deployments.cli import messages, words
+from deployments.cli.experiment import Overrides, Storage, read_experiment
+from deployments.cli.signals import Terminated, stoppable
+from deployments.cli.terminal import Display, display_for_stdout
+from trial_core.errors import TrialflowError
+
+if TYPE_CHECKING:
+    from flows.embedded import PrefectApi
+    from flows.train import TrialResult
+    from trial_core.checkpoint.store import CheckpointStore
+    from trial_core.config import ExperimentConfig
+
+# Where `prefect server start` serves by default.
+DEFAULT_UI = "http://127.0.0.1:4200"
+
+
+def train(
+    config: Path,
+    /,
+    *,
+    set_: Overrides = None,
+    storage: Storage = None,
+    resume: Annotated[
+        bool,
+        Parameter(help="Go on with the newest trial of this experiment, from its last checkpoint."),
+    ] = False,
+    quiet: Annotated[bool, Parameter(help="Print only the summary, or what went wrong.")] = False,
+) -> int:
+    """Train an experiment's trial on this machine.
+
+    Uses the Prefect server that PREFECT_API_URL names, else one that lives for the run alone.
+
+    Parameters
+    ----------
+    config
+        The experiment file (YAML).
+    """
+    experiment = read_experiment(config, set_ or [], storage)
+    display = display_for_stdout(quiet, preferred=(experiment.searcher.metric, "loss"))
+    command = _Command(config, experiment, display)
+    try:
+        with stoppable(display.stopping):
+            command.run(resume)
+    except KeyboardInterrupt:
+        return command.stopped("stopped by Ctrl-C", messages.INTERRUPTED)
+    except Terminated:
+        return command.stopped("stopped by SIGTERM", messages.TERMINATED)
+    except TrialflowError as failure:
+        return command.failed(failure)
+    return 0
+
+
+class _Command:
+    """One `trialflow train`."""
+
+    def __init__(self, config: Path, experiment: ExperimentConfig, display: Display) -> None:
+        self._config = config
+        self._experiment = experiment
+        self._display = display
+        self._began = time.monotonic()
+        self._flow_run_id: str | None = None
+
+    def run(self, resume: bool) -> None:
+        """Train, and print how it ended.
+
+        Raises:
+            TrialflowError: whatever made it fail.
+        """
+        # Again in the flow; here a storage that is of no use is known before a server starts.
+        self._store().check_writable()
+        trial = self._trial_to_resume() if resume else None
+        self._display.waiting_for("starting Prefect")
+        with self._display, _prefect_api() as api:
+            _require_server(api)
+            self._display.waiting_for("starting the ranks")
+            result = self._run_flow(api, trial)
+        print("\n".join(self._summary(result, api)), flush=True)
+
+    def _store(self) -> CheckpointStore:
+        from trial_core.checkpoint.store import CheckpointStore
+
+        place = self._experiment.checkpoint_storage
+        return CheckpointStore(place.url, place.options)
+
+    def _trial_to_resume(self) -> str | None:
+        store = self._store()
+        trial = store.newest_trial(self._experiment.name)
+        if trial is None:
+            self._display.say(
+                f"nothing to resume: no checkpoint of experiment {self._experiment.name} in "
+                f"{store.url}; starting anew"
+            )
+        return trial
+
+    def _run_flow(self, api: PrefectApi, trial: str | None) -> TrialResult:
+        from flows.train import train as train_flow
+        from trial_core.observer import observing
+
+        def announce(flow: Any, flow_run: Any, state: Any) -> None:
+            self._flow_run_id = str(flow_run.id)
+            if api.ui_url:
+                self._display.say(f"watch it at {_page(api.ui_url, self._flow_run_id)}")
+
+        with observing(self._display):
+            return train_flow.with_options(on_running=[announce])(self._experiment, trial=trial)
+
+    def _summary(self, result: TrialResult, api: PrefectApi) -> list[str]:
+        how = "stopped early, as the trial asked," if result.stopped_early else "completed"
+        seconds = words.duration(time.monotonic() - self._began)
+        batches = words.plural(result.batches_trained, "batch")
+        facts = {
+            **{
+                words.clean(name): words.one_line(words.number(value))
+                for name, value in result.validation_metrics.items()
+            },
+            "checkpoint": result.checkpoint_url,
+            "report": result.report_path,
+            "logs": result.run_dir and str(Path(result.run_dir, "logs")),
+            "UI": self._where_in_ui(api),
+        }
+        width = max(map(len, facts))
+        return [
+            f"{result.trial} {how} after {batches} ({seconds})",
+            *(f"  {name:<{width}}  {fact}" for name, fact in facts.items() if fact is not None),
+        ]
+
+    def _where_in_ui(self, api: PrefectApi) -> str | None:
+        if self._flow_run_id is None:
+            return None
+        if not api.is_embedded:
+            return _page(api.ui_url, self._flow_run_id) if api.ui_url else None
+        return f"prefect server start, then {_page(DEFAULT_UI, self._flow_run_id)}"
+
+    def failed(self, failure: TrialflowError) -> int:
+        """Say why the run failed; the exit code."""
+        messages.report(failure, code_folder=self._experiment.code)
+        self._say_how_to_go_on()
+        return messages.exit_code(failure, self._display.has_trained)
+
+    def stopped(self, how: str, code: int) -> int:
+        """Say that the run was stopped; the exit code."""
+        messages.error(f"{how} after {words.plural(self._display.batches, 'batch')}")
+        self._say_how_to_go_on()
+        return code
+
+    def _say_how_to_go_on(self) -> None:
+        committed_at = self._display.committed_at
+        if committed_at is not None:
+            messages.note(
+                f"the last checkpoint is that of batch {committed_at}; to go on from it, give "
+                "--resume"
+            )
+
+
+def _prefect_api() -> AbstractContextManager[PrefectApi]:
+    from flows.embedded import prefect_api
+
+    return prefect_api()
+
+
+def _require_server(api: PrefectApi) -> None:
+    if api.is_embedded:
+        return  # it has answered already
+    from deployments.cli.server import server_problem
+
+    problem = server_problem(api.api_url)
+    if problem is not None:
+        raise TrialflowError(problem)
+
+
+def _page(ui_url: str, flow_run_id: str) -> str:
+    return f"{ui_url.rstrip('/')}/runs/flow-run/{flow_run_id}"

@@ -1,0 +1,49 @@
+"""That benchmarks run and end as promised; how fast anything is, no test says."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.figures import Estimate, conclude
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slots
+def test_the_loop_benchmark_ends_with_one_line_of_json() -> None:
+    """A short run on a real rank prints figures, targets and whether they hold, last."""
+    command = "-m benchmarks.loop --ranks 1 --models tiny small --pairs 2 --batches 2"
+    printed = subprocess.run(
+        [sys.executable, *command.split()], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+    outcome = json.loads(printed.splitlines()[-1])
+    assert outcome.keys() == {"figures", "targets", "holds"}
+    assert outcome["targets"].keys() == {"ratio_small_1_rank"}
+    assert {"ratio_small_1_rank", "added_us_per_batch_tiny_1_rank"} <= outcome["figures"].keys()
+    assert all(value != 0 for value in outcome["figures"].values())
+
+
+@pytest.mark.parametrize(("median_ms", "holds"), [(5.0, True), (5.1, False)])
+def test_a_missed_target_is_told(
+    capsys: pytest.CaptureFixture[str], median_ms: float, holds: bool
+) -> None:
+    """A figure over its target makes the benchmark say that targets do not hold; on it is fine."""
+    conclude({"median_ms": median_ms, "other": 7.0}, {"median_ms": 5.0})
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["holds"] is holds
+
+
+def test_the_interval_of_a_median_covers_it_19_times_in_20() -> None:
+    """Of many samples of a skewed distribution, about 95 % give an interval around its median."""
+    draw = random.Random(0)
+    covered = 0
+    for _ in range(1000):
+        estimate = Estimate.of([draw.expovariate(1.0) for _ in range(30)])
+        covered += estimate.low <= math.log(2) <= estimate.high
+    assert 930 <= covered <= 990

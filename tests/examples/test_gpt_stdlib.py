@@ -1,0 +1,151 @@
+"""The example's pure parts: its text, its split, its baselines and its model."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt_stdlib"
+sys.path.insert(0, str(EXAMPLE))  # as a rank does with the folder of its trial
+
+from data import (  # noqa: E402
+    Text,
+    Windows,
+    baselines,
+    is_for_validation,
+    load_text,
+    source_files,
+    standard_library,
+)
+from model import GPT, GPTConfig, next_byte_loss  # noqa: E402
+
+SHAPE = GPTConfig(layers=2, heads=2, width=32, window=16)
+
+
+@pytest.fixture(scope="module")
+def text() -> Text:
+    return load_text()
+
+
+@pytest.fixture
+def model() -> GPT:
+    torch.manual_seed(5)
+    return GPT(SHAPE).eval()
+
+
+def some_bytes(sequences: int = 4) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(256, (sequences, SHAPE.window), generator=generator)
+
+
+def test_every_file_is_whole_on_one_side_of_the_split(text: Text) -> None:
+    """The two texts are the files of either side, whole, and together all of them."""
+    root = standard_library()
+    sizes = {False: 0, True: 0}
+    for path in source_files(root):
+        sizes[is_for_validation(path)] += (root / path).stat().st_size
+    assert sizes == {False: len(text.training), True: len(text.validation)}
+
+
+def test_about_a_tenth_of_the_files_is_for_validation() -> None:
+    """Neither text can be next to empty."""
+    files = source_files(standard_library())
+    assert 0.05 < sum(map(is_for_validation, files)) / len(files) < 0.2
+
+
+def test_the_side_of_a_file_never_changes() -> None:
+    """The split depends on nothing but the path: these files have always been on these sides."""
+    sides = {name: is_for_validation(Path(name)) for name in ("ast.py", "json/decoder.py")}
+    assert sides == {"ast.py": True, "json/decoder.py": False}
+
+
+def test_files_are_found_in_the_same_order_wherever_they_lie(tmp_path: Path) -> None:
+    """Paths are relative and sorted; tests and installed packages are left out."""
+    for name in ("b.py", "a/c.py", "test/d.py", "a/tests/e.py", "site-packages/f.py", "g.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert source_files(tmp_path) == [Path("a/c.py"), Path("b.py")]
+
+
+def test_a_library_without_source_is_refused_with_advice(tmp_path: Path) -> None:
+    """The message says where it looked and what would help."""
+    with pytest.raises(FileNotFoundError, match=f"found 0 .* in {tmp_path}.*use a Python"):
+        load_text(tmp_path)
+
+
+def test_each_byte_but_the_first_is_a_target_once() -> None:
+    """Windows lose nothing between them and count nothing twice."""
+    text = torch.arange(1 + 5 * 4, dtype=torch.uint8)
+    windows = Windows(text, 4)
+    assert torch.cat([windows[i][1:] for i in range(len(windows))]).tolist() == text[1:].tolist()
+
+
+def test_a_limited_selection_of_windows_spans_the_text() -> None:
+    """A subset is taken evenly, so that it is of many files."""
+    windows = Windows(torch.arange(101, dtype=torch.uint8), 10, limit=3)
+    assert [int(windows[i][0]) for i in range(len(windows))] == [0, 30, 60]
+
+
+def test_a_text_shorter_than_a_window_is_refused() -> None:
+    """The message names both lengths."""
+    with pytest.raises(ValueError, match="8 bytes holds no window of 8 bytes"):
+        Windows(torch.zeros(8, dtype=torch.uint8), 8)
+
+
+def test_baselines_of_the_real_text_are_in_order(text: Text) -> None:
+    """The byte before says something, and source code is far from random bytes."""
+    counted = baselines(text.training, Windows(text.validation, 128))
+    assert 2 < counted.bigram < counted.unigram < 6
+
+
+def test_baselines_of_a_text_that_alternates() -> None:
+    """Two bytes in turn: one bit without context, next to nothing with the byte before."""
+    text = torch.tensor([7, 9] * 50_000 + [7], dtype=torch.uint8)
+    counted = baselines(text, Windows(text, 10))
+    assert counted.unigram == pytest.approx(1)
+    assert counted.bigram == pytest.approx(math.log2(50_256 / 50_001))  # add-one smoothing
+
+
+def test_the_untrained_model_finds_all_bytes_about_equally_likely(model: GPT) -> None:
+    """The first loss is that of a guess among 256."""
+    inputs = some_bytes()
+    loss = next_byte_loss(model(inputs), inputs.flip(0))
+    assert loss.item() == pytest.approx(math.log(256), abs=0.1)
+
+
+@torch.no_grad()
+def test_a_later_byte_changes_no_earlier_prediction(model: GPT) -> None:
+    """The model is causal, and does look at the byte that was changed."""
+    inputs = some_bytes()
+    changed = inputs.clone()
+    changed[:, 9] ^= 255
+    before, after = model(inputs), model(changed)
+    torch.testing.assert_close(after[:, :9], before[:, :9])
+    assert not torch.allclose(after[:, 9:], before[:, 9:])
+
+
+@torch.no_grad()
+def test_the_order_of_earlier_bytes_matters(model: GPT) -> None:
+    """Positions reach the model: without them, swapped bytes would predict the same."""
+    inputs = some_bytes(1)
+    swapped = inputs[:, [1, 0, *range(2, SHAPE.window)]]
+    assert not torch.allclose(model(swapped)[:, -1], model(inputs)[:, -1], atol=1e-6)
+
+
+def test_generated_text_depends_on_the_seed_alone(model: GPT) -> None:
+    """The same seed writes the same bytes, past the window's length; another writes others."""
+    texts = [
+        model.generate(b"def ", 40, 1.0, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
+    ]
+    assert len(texts[0]) == 40
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_width_that_heads_cannot_share_is_refused() -> None:
+    """The message names both numbers."""
+    with pytest.raises(ValueError, match="width 30 cannot be shared by 4 heads"):
+        GPTConfig(layers=1, heads=4, width=30, window=8)

@@ -1,0 +1,294 @@
+"""The flow `train` on a real Prefect server and real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.prefect import PrefectServer
+from tests.support.processes import descendants
+from tests.support.s3 import S3Server
+from tests.support.slots import lines, toy_config
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer import verify_files
+from trial_core.errors import RankFailed, StorageError, TrialError
+
+pytestmark = [pytest.mark.slots, pytest.mark.server]
+
+
+@pytest.fixture
+def here(
+    prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    """A folder that runs keep everything in, while flows of this process use the real server."""
+    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
+    with prefect_server.configured():
+        yield tmp_path
+
+
+@dataclass
+class Stage:
+    """A task run as the server has recorded it."""
+
+    name: str
+    state: str
+    began: datetime
+    ended: datetime
+
+
+def stages(server: PrefectServer, flow_run_id: str | None) -> list[Stage]:
+    """The task runs of a flow run, in the order of their start."""
+    found = server.query(
+        "task_runs/filter",
+        {"flow_runs": {"id": {"any_": [flow_run_id]}}, "limit": 200},
+    )
+    known = [
+        Stage(
+            run["name"], run["state_name"],
+            datetime.fromisoformat(run["start_time"]), datetime.fromisoformat(run["end_time"]),
+        )
+        for run in found
+    ]  # fmt: skip
+    return sorted(known, key=lambda stage: stage.began)
+
+
+def train(config: Any, trial: str | None = None, retries: int = 0) -> Any:
+    """Run the flow, then send the server all that it has to say of it."""
+    from flows.embedded import _flush
+    from flows.train import train as flow
+
+    try:
+        return flow.with_options(retries=retries)(config, trial)
+    finally:
+        _flush()
+
+
+def test_the_story_of_a_run(here: Path, prefect_server: PrefectServer) -> None:
+    """One run, as the server shows it: its stages in order and by name, the upload beside the
+    training that follows it, a callback stage only where the trial overrides the hook, the report,
+    and a checkpoint that verifies."""
+    config = toy_config(
+        here, 20, scheduling_unit=10, min_validation_period={"batches": 10},
+        checkpoint_policy="all", hyperparameters={"record": str(here), "ballast_mib": 300},
+    )  # fmt: skip
+    result = train(config)
+
+    seen = stages(prefect_server, result.flow_run_id)
+    by_name = {stage.name: stage for stage in seen}
+    assert {stage.state for stage in seen} == {"Completed"}
+    assert [s.name for s in seen if s.name != "callbacks on_checkpoint_upload_end @10"] == [
+        "build-trial",
+        "callbacks on_trial_startup @0",
+        "build-loaders @0",
+        "callbacks on_training_start @0",
+        "train-workload [0→10]",
+        "callbacks on_training_workload_end @10",
+        "validate @10",
+        "callbacks on_validation_end @10",
+        "checkpoint-save @10",
+        "callbacks on_checkpoint_write_end @10",
+        "checkpoint-upload @10",
+        "train-workload [10→20]",
+        "callbacks on_training_workload_end @20",
+        "validate @20",
+        "callbacks on_validation_end @20",
+        "checkpoint-save @20",
+        "callbacks on_checkpoint_write_end @20",
+        "checkpoint-upload @20",
+        "callbacks on_checkpoint_upload_end @20",
+        "callbacks on_trial_shutdown @20",
+    ]
+    upload, training = by_name["checkpoint-upload @10"], by_name["train-workload [10→20]"]
+    assert upload.began < training.ended
+    assert training.began < upload.ended
+
+    hooks = [line["hook"] for line in lines(here, "hooks", 1)]
+    assert hooks.count("on_checkpoint_upload_end") == 2
+    assert hooks[0] == "on_trial_startup"
+    assert hooks[-1] == "on_trial_shutdown"
+    assert result.training_metrics["rank"] == 0.5
+
+    store = CheckpointStore(config.checkpoint_storage.url)
+    manifest = store.open(result.checkpoint_uuid)
+    verify_files(store, manifest.uuid, manifest.files)
+    assert manifest.metrics["validation"] == result.validation_metrics
+    assert manifest.topology.world_size == 2
+    assert {entry.rank for entry in manifest.files} == {0, 1}
+    assert not (Path(result.run_dir) / "staging" / manifest.uuid / "rank-0").exists()
+
+    report = Path(result.report_path).read_text()
+    assert "**completed** · batch 20 of 20" in report
+    assert 'title "validation: loss"' in report
+    (artifact,) = prefect_server.query(
+        "artifacts/filter", {"artifacts": {"key": {"any_": [f"trial-{result.trial}"]}}}
+    )
+    assert artifact["data"] == report
+    assert descendants_named("trial_core.slots.worker") == []
+
+
+def descendants_named(word: str) -> list[int]:
+    """Processes started by this one whose command line has `word` in it."""
+    import os
+
+    import psutil
+
+    return [
+        pid for pid in descendants(os.getpid())
+        if psutil.pid_exists(pid) and word in " ".join(psutil.Process(pid).cmdline())
+    ]  # fmt: skip
+
+
+def one_slot(here: Path, batches: int, **changes: Any) -> Any:
+    """A run on a single rank, which saves every 4 batches."""
+    changes = {"scheduling_unit": 4, "min_checkpoint_period": {"batches": 4}, **changes}
+    return toy_config(here, batches, resources={"slots_per_trial": 1}, **changes)
+
+
+def breaking(here: Path, do: str, at_batch: int, **more: Any) -> dict[str, Any]:
+    """Hyperparameters of a toy that breaks once, and records what it sees."""
+    return {
+        "record": str(here), "do": do, "at_batch": at_batch, "once": str(here / "once"), **more
+    }  # fmt: skip
+
+
+def resumption(here: Path, broke_at: int, end: int) -> int:
+    """The batch from which a run that broke went on; checkpoints are due every 4.
+
+    The last one but one is committed for certain when a rank breaks; the last may be on its way.
+    """
+    seen = [line[0] for line in lines(here, "samples", 0)]
+    assert seen[:broke_at] == list(range(broke_at))
+    resumed_at = int(seen[broke_at])
+    assert resumed_at in (broke_at // 4 * 4, broke_at // 4 * 4 - 4)
+    assert seen[broke_at:] == list(range(resumed_at, end))
+    return resumed_at
+
+
+def test_a_lost_rank_costs_only_what_was_not_saved(
+    here: Path, prefect_server: PrefectServer
+) -> None:
+    """SIGKILL of a rank at batch 13: a new rank goes on from the last committed checkpoint."""
+    config = one_slot(here, 16, max_restarts=1, hyperparameters=breaking(here, "kill", 13))
+    result = train(config)
+    assert result.batches_trained == 16
+    resumed_at = resumption(here, broke_at=13, end=16)
+    names = [stage.name for stage in stages(prefect_server, result.flow_run_id)]
+    assert f"fetch-checkpoint @{resumed_at}" in names
+    assert f"build-loaders @{resumed_at}" in names
+
+
+def test_without_restarts_a_lost_rank_fails_the_run(here: Path) -> None:
+    """The failure names the rank and its signal; no process is left."""
+    config = toy_config(
+        here, 12, hyperparameters={"at_batch": 3, "do": "kill", "do_rank": 1}
+    )  # fmt: skip
+    with pytest.raises(RankFailed) as failure:
+        train(config)
+    assert (failure.value.rank, failure.value.signal_name) == (1, "SIGKILL")
+    assert failure.value.during == "TrainBatches"
+    assert descendants_named("trial_core.slots.worker") == []
+
+
+def test_a_retry_of_the_flow_run_goes_on(here: Path) -> None:
+    """Prefect's own retry keeps the flow run's id, hence the trial, hence its checkpoints."""
+    result = train(one_slot(here, 16, hyperparameters=breaking(here, "exit", 13)), retries=1)
+    assert result.batches_trained == 16
+    resumption(here, broke_at=13, end=16)
+
+
+def test_a_mistake_is_not_tried_again(here: Path) -> None:
+    """An exception before anything was trained would come again: no restart is spent on it."""
+    config = one_slot(here, 8, max_restarts=5, hyperparameters={"at_batch": 0, "do": "raise"})
+    with pytest.raises(RankFailed, match="RuntimeError: the toy was told to break"):
+        train(config)
+    logs = (next((here / "home").glob("toy-*")) / "logs" / "rank-0.log").read_text()
+    assert logs.count("RuntimeError: the toy was told to break") == 1
+
+
+def test_a_damaged_checkpoint_gives_way_to_an_older_one(here: Path) -> None:
+    """A flipped bit in the newest checkpoint is found before training, and the one before used."""
+    config = one_slot(here, 8, hyperparameters={"record": str(here)})
+    first = train(config)
+    shard = next(Path(first.checkpoint_url.removeprefix("file://")).rglob("*optim_states.pt"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    longer = one_slot(here, 12, hyperparameters={"record": str(here)})
+    result = train(longer, first.trial)
+    assert result.batches_trained == 12
+    assert [line[0] for line in lines(here, "samples", 0)] == [*range(8), *range(4, 12)]
+
+
+def test_another_number_of_slots_is_refused_with_the_reason(here: Path) -> None:
+    """A checkpoint of one slot does not resume on two, and says what to ask for."""
+    first = train(one_slot(here, 4))
+    with pytest.raises(Exception, match=r"saved by 1 slots, and this run has 2; resume with"):
+        train(toy_config(here, 8), first.trial)
+
+
+def test_memory_storage(here: Path) -> None:
+    """memory:// is the driver's own: it moves the bytes, and a lost rank resumes from them."""
+    config = one_slot(
+        here, 16, checkpoint_storage="memory://toy", max_restarts=1,
+        hyperparameters=breaking(here, "kill", 13),
+    )  # fmt: skip
+    result = train(config)
+    resumption(here, broke_at=13, end=16)
+    manifest = CheckpointStore("memory://toy").open(result.checkpoint_uuid)
+    assert manifest.progress.batches_trained == 16
+
+
+def resumes_over_s3(here: Path, server: S3Server) -> None:
+    """Two ranks save to an S3 server; a rank is lost, and they go on from what is there."""
+    storage = {"url": f"{server.new_bucket()}/runs", "options": server.options}
+    config = toy_config(
+        here, 16, checkpoint_storage=storage, max_restarts=1, scheduling_unit=4,
+        min_checkpoint_period={"batches": 4}, hyperparameters=breaking(here, "kill", 13),
+    )  # fmt: skip
+    result = train(config)
+    resumption(here, broke_at=13, end=16)
+    store = CheckpointStore(storage["url"], server.options)
+    manifests = store.list()
+    assert {m.progress.batches_trained for m in manifests} == {4, 8, 12, 16}
+    assert manifests[-1].uuid == result.checkpoint_uuid
+    for manifest in manifests:
+        verify_files(store, manifest.uuid, manifest.files)
+    secrets = server.options["secret"]
+    assert secrets not in Path(result.report_path).read_text()
+    assert secrets not in manifests[-1].to_json().decode()
+
+
+def test_s3_storage(here: Path, moto_s3: S3Server) -> None:
+    """The S3 path, against moto's server."""
+    resumes_over_s3(here, moto_s3)
+
+
+@pytest.mark.gateway
+def test_a_real_s3_gateway(here: Path, ceph_s3: S3Server) -> None:
+    """The S3 path end to end, against a real gateway."""
+    resumes_over_s3(here, ceph_s3)
+
+
+def test_storage_that_cannot_be_written(here: Path) -> None:
+    """Found before any rank is started."""
+    (here / "file").write_text("in the way")
+    config = one_slot(here, 4, checkpoint_storage=f"file://{here}/file/checkpoints")
+    with pytest.raises(StorageError, match="file/checkpoints"):
+        train(config)
+    assert not (here / "home").exists()
+
+
+def test_a_searcher_metric_that_nobody_reports(here: Path) -> None:
+    """The message names what is reported instead."""
+    searcher = {"name": "single", "metric": "accuracy", "max_length": {"batches": 1}}
+    with pytest.raises(TrialError) as refusal:
+        train(one_slot(here, 1, searcher=searcher))
+    assert str(refusal.value) == (
+        'searcher.metric "accuracy" is not among the validation metrics that the trial reports: '
+        "loss, mean_index"
+    )

@@ -1,0 +1,253 @@
+"""Metrics: collected without waiting, reduced over all batches of all ranks exactly once."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
+
+from trial_core.errors import TrialError
+from trial_core.pytorch.metrics import BatchMetrics, Partials, Reducer, combine
+
+floats = st.floats(-1e6, 1e6)
+
+
+def rank_of(*batches: Any) -> Partials:
+    metrics = BatchMetrics()
+    for batch in batches:
+        metrics.add_batch([batch])
+    return metrics.partials()
+
+
+def reduced(*ranks: list[Any], reducers: Any = Reducer.AVG) -> dict[str, Any]:
+    return combine([rank_of(*batches) for batches in ranks], reducers)
+
+
+class Recorder(TorchFunctionMode):
+    """Notes everything that is asked of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_ranks_are_averaged_once() -> None:
+    """Ranks with 0 and 1 average to 0.5."""
+    assert reduced([{"loss": 0.0}], [{"loss": 1.0}]) == {"loss": 0.5}
+
+
+def test_ranks_weigh_by_their_batches() -> None:
+    """A rank with three batches counts three times as much as one with one batch."""
+    assert reduced([{"loss": 1.0}, {"loss": 2.0}, {"loss": 6.0}], [{"loss": 15.0}]) == {"loss": 6.0}
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(floats, max_size=4), min_size=1, max_size=5))
+def test_any_division_among_ranks_gives_the_same(ranks: list[list[float]]) -> None:
+    """All four reducers see the batches of all ranks as one list, however they are divided."""
+    values = [value for rank in ranks for value in rank]
+    batches = [
+        [{"x": torch.tensor(value, dtype=torch.float64)} for value in rank] for rank in ranks
+    ]
+    results = {way: reduced(*batches, reducers=way) for way in Reducer}
+    if not values:
+        assert list(results.values()) == [{}] * 4
+        return
+    assert results[Reducer.AVG]["x"] == pytest.approx(sum(values) / len(values), abs=1e-6)
+    assert results[Reducer.SUM]["x"] == pytest.approx(sum(values), abs=1e-6)
+    assert results[Reducer.MAX] == {"x": max(values)}
+    assert results[Reducer.MIN] == {"x": min(values)}
+
+
+def test_reducers_by_metric() -> None:
+    """Each metric can have a reducer of its own."""
+    ranks = [{"a": 1, "b": 1}, {"a": 5, "b": 5}], [{"a": 3, "b": 3}]
+    result = reduced(*ranks, reducers={"b": Reducer.MAX, "a": Reducer.SUM})
+    assert result == {"a": 9, "b": 5}
+
+
+def test_ranks_that_report_nothing_are_harmless() -> None:
+    """A rank that does not report metrics takes part with an empty contribution."""
+    assert combine([Partials(), rank_of({"loss": 3.0}), rank_of()]) == {"loss": 3.0}
+
+
+def test_arrays_are_reduced_elementwise() -> None:
+    """Tensors, arrays and nested lists keep their shape."""
+    ranks = [{"m": torch.tensor([[1.0, 2.0]])}], [{"m": np.array([[3.0, 6.0]])}, {"m": [[5, 1]]}]
+    assert reduced(*ranks) == {"m": [[3.0, 3.0]]}
+    assert reduced(*ranks, reducers=Reducer.MAX) == {"m": [[5.0, 6.0]]}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        2,
+        2.0,
+        True,
+        np.float32(2),
+        np.int64(2),
+        np.array(2.0),
+        np.array([2, 3], dtype=np.uint8),
+        torch.tensor(2),
+        torch.tensor(2.0, dtype=torch.bfloat16),
+        torch.tensor([2.0, 3.0], requires_grad=True),
+        torch.tensor(True),
+        [1, 2.5],
+        ((1, 2), (3, 4)),
+        [],
+    ],
+    ids=repr,
+)
+def test_results_are_plain(value: Any) -> None:
+    """Whatever kind of number a trial returns, results and partials are plain Python, so JSON."""
+    metrics = BatchMetrics()
+    metrics.add_batch([{"x": value}])
+    result = combine([metrics.partials()])
+    expected = value.tolist() if isinstance(value, (torch.Tensor, np.ndarray)) else value
+    assert np.array_equal(np.asarray(result["x"]), np.asarray(expected, dtype=float))
+    for plain in (result, metrics.per_batch(), metrics.partials()):
+        assert json.loads(json.dumps(plain)) == plain
+
+
+def test_collecting_never_waits() -> None:
+    """Adding a batch only copies on the device; the values come to the host in one transfer."""
+    metrics = BatchMetrics()
+    losses = [torch.tensor(value, requires_grad=True) * 2 for value in (1.0, 2.0, 3.0)]
+    with Recorder() as adding:
+        for loss in losses:
+            metrics.add_batch([{"loss": loss, "twin": loss}])
+    assert set(adding.names) == {"is_complex", "detach", "clone"}
+    with Recorder() as ending:
+        assert metrics.per_batch() == [{"loss": v, "twin": v} for v in (2.0, 4.0, 6.0)]
+        assert metrics.partials()["batches"] == 3
+    assert [ending.names.count(name) for name in ("cpu", "item", "tolist")] == [1, 0, 0]
+
+
+def test_values_are_taken_at_once() -> None:
+    """A trial may go on writing to the tensor or array that it returned."""
+    tensor, array = torch.zeros(1), np.zeros(1)
+    metrics = BatchMetrics()
+    for _ in range(2):
+        metrics.add_batch([{"t": tensor, "a": array}])
+        tensor += 1
+        array += 1
+    assert metrics.per_batch() == [{"t": [0.0], "a": [0.0]}, {"t": [1.0], "a": [1.0]}]
+
+
+def test_graphs_are_let_go() -> None:
+    """What is kept of a loss does not hold on to its graph."""
+    metrics = BatchMetrics()
+    metrics.add_batch([torch.ones(1, requires_grad=True) * 2])
+    assert metrics._on_device[0]["loss"].requires_grad is False  # type: ignore[union-attr]
+
+
+def test_calls_of_a_batch_become_one() -> None:
+    """A batch of several micro-batches counts once, as the mean of its calls."""
+    metrics = BatchMetrics()
+    metrics.add_batch([torch.tensor(1.0), torch.tensor(2.0)])
+    metrics.add_batch([torch.tensor(4.0), torch.tensor(8.0)])
+    assert metrics.per_batch() == [{"loss": 1.5}, {"loss": 6.0}]
+    assert metrics.partials()["batches"] == 2
+    assert combine([metrics.partials()], Reducer.MAX) == {"loss": 6.0}
+
+
+def test_partials_can_be_asked_for_between_batches() -> None:
+    """Asking early does not change what comes later."""
+    metrics = BatchMetrics()
+    metrics.add_batch([{"x": torch.tensor(1)}])
+    metrics.partials()
+    metrics.add_batch([{"x": torch.tensor(2)}])
+    assert metrics.per_batch() == [{"x": 1}, {"x": 2}]
+
+
+@pytest.mark.parametrize("way", list(Reducer))
+def test_not_a_number_stays_one(way: Reducer) -> None:
+    """A NaN on any rank shows in the result, whichever rank it is."""
+    for ranks in (([{"x": math.nan}], [{"x": 1.0}]), ([{"x": 1.0}], [{"x": math.nan}])):
+        assert math.isnan(reduced(*ranks, reducers=way)["x"])
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        ("high", "str"),
+        (None, "NoneType"),
+        ({"a": 1}, "dict"),
+        (1j, "complex"),
+        (torch.tensor(1j), "Tensor with dtype torch.complex64"),
+        (np.array(["x"]), "ndarray with dtype <U1"),
+        ([1, [2, 3]], "list"),
+        ([[1], [2, 3]], "list"),
+        ([torch.tensor(1)], "list"),
+    ],
+)
+def test_other_values_are_refused(value: Any, kind: str) -> None:
+    """Anything but numbers is refused, naming metric, method and type."""
+    with pytest.raises(TrialError) as raised:
+        BatchMetrics("evaluate_batch").add_batch([{"odd": value}])
+    assert f'metric "odd" returned by evaluate_batch is of type {kind}' in str(raised.value)
+
+
+@pytest.mark.parametrize(("outcome", "kind"), [(None, "NoneType"), (3.0, "float"), ([1], "list")])
+def test_other_outcomes_are_refused(outcome: Any, kind: str) -> None:
+    """Neither a tensor nor a dict is refused, naming what was returned."""
+    message = f"train_batch must return a dictionary .* returned of type {kind}"
+    with pytest.raises(TrialError, match=message):
+        BatchMetrics().add_batch([outcome])
+
+
+def test_names_are_strings() -> None:
+    """A metric whose name is no string is refused."""
+    with pytest.raises(TrialError, match=r"metric named 3 \(of type int\)"):
+        BatchMetrics().add_batch([{3: 1.0}])  # type: ignore[dict-item]
+
+
+def test_names_must_match_across_batches() -> None:
+    """A batch with other metrics than the first is refused, naming the odd ones."""
+    metrics = BatchMetrics("evaluate_batch")
+    metrics.add_batch([{"loss": 1.0, "accuracy": 0.5}])
+    message = (
+        r"metric names must match across all batches of data, but evaluate_batch returned "
+        r"no \['accuracy'\] and also \['acc'\] in batch 1"
+    )
+    with pytest.raises(TrialError, match=message):
+        metrics.add_batch([{"loss": 1.0, "acc": 0.5}])
+
+
+def test_names_must_match_across_ranks() -> None:
+    """A rank with other metrics than the first is refused, naming rank and metrics."""
+    message = r"rank 2 returned no \['a'\] and also \['b'\], compared with rank 0"
+    with pytest.raises(TrialError, match=message):
+        reduced([{"a": 1}], [], [{"b": 1}])
+
+
+def test_shapes_must_match() -> None:
+    """Metrics whose shape differs between batches or ranks cannot be averaged, and are refused."""
+    with pytest.raises(TrialError, match=r'metric "m" has shape \(2,\) in call 1 .* \(3,\) in the'):
+        rank_of({"m": [1, 2, 3]}, {"m": torch.ones(2)})
+    with pytest.raises(TrialError, match=r'metric "m" differs in shape between ranks: {0: \(2,\)'):
+        reduced([{"m": [1, 2]}], [{"m": 1}])
+
+
+def test_reducers_must_fit_the_metrics() -> None:
+    """Reducers for other metrics, or that are none, are refused."""
+    with pytest.raises(TrialError, match=r"expected \['a', 'b'\], got \['a'\]"):
+        reduced([{"a": 1, "b": 1}], reducers={"a": Reducer.AVG})
+    with pytest.raises(TrialError, match=r"gives 'mean' .* for metric \"a\""):
+        reduced([{"a": 1}], reducers={"a": "mean"})
+    with pytest.raises(TrialError, match="gives None"):
+        reduced([{"a": 1}], reducers=None)

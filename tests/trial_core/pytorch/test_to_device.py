@@ -1,0 +1,103 @@
+"""to_device: whatever a batch is made of, its tensors arrive and its shape stays."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+
+from trial_core.pytorch.to_device import to_device
+
+# No values, but a device that is not the CPU, and every machine has it.
+META = torch.device("meta")
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+class MovesItself:
+    """Like a batch of a graph library."""
+
+    device: Any = None
+
+    def to(self, device: Any) -> MovesItself:
+        self.device = device
+        return self
+
+
+def with_default(**items: Any) -> Any:
+    made: Any = defaultdict(list)
+    made.update(items)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("data", "get"),
+    [
+        (torch.ones(2), lambda moved: moved),
+        (np.ones(2), lambda moved: moved),
+        ([torch.ones(2)], lambda moved: moved[0]),
+        ((1, [{"a": (torch.ones(2),)}]), lambda moved: moved[1][0]["a"][0]),
+        (Pair(np.ones(2), 3), lambda moved: moved.x),
+        (OrderedDict(a=torch.ones(2)), lambda moved: moved["a"]),
+        (with_default(a=torch.ones(2)), lambda moved: moved["a"]),
+        (pack_sequence([torch.ones(2)]), lambda moved: moved.data),
+        (MovesItself(), lambda moved: moved),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_everything_nested_is_moved(data: Any, get: Any) -> None:
+    """Tensors and arrays arrive on the device, and containers keep their type."""
+    moved = to_device(data, META, {int})
+    assert torch.device(get(moved).device) == META
+    if not isinstance(data, np.ndarray):
+        assert type(moved) is type(data)
+
+
+def test_containers_are_not_changed() -> None:
+    """The batch that was passed in stays as it was."""
+    data = with_default(a=torch.ones(2), b=[torch.ones(2)])
+    moved = to_device(data, META, set())
+    assert data["a"].device.type == data["b"][0].device.type == "cpu"
+    assert moved["missing"] == []
+
+
+def test_values_and_types_of_arrays_are_kept() -> None:
+    """Arrays become tensors of their type: also read-only, reversed, or of foreign byte order."""
+    read_only = np.arange(3, dtype=np.int32)
+    read_only.setflags(write=False)
+    for array in (
+        np.array([True, False]),
+        np.array(1.5, dtype=np.float16),
+        read_only,
+        np.arange(3)[::-1],
+        np.arange(3, dtype=">i4"),
+    ):
+        moved = to_device(array, "cpu", set())
+        assert moved.tolist() == array.tolist()
+        assert str(moved.dtype).removeprefix("torch.") == array.dtype.newbyteorder("=").name
+
+
+def test_odd_types_stay_and_warn_once(caplog: pytest.LogCaptureFixture) -> None:
+    """What cannot be moved stays as it is; each type is warned about once, for good."""
+    warned: set[type] = set()
+    data = {"id": "a", "ids": ["b", "c"], "n": 1, "words": np.array(["x"])}
+    for _ in range(2):
+        moved = to_device(data, META, warned)
+        assert moved == data
+    assert warned == {str, int, np.ndarray}
+    assert len(caplog.records) == 3
+    assert "objects of type str" in caplog.text
+
+
+def test_read_only_mappings() -> None:
+    """A mapping that cannot be copied and changed becomes a dict."""
+    moved = to_device(MappingProxyType({"a": torch.ones(1)}), META, set())
+    assert moved["a"].device == META
