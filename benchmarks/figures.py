@@ -36,10 +36,6 @@ class Estimate:
         high = min(count - 1, math.ceil(count / 2 + margin) - 1)
         return cls(statistics.median(ordered), ordered[low], ordered[high])
 
-    def scaled(self, factor: float) -> Estimate:
-        """The same in another unit."""
-        return Estimate(self.median * factor, self.low * factor, self.high * factor)
-
     def shown(self, digits: int) -> str:
         """``median (low…high)``."""
         return f"{self.median:.{digits}f} ({self.low:.{digits}f}…{self.high:.{digits}f})"

@@ -1,10 +1,13 @@
 """What the controller adds to a batch: its loop against a bare DeepSpeed loop.
 
-Both loops train the same model in the same rank processes and take turns, so that whatever else
+Both loops train the same engine in the same rank processes and take turns, so that whatever else
 the machine does hits both alike. The controller's turn is a TrainBatches request, timed by the
 driver from sending it to having every rank's answer; the bare loop's turn is timed inside the
-ranks, so the channel counts against the controller. Every pair of turns gives a ratio of times,
-and one of processor times: that one says nothing of waiting, but holds on a busy machine too.
+ranks, so the channel counts against the controller. Every pair of turns gives a ratio.
+
+Two more figures tell where time goes on a machine that is busy with other things: the ratio inside
+the ranks, without the channel (whose messages wait for a processor there), and that of processor
+time, without any waiting.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from benchmarks.figures import Estimate, conclude
 from benchmarks.ranks import built, case_name, launched, processor_seconds
@@ -28,11 +32,13 @@ class Turn:
     """One turn of one loop.
 
     Attributes:
-        seconds: wall time.
+        seconds: wall time; the controller's includes the channel.
+        rank_seconds: wall time inside the slowest rank.
         processor_seconds: of all ranks together.
     """
 
     seconds: float
+    rank_seconds: float
     processor_seconds: float
 
 
@@ -63,19 +69,20 @@ class Loops:
             return Pair(self._turn(self._run_controller), bare)
         return Pair(self._turn(self._run_controller), self._turn(self._run_bare))
 
-    def _turn(self, loop: Callable[[], float]) -> Turn:
+    def _turn(self, loop: Callable[[], tuple[float, float]]) -> Turn:
         began = processor_seconds(self._slots.pids)
-        seconds = loop()
-        return Turn(seconds, processor_seconds(self._slots.pids) - began)
+        seconds, rank_seconds = loop()
+        return Turn(seconds, rank_seconds, processor_seconds(self._slots.pids) - began)
 
-    def _run_controller(self) -> float:
+    def _run_controller(self) -> tuple[float, float]:
         self._trained += self._batches
         began = time.perf_counter()
-        self._slots.request(TrainBatches(until=self._trained), Trained)
-        return time.perf_counter() - began
+        results = self._slots.request(TrainBatches(until=self._trained), Trained)
+        return time.perf_counter() - began, max(result.seconds for result in results)
 
-    def _run_bare(self) -> float:
-        return float(self._slots.request(RunValidation(), Validated)[0].metrics["seconds"])
+    def _run_bare(self) -> tuple[float, float]:
+        seconds = float(self._slots.request(RunValidation(), Validated)[0].metrics["seconds"])
+        return seconds, seconds
 
 
 def measure(slots: SlotGroup, model: str, pairs: int, batches: int) -> list[Pair]:
@@ -89,25 +96,33 @@ def measure(slots: SlotGroup, model: str, pairs: int, batches: int) -> list[Pair
 
 def figures_of(pairs: list[Pair], batches: int, case: str) -> dict[str, float]:
     """What `pairs` come to, printed as well."""
-    ratio = Estimate.of([p.controller.seconds / p.bare.seconds for p in pairs])
-    processor = Estimate.of(
-        [p.controller.processor_seconds / p.bare.processor_seconds for p in pairs]
-    )
-    added_us = Estimate.of([(p.controller.seconds - p.bare.seconds) / batches * 1e6 for p in pairs])
+    ratio = ratios(pairs, attrgetter("seconds"))
+    in_ranks = ratios(pairs, attrgetter("rank_seconds"))
+    processor = ratios(pairs, attrgetter("processor_seconds"))
+    added = [(p.controller.seconds - p.bare.seconds) / batches * 1e6 for p in pairs]
+    added_in_ranks = [(p.controller.rank_seconds - p.bare.seconds) / batches * 1e6 for p in pairs]
     bare_ms = Estimate.of([p.bare.seconds / batches * 1e3 for p in pairs])
     print(
-        f"{case}: bare {bare_ms.shown(3)} ms/batch, controller {added_us.shown(0)} µs more; "
-        f"ratio {ratio.shown(3)}, of processor time {processor.shown(3)}",
+        f"{case}: bare loop {bare_ms.shown(2)} ms/batch; ratio {ratio.shown(3)}, "
+        f"inside the ranks {in_ranks.shown(3)}, of processor time {processor.shown(3)}; "
+        f"added {Estimate.of(added).shown(0)} µs/batch",
         flush=True,
     )
     return {
         f"ratio_{case}": ratio.median,
         f"ratio_low_{case}": ratio.low,
         f"ratio_high_{case}": ratio.high,
-        f"processor_ratio_{case}": processor.median,
-        f"added_us_per_batch_{case}": added_us.median,
-        f"bare_ms_per_batch_{case}": bare_ms.median,
+        f"ratio_inside_{case}": in_ranks.median,
+        f"ratio_processor_{case}": processor.median,
+        f"bare_ms_{case}": bare_ms.median,
+        f"added_us_{case}": Estimate.of(added).median,
+        f"added_inside_us_{case}": Estimate.of(added_in_ranks).median,
     }
+
+
+def ratios(pairs: list[Pair], measured: Callable[[Turn], float]) -> Estimate:
+    """The controller's turn over the bare loop's."""
+    return Estimate.of([measured(pair.controller) / measured(pair.bare) for pair in pairs])
 
 
 def main() -> None:

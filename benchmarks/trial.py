@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler, TensorDataset
 
-from benchmarks.models import MODELS
+from benchmarks.models import MODELS, Small, Tiny
 from trial_core.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext
 from trial_core.pytorch import DataLoader, Reducer
 
@@ -34,12 +34,15 @@ def new_engine(model: torch.nn.Module, micro_batch_size: int) -> Any:
 
 
 class BareLoop:
-    """A training loop with nothing of ours in it: torch's loader and sampler, an engine, a for."""
+    """A training loop with nothing of ours in it: torch's loader and sampler, an engine, a for.
 
-    def __init__(self, kind: str) -> None:
-        model = MODELS[kind]
+    It trains the very engine that the controller trains: two of them, however alike, differ in
+    speed by where their memory lies.
+    """
+
+    def __init__(self, engine: Any, model: type[Tiny] | type[Small]) -> None:
         dataset = model.dataset()
-        self.engine = new_engine(model(), model.micro_batch_size)
+        self.engine = engine
         self._sampler: DistributedSampler[Any] = DistributedSampler(
             dataset, num_replicas=dist.get_world_size(), rank=dist.get_rank()
         )
@@ -50,6 +53,7 @@ class BareLoop:
 
     def run(self, batches: int) -> float:
         """Train that many batches; how many seconds it took. Collective: every rank calls this."""
+        self.engine.train()
         began = time.perf_counter()
         for _ in range(batches):
             (batch,) = next(self._batches)
@@ -82,7 +86,7 @@ class LoopTrial(DeepSpeedTrial):
         self.engine = context.wrap_model_engine(
             new_engine(self.model(), self.model.micro_batch_size)
         )
-        self.bare = BareLoop(context.get_hparam("model"))
+        self.bare = BareLoop(self.engine, self.model)
         self.bare_batches: int = context.get_hparam("bare_batches")
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:

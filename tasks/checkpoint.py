@@ -37,6 +37,7 @@ class StagedCheckpoint:
     """A checkpoint that every rank has staged, and what its manifest will say."""
 
     uuid: str
+    saved_at: str
     progress: Progress
     metrics: dict[str, dict[str, object]]
     folders: tuple[str, ...]
@@ -54,6 +55,7 @@ def checkpoint_save(run: TrialRun, progress: Progress) -> StagedCheckpoint:
         saved = run.slots.request(SaveCheckpoint(uuid=uuid), Saved)
     return StagedCheckpoint(
         uuid=uuid,
+        saved_at=utc_now(),
         progress=progress.after_checkpoint(),
         metrics={kind: dict(metrics) for kind, metrics in run.metrics.items()},
         folders=tuple(rank.staging for rank in saved),
@@ -108,7 +110,8 @@ def _manifest(run: TrialRun, staged: StagedCheckpoint, files: list[FileEntry]) -
         trial=run.trial,
         experiment=run.config.name,
         attempt=run.attempt,
-        created_at=utc_now(),
+        # Not the time of this upload: a retry must commit the very same manifest.
+        created_at=staged.saved_at,
         progress=staged.progress,
         metrics=staged.metrics,
         topology=run.topology,

@@ -149,15 +149,14 @@ def writable(config: Path | None, storage: str | None) -> Check:
 
 def prefect_server() -> Check:
     """Whether the Prefect server that is configured, if one is, answers."""
+    from flows.embedded import configured_api_problem
     from flows.environment import prepare_prefect
 
     prepare_prefect()
     from prefect.settings import get_current_settings
 
-    from deployments.cli.server import server_problem
-
     api_url = get_current_settings().api.url
-    if api_url is None:
+    if not api_url:
         return Check("server", "ok", "none configured: every run starts one for itself")
-    problem = server_problem(api_url)
+    problem = configured_api_problem()
     return Check("server", "fail", problem) if problem else Check("server", "ok", api_url)

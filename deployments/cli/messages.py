@@ -46,9 +46,8 @@ _FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<func
 
 
 def error(text: str) -> None:
-    """Print an error to stderr; every line of `text` is one of its own."""
-    for line in text.splitlines():
-        _say("error", line, colour="31")
+    """Print an error to stderr."""
+    _say("error", text, colour="31")
 
 
 def warning(text: str) -> None:
@@ -74,6 +73,9 @@ def report(failure: TrialflowError, code_folder: Path | None = None) -> None:
     """
     if isinstance(failure, RankFailed):
         _report_rank(failure, code_folder)
+    elif isinstance(failure, ConfigError):
+        for line in str(failure).splitlines():
+            error(line)  # every line is a mistake of its own
     else:
         error(str(failure))
     if is_debugging():

@@ -42,7 +42,8 @@ class Progress(Observer):
         batch_samples: samples in one batch.
         training, validation: the last metrics of each kind.
         validated_at: batches trained at the last validation.
-        committed_at: batches trained at the last checkpoint that was committed, by this run.
+        committed_at: batches trained at the last checkpoint; None before any.
+        has_trained: whether this run has trained a batch.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -55,6 +56,7 @@ class Progress(Observer):
         self.validation: Mapping[str, Any] = {}
         self.validated_at: int | None = None
         self.committed_at: int | None = None
+        self.has_trained = False
         self._begins_at = 0
         self._began = clock()
         self._running: dict[tuple[str, str], Stage] = {}
@@ -75,6 +77,8 @@ class Progress(Observer):
     ) -> None:
         self.trial, self.total_batches, self.batch_samples = trial, total_batches, batch_samples
         self.batches = self._begins_at = begins_at
+        # A rank may have died between the commit and our hearing of it.
+        self.committed_at = begins_at or None
         self._began = self._clock()
         self._reached = deque([(self._trained_seconds, begins_at)])
 
@@ -94,6 +98,7 @@ class Progress(Observer):
 
     def batches_trained(self, batches: int) -> None:
         self.batches = max(self.batches, batches)
+        self.has_trained = True
         began = self._workload_began
         if began is not None:
             self._note_speed(self._trained_seconds + self._clock() - began)
@@ -102,6 +107,7 @@ class Progress(Observer):
         self.batches = max(self.batches, batches)
         if kind == "training":
             self.training = metrics
+            self.has_trained = True
             self._note_speed(self._trained_seconds)
         else:
             self.validation, self.validated_at = metrics, batches
@@ -114,11 +120,6 @@ class Progress(Observer):
         self.waiting_for("starting the ranks again")
 
     # --------------------------------------------------------------------- what follows
-
-    @property
-    def has_trained(self) -> bool:
-        """Whether this run has trained a batch."""
-        return self.batches > self._begins_at
 
     @property
     def stage(self) -> Stage:

@@ -62,11 +62,11 @@ class Display(Progress):
         self._running.clear()
 
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
-        super().restarting(reason, attempt, max_restarts)
         self.say(
             f"restart {attempt} of at most {max_restarts}, from the last checkpoint: "
             f"{words.one_line(reason)}"
         )
+        super().restarting(reason, attempt, max_restarts)
 
 
 class PlainLines(Display):

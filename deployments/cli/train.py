@@ -82,7 +82,6 @@ class _Command:
         trial = self._trial_to_resume() if resume else None
         self._display.waiting_for("starting Prefect")
         with self._display, _prefect_api() as api:
-            _require_server(api)
             self._display.waiting_for("starting the ranks")
             result = self._run_flow(api, trial)
         print("\n".join(self._summary(result, api)), flush=True)
@@ -104,6 +103,9 @@ class _Command:
         return trial
 
     def _run_flow(self, api: PrefectApi, trial: str | None) -> TrialResult:
+        import httpx
+
+        from flows.embedded import PrefectServerError
         from flows.train import train as train_flow
         from trial_core.observer import observing
 
@@ -112,8 +114,16 @@ class _Command:
             if api.ui_url:
                 self._display.say(f"watch it at {_page(api.ui_url, self._flow_run_id)}")
 
-        with observing(self._display):
-            return train_flow.with_options(on_running=[announce])(self._experiment, trial=trial)
+        flow = train_flow.with_options(on_running=[announce])
+        try:
+            with observing(self._display):
+                return flow(self._experiment, trial=trial)
+        except httpx.HTTPError as error:  # only Prefect's client raises these in this process
+            log = f"; its log: {api.server_log}" if api.server_log else ""
+            raise PrefectServerError(
+                f"the Prefect server at {api.api_url} failed during the run "
+                f"({type(error).__name__}: {error}){log}"
+            ) from error
 
     def _summary(self, result: TrialResult, api: PrefectApi) -> list[str]:
         how = "stopped early, as the trial asked," if result.stopped_early else "completed"
@@ -167,16 +177,6 @@ def _prefect_api() -> AbstractContextManager[PrefectApi]:
     from flows.embedded import prefect_api
 
     return prefect_api()
-
-
-def _require_server(api: PrefectApi) -> None:
-    if api.is_embedded:
-        return  # it has answered already
-    from deployments.cli.server import server_problem
-
-    problem = server_problem(api.api_url)
-    if problem is not None:
-        raise TrialflowError(problem)
 
 
 def _page(ui_url: str, flow_run_id: str) -> str:

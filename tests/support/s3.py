@@ -106,11 +106,6 @@ def missing_ceph_programs() -> list[str]:
     return [program for program in CEPH_PROGRAMS if shutil.which(program) is None]
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known."""
-    config.addinivalue_line("markers", "gateway: needs a real S3 gateway (Ceph's packages)")
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a gateway test where there can be no gateway, or fail it where one is required."""
     if item.get_closest_marker("gateway") is None or not (missing := missing_ceph_programs()):

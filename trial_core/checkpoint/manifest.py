@@ -67,7 +67,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         trial: id of the trial that saved it.
         experiment: name of its experiment.
         attempt: id of the writer: one attempt at running the trial.
-        created_at: when it was committed: ISO 8601, UTC (see `utc_now`).
+        created_at: when its state was saved: ISO 8601, UTC (see `utc_now`).
         progress: how far the run had come.
         metrics: the last ones as of this checkpoint: ``{"training": {…}, "validation": {…}}``.
         topology: over which ranks the state is spread.

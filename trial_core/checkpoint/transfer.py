@@ -23,10 +23,12 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointDamaged, CheckpointError
 
 UPLOAD_THREADS = 2
-"""Files uploaded at once by one rank. On S3 each has up to 64 MiB in memory."""
+"""Files uploaded at once by one rank. On S3 each has up to 4 parts of 16 MiB in
+memory, and the client as much again."""
 
 FETCH_THREADS = 4
-"""Files fetched at once by one rank. Each has up to 16 MiB in memory."""
+"""Files fetched at once by one rank. Each has up to 16 MiB in memory, and the client
+as much again."""
 
 FETCH_BYTES = 16 * 2**20
 """Size of a ranged read."""

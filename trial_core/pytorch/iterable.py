@@ -123,7 +123,7 @@ class ShardedIterable(IterableDataset[Any]):
                 )
 
     def _one_pass(self, epoch: int) -> Iterator[Any]:
-        pass
+        seed_globals(derive_seed(self.seed, "stream", epoch))
         with _no_worker_info():
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)

@@ -38,8 +38,9 @@ Order = Sequence[Any] | np.ndarray[Any, Any]
 
 logger = logging.getLogger(__name__)
 
-# Items of a user's own sampler fetched at a time, like what a few loader workers look ahead.
-_LOOK_AHEAD = 64
+# Micro-batches' worth that a user's own sampler is asked for at a time, since switching to its
+# generators and back is not free. Loader workers look ahead about as far.
+_LOOK_AHEAD = 32
 
 _RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
@@ -170,18 +171,22 @@ class Foreign(Passes[T], Generic[T]):
     If it has ``set_epoch`` and a length, passes are entered directly. Otherwise all passes are
     gone through in order, so that one that remembers anything remembers it on resuming too. What
     it draws from the global generators comes from a state of its own, seeded for every pass.
+
+    Args:
+        look_ahead: how many items to ask it for at a time.
     """
 
-    def __init__(self, sampler: Iterable[T], seed: int) -> None:
+    def __init__(self, sampler: Iterable[T], seed: int, look_ahead: int = _LOOK_AHEAD) -> None:
         self._sampler: Any = sampler
         self._seed = seed
+        self._look_ahead = look_ahead
         if hasattr(sampler, "set_epoch") and length_of(sampler) is not None:
             self.access = Access.BY_EPOCH
         else:
             self.access = Access.IN_ORDER
 
     def iterate(self, epoch: int, start: int = 0, step: int = 1) -> Iterator[T]:
-        return itertools.islice(isolated(self._pass(epoch), _LOOK_AHEAD), start, None, step)
+        return itertools.islice(isolated(self._pass(epoch), self._look_ahead), start, None, step)
 
     def length(self, epoch: int | None = None) -> int:
         if epoch is not None and hasattr(self._sampler, "set_epoch"):
@@ -241,16 +246,20 @@ class Batches(Wrapper[Any]):
             deque(itertools.islice(items, (step - 1) * self._size), maxlen=0)
 
 
-def as_passes(sampler: Iterable[Any], seed: int = 0) -> Passes[Any]:
+def as_passes(sampler: Iterable[Any], seed: int = 0, per_batch: int = 1) -> Passes[Any]:
     """`sampler` as passes; `seed` is for samplers that draw from torch's global generator.
 
     A torch sampler's own generator gives the seed instead, by its ``initial_seed()``.
+
+    Args:
+        per_batch: how many of its items make a micro-batch.
     """
     if isinstance(sampler, Passes):
         return sampler
     kind = type(sampler)
     if isinstance(sampler, BatchSampler) and kind is BatchSampler:
-        return Batches(as_passes(sampler.sampler, seed), sampler.batch_size, sampler.drop_last)
+        size = sampler.batch_size
+        return Batches(as_passes(sampler.sampler, seed, size), size, sampler.drop_last)
     if isinstance(sampler, SequentialSampler) and kind is SequentialSampler:
         return Fixed(range(len(sampler)))
     if isinstance(sampler, _RANDOM_SAMPLERS) and kind in _RANDOM_SAMPLERS:
@@ -261,7 +270,7 @@ def as_passes(sampler: Iterable[Any], seed: int = 0) -> Passes[Any]:
         return Reseeded(sampler, seed)
     if isinstance(sampler, (range, list, tuple)):
         return Fixed(sampler)
-    return Foreign(sampler, seed)
+    return Foreign(sampler, seed, _LOOK_AHEAD * per_batch)
 
 
 def _is_permutation(sampler: RandomSampler) -> bool:

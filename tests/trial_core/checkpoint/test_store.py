@@ -1,14 +1,13 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
-import sys
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, BrokenBarrierError
 
 import msgspec
 import pytest
@@ -89,15 +88,6 @@ def test_ones_own_retry_has_won(store: CheckpointStore) -> None:
     assert store.list() == [manifest]
 
 
-@pytest.fixture
-def hurried_threads() -> Iterator[None]:
-    """Threads change places far more often, so that a race shows."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
 class Answer(Exception):
     """What a server's answer looks like in botocore."""
 
@@ -152,13 +142,28 @@ def test_a_failed_commit_is_no_conflict(
 
 
 @pytest.mark.parametrize("kind", ["file", "memory"])
-def test_of_writers_at_once_one_wins(kind: str, tmp_path: Path, hurried_threads: None) -> None:
+def test_of_writers_at_once_one_wins(kind: str, tmp_path: Path) -> None:
     """Sixteen commits race, one wins, and it is what is stored. (Moto itself loses this race.)"""
     store = CheckpointStore(f"file://{tmp_path}" if kind == "file" else f"memory://{uuid.uuid4()}")
     for _ in range(5):
         manifests = rivals(16)
         winners = commit_at_once(store, manifests)
         assert winners == [store.open(manifests[0].uuid).attempt]
+
+
+def test_in_memory_no_two_writers_find_the_name_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec looks, then writes; let both look before either writes, and still one wins."""
+    store = CheckpointStore(f"memory://{uuid.uuid4()}")
+    exists, both_looked = store.storage._fs.exists, Barrier(2)
+
+    def look_together(path: str) -> bool:
+        found: bool = exists(path)
+        with contextlib.suppress(BrokenBarrierError):
+            both_looked.wait(timeout=0.1)
+        return found
+
+    monkeypatch.setattr(store.storage._fs, "exists", look_together)
+    assert len(commit_at_once(store, rivals(2))) == 1
 
 
 def test_commit_is_exclusive_without_hard_links(

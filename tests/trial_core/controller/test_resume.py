@@ -10,29 +10,11 @@ import pytest
 import torch
 
 from tests.support.slots import Driven, drive, lines, toy_config
+from tests.support.tensors import differing, tensors
 from trial_core.slots.group import SlotGroup
 
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of every file below `folder`, by file and place."""
-    found: dict[str, torch.Tensor] = {}
-
-    def collect(value: Any, place: str) -> None:
-        if isinstance(value, torch.Tensor):
-            found[place] = value
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                collect(item, f"{place}/{key}")
-        elif isinstance(value, (list, tuple)):
-            for index, item in enumerate(value):
-                collect(item, f"{place}/{index}")
-
-    for path in sorted(folder.rglob("*.pt")):
-        collect(torch.load(path, weights_only=False), str(path.relative_to(folder)))
-    return found
 
 
 def stored(folder: Path, run: Driven) -> dict[str, torch.Tensor]:
@@ -62,9 +44,8 @@ def test_resuming_is_bit_identical(warm_slots: Warm, tmp_path: Path, zero_stage:
     for rank in (0, 1):
         assert lines(parts, "samples", rank) == lines(straight, "samples", rank)
     expected, seen = stored(straight, whole), stored(parts, rest)
-    assert expected.keys() == seen.keys()
     assert len(expected) > 10
-    assert [name for name in expected if not torch.equal(expected[name], seen[name])] == []
+    assert differing(expected, seen) == []
     assert rest.validation[-1] == whole.validation[-1]
 
 

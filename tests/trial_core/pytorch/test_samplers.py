@@ -201,8 +201,10 @@ def test_skipping_is_arithmetic(maker: Any) -> None:
 def test_samplers_with_epochs_are_entered_directly() -> None:
     """A user's sampler with set_epoch and a length is not gone through to reach a late epoch."""
     sampler = WithEpochs(5)
-    assert rank_batches(BatchSampler(sampler, 2, False), 1, skip=3 * 1000) != []
-    assert sampler.passes_begun == 1
+    # Epochs of 5 and 6 samples in turn; epoch 200 begins with sample 200 % 5.
+    assert take(adapt_batch_sampler(sampler, True, skip=11 * 100), 2) == [0, 1]
+    assert take(adapt_batch_sampler(sampler, True, skip=11 * 100 + 5), 2) == [3, 4]
+    assert sampler.passes_begun == 2
 
 
 def test_wrong_length_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -274,6 +276,14 @@ def test_epoch_can_be_chosen() -> None:
     sampler.set_epoch(1)
     assert sorted(sampler) == sorted(first)
     assert list(sampler) != first
+
+
+def test_any_items_can_be_shuffled() -> None:
+    """Shuffling keeps the items, whatever they are, also when they are shuffled already."""
+    for items in (range(5, 25), [7, 3, 7]):
+        once = samplers.ReproducibleShuffleSampler(items, seed=1)
+        twice = samplers.ReproducibleShuffleSampler(once, seed=2)
+        assert sorted(once) == sorted(twice) == sorted(items)
 
 
 def test_shuffled_batches_keep_their_contents() -> None:

@@ -1,0 +1,130 @@
+"""kill -9 in the middle of `trialflow train`, and `--resume` after it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tests.support.prefect import isolated
+from tests.support.processes import alive, descendants, wait_until_gone
+from tests.support.slots import TOY, lines
+from tests.support.tensors import differing, tensors
+from trial_core.checkpoint.store import CheckpointStore
+
+pytestmark = [pytest.mark.slots, pytest.mark.server]
+
+BATCHES, STUCK_AT = 16, 13
+START_SECONDS = 180.0
+
+
+class Folder:
+    """A folder with an experiment in it, and all that its runs leave."""
+
+    def __init__(self, path: Path, prefect_home: Path, **hyperparameters: object) -> None:
+        path.mkdir()
+        self.path = path
+        self.store = CheckpointStore(f"file://{path}/checkpoints")
+        self._environment = {
+            **os.environ, **isolated(prefect_home), "TRIALFLOW_HOME": str(path / "home")
+        }  # fmt: skip
+        experiment = {
+            "name": "toy",
+            "entrypoint": "toy_trial:ToyTrial",
+            "code": str(TOY),
+            "hyperparameters": {"record": str(path), "accumulation": 3, **hyperparameters},
+            "resources": {"slots_per_trial": 2},
+            "scheduling_unit": 4,
+            "min_checkpoint_period": {"batches": 4},
+            "searcher": {"name": "single", "metric": "loss", "max_length": {"batches": BATCHES}},
+            "checkpoint_storage": str(path / "checkpoints"),
+        }
+        (path / "experiment.yaml").write_text(yaml.safe_dump(experiment))
+
+    def train(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start `trialflow train` here."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "deployments.cli.main", "train",
+             str(self.path / "experiment.yaml"), *arguments],
+            env=self._environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def train_to_the_end(self, *arguments: str) -> str:
+        """Run `trialflow train`; what it printed."""
+        with self.train(*arguments) as run:
+            output, _ = run.communicate()
+        assert run.returncode == 0, output
+        return output
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """All that the last checkpoint holds."""
+        newest = self.store.list()[-1]
+        assert newest.progress.batches_trained == BATCHES
+        return tensors(self.path / "checkpoints" / "checkpoints" / newest.uuid)
+
+
+@pytest.fixture(scope="module")
+def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("prefect")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, prefect_home: Path) -> Folder:
+    """A run that nobody disturbed."""
+    folder = Folder(tmp_path_factory.mktemp("runs") / "straight", prefect_home)
+    folder.train_to_the_end()
+    return folder
+
+
+@pytest.fixture(params=["the driver", "the whole tree"])
+def killed(
+    request: pytest.FixtureRequest, tmp_path: Path, prefect_home: Path
+) -> Iterator[tuple[Folder, list[int]]]:
+    """A run that was killed at batch 13, when a checkpoint had been committed; its processes."""
+    once = tmp_path / "stuck"
+    stuck = {"do": "sleep", "at_batch": STUCK_AT, "once": str(once)}
+    folder = Folder(tmp_path / "killed", prefect_home, **stuck)
+    with folder.train() as run:
+        deadline = time.monotonic() + START_SECONDS
+        while not (once.exists() and folder.store.list()):
+            assert run.poll() is None, run.communicate()[0]
+            assert time.monotonic() < deadline, "the run did not get to its checkpoint"
+            time.sleep(0.1)
+        pids = descendants(run.pid)
+        victims = pids if request.param == "the whole tree" else []
+        for pid in [run.pid, *victims]:
+            os.kill(pid, signal.SIGKILL)
+        run.wait()
+        yield folder, pids
+    for pid in alive(pids):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_no_process_is_left_and_resuming_is_bit_identical(
+    killed: tuple[Folder, list[int]], uninterrupted: Folder
+) -> None:
+    """Ranks and embedded server are gone within 10 s of their driver; `--resume` then ends with
+    the weights, optimizer and random state of the run that nobody killed."""
+    folder, pids = killed
+    assert len(pids) >= 3  # two ranks and the embedded server
+    assert wait_until_gone(pids, 10) == []
+
+    output = folder.train_to_the_end("--resume")
+    trials = {manifest.trial for manifest in folder.store.list()}
+    assert len(trials) == 1
+    assert trials.pop() in output
+    assert differing(uninterrupted.weights(), folder.weights()) == []
+    for rank in (0, 1):
+        straight, resumed = (lines(f.path, "samples", rank) for f in (uninterrupted, folder))
+        # One line a micro-batch. It went on from the checkpoint at 8 or 12, with the same samples.
+        resumed_at = STUCK_AT - (len(resumed) - len(straight)) // 3
+        assert resumed_at in (8, 12)
+        assert resumed[-3 * (BATCHES - resumed_at) :] == straight[3 * resumed_at :]

@@ -1,0 +1,33 @@
+"""What a checkpoint holds, for comparing two of them bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of every file below `folder`, by file and place."""
+    found: dict[str, torch.Tensor] = {}
+
+    def collect(value: Any, place: str) -> None:
+        if isinstance(value, torch.Tensor):
+            found[place] = value
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                collect(item, f"{place}/{key}")
+        elif isinstance(value, (list, tuple)):
+            for index, item in enumerate(value):
+                collect(item, f"{place}/{index}")
+
+    for path in sorted(folder.rglob("*.pt")):
+        collect(torch.load(path, weights_only=False), str(path.relative_to(folder)))
+    return found
+
+
+def differing(expected: dict[str, torch.Tensor], seen: dict[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that only one side has, or that differ in any bit."""
+    odd = sorted(expected.keys() ^ seen.keys())
+    return odd + [n for n in expected.keys() & seen.keys() if not torch.equal(expected[n], seen[n])]
