@@ -7,7 +7,7 @@ is lost.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prefect import flow, runtime
@@ -32,7 +32,7 @@ from trial_core.slots.group import SlotGroup
 from trial_core.units import in_batches
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrialResult:
     """How a run of the flow ended.
 
@@ -74,33 +74,34 @@ def train(config: ExperimentConfig, trial: str | None = None) -> TrialResult:
     flow_run_id = str(runtime.flow_run.id)
     trial = trial or trial_id(config.name, flow_run_id)
     run_dir = prepare_run_dir(trial)
-    report = Report(config, trial, run_dir, flow_run_id, current_observer())
     restarts = 0
-    while True:
-        slots = SlotGroup(
-            slots_to_launch(config.resources.slots_per_trial),
-            working_dir=config.code,
-            log_dir=run_dir / "logs",
-            environment=config.environment.environment_variables,
-            on_batches=report.batches_trained,
-            on_log=report.rank_logged,
-        )
-        run = TrialRun(config, trial, run_dir, store, slots, report)
-        try:
-            with slots:
-                result = follow_schedule(run)
-        except RankFailed as failure:
-            get_run_logger().error("%s", failure.report())
-            if restarts == config.max_restarts or not _worth_a_restart(failure, run):
-                report.finish("failed", str(failure))
-                raise
-            restarts += 1
-            report.restarting(str(failure), restarts, config.max_restarts)
-        else:
-            report.finish("stopped" if result.stopped_early else "completed")
-            result.report_path = str(report.path)
-            result.flow_run_id = flow_run_id
-            return result
+    with Report(config, trial, run_dir, current_observer()) as report:
+        while True:
+            run = TrialRun(config, trial, run_dir, store, report)
+            try:
+                with launch_slots(run) as run.slots:
+                    result = follow_schedule(run)
+            except RankFailed as failure:
+                get_run_logger().error("%s", failure.report())
+                if restarts == config.max_restarts or not _worth_a_restart(failure, run):
+                    raise
+                restarts += 1
+                report.restarting(str(failure), restarts, config.max_restarts)
+            else:
+                report.ended("stopped" if result.stopped_early else "completed")
+                return replace(result, report_path=str(report.path), flow_run_id=flow_run_id)
+
+
+def launch_slots(run: TrialRun) -> SlotGroup:
+    """Start the ranks of `run`: a context manager, at whose end none of them is left."""
+    return SlotGroup(
+        slots_to_launch(run.config.resources.slots_per_trial),
+        working_dir=run.config.code,
+        log_dir=run.run_dir / "logs",
+        environment=run.config.environment.environment_variables,
+        on_batches=run.observer.batches_trained,
+        on_log=run.observer.rank_logged,
+    )
 
 
 def follow_schedule(run: TrialRun) -> TrialResult:

@@ -28,7 +28,7 @@ class TrialRun:
         attempt: this attempt's id; it signs the checkpoints that this attempt commits.
         run_dir: the trial's folder on this machine: logs, staged checkpoints, the report.
         store: where its checkpoints are kept.
-        slots: its ranks.
+        slots: its ranks, once they are launched.
         observer: who watches.
         metrics: the last ones of each kind.
         hooks: the callback hooks that the trial overrides, once it is built.
@@ -37,13 +37,14 @@ class TrialRun:
         has_trained: whether this attempt has got through a train-workload.
     """
 
+    slots: SlotGroup
+
     def __init__(
         self,
         config: ExperimentConfig,
         trial: str,
         run_dir: Path,
         store: CheckpointStore,
-        slots: SlotGroup,
         observer: Observer,
     ) -> None:
         self.config = config
@@ -51,7 +52,6 @@ class TrialRun:
         self.attempt = uuid.uuid4().hex
         self.run_dir = run_dir
         self.store = store
-        self.slots = slots
         self.observer = observer
         self.metrics: dict[str, dict[str, Any]] = {}
         self.hooks: frozenset[str] = frozenset()

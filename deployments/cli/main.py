@@ -69,7 +69,7 @@ def _keep_the_terminal_clean() -> None:
     """Libraries' warnings are no business of the user's, unless he asks for them with -W."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
-    logging.getLogger("trial_core").addHandler(messages.WarningsOfTrialflow())
+    logging.getLogger("trial_core").addHandler(messages.OWN_WARNINGS)
     for stream in (sys.stdout, sys.stderr):
         # A terminal that knows no "→" shows a "?" instead of a traceback.
         if hasattr(stream, "reconfigure"):

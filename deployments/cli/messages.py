@@ -119,6 +119,10 @@ class WarningsOfTrialflow(logging.Handler):
         warning(record.getMessage())
 
 
+OWN_WARNINGS = WarningsOfTrialflow()
+"""The one there is: a logger takes the same handler once."""
+
+
 def _say(kind: str, text: str, colour: str) -> None:
     coloured = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     label = f"\x1b[1;{colour}m{kind}:\x1b[0m" if coloured else f"{kind}:"

@@ -57,8 +57,8 @@ class Display(Progress):
         """Show a line that stays."""
 
     def stopping(self, why: str) -> None:
-        """The run is being stopped. Called in a signal handler, so no lock may be waited for."""
-        self.waiting_for(f"{why}: stopping")
+        """The run is being stopped. Called in a signal handler, so nothing is printed here."""
+        super().waiting_for(f"{why}: stopping")
         self._running.clear()
 
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
@@ -83,7 +83,7 @@ class PlainLines(Display):
 
     def stopping(self, why: str) -> None:
         super().stopping(why)
-        # Not print: the signal may have come in the middle of one.
+        # Not with print: the signal may have come in the middle of one.
         os.write(2, f"{why}: stopping\n".encode())
 
     def waiting_for(self, what: str) -> None:

@@ -6,7 +6,6 @@ requests one by one. It decides nothing about what comes next: that is the seque
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -47,7 +46,7 @@ from trial_core.messages import (
     TrialBuilt,
     Validated,
 )
-from trial_core.pytorch.callback import PyTorchCallback, overridden_hooks
+from trial_core.pytorch.callback import HOOKS, overridden_hooks
 
 T = TypeVar("T")
 
@@ -188,9 +187,9 @@ class Controller:
         """Call one hook of every callback, in the order in which the trial names them."""
         arguments = {**self._hook_arguments.get(request.hook, {}), **request.arguments}
         # By position, in the reference's order: a callback may call its parameters what it likes.
-        names = list(inspect.signature(getattr(PyTorchCallback, request.hook)).parameters)[1:]
+        positional = [arguments[name] for name in HOOKS[request.hook]]
         for callback in self._the_engine.callbacks.values():
-            getattr(callback, request.hook)(*(arguments[name] for name in names))
+            getattr(callback, request.hook)(*positional)
         return HookDone(stop_requested=self._the_info.stop_requested)
 
     # ---------------------------------------------------------------------------- internals

@@ -19,8 +19,9 @@ import torch
 
 from trial_core.controller.engine import TrialEngine
 from trial_core.controller.loaders import Loaders
+from trial_core.controller.reduction import reduce_metrics
 from trial_core.distributed import DistributedContext
-from trial_core.pytorch.reducer import BatchMetrics, combine
+from trial_core.pytorch.reducer import BatchMetrics
 
 
 def validate(
@@ -48,7 +49,4 @@ def validate(
     outputs = metrics.per_batch()
     for callback in engine.callbacks.values():
         callback.on_validation_epoch_end(outputs)
-    partials = distributed.allgather(metrics.partials() if engine.reports_metrics else {})
-    reduced = combine(partials, engine.evaluation_reducer())
-    reduced.update(engine.reducers.reduce("validation", distributed.allgather))
-    return reduced
+    return reduce_metrics("validation", metrics, engine, distributed, engine.evaluation_reducer())

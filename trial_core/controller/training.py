@@ -20,9 +20,10 @@ from typing import Any
 
 from trial_core.context import RunInfo
 from trial_core.controller.engine import TrialEngine
+from trial_core.controller.reduction import reduce_metrics
 from trial_core.distributed import DistributedContext
 from trial_core.pytorch.callback import PyTorchCallback
-from trial_core.pytorch.reducer import BatchMetrics, combine
+from trial_core.pytorch.reducer import BatchMetrics
 from trial_core.units import EpochLength
 
 TICK_SECONDS = 0.2
@@ -77,9 +78,7 @@ def train_batches(
         _end_epochs(engine.callbacks, info.epoch, batch_idx)
         info.batches_trained = batch_idx + 1
         ticker.tick(info.batches_trained)
-    partials = distributed.allgather(metrics.partials() if engine.reports_metrics else {})
-    averages = combine(partials)
-    averages.update(engine.reducers.reduce("training", distributed.allgather))
+    averages = reduce_metrics("training", metrics, engine, distributed)
     return TrainOutcome(averages, metrics.per_batch())
 
 

@@ -16,7 +16,7 @@ from trial_core.messages import LogLines
 PERIOD_SECONDS = 0.5
 MAX_LINES_PER_PERIOD = 10
 MAX_LINE_CHARACTERS = 2000
-ALARMING = re.compile(r"\b(WARNING|ERROR|CRITICAL|Warning|Error|Traceback)\b")
+ALARMING = re.compile(r"WARNING|ERROR|CRITICAL|Warning|Error|Traceback")
 
 
 class LogPump:

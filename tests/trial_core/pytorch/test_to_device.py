@@ -85,6 +85,14 @@ def test_values_and_types_of_arrays_are_kept() -> None:
         assert str(moved.dtype).removeprefix("torch.") == array.dtype.newbyteorder("=").name
 
 
+def test_read_only_arrays_are_not_written_to() -> None:
+    """Writing to the tensor made of a read-only array leaves the array as it is."""
+    array = np.arange(1, 4)
+    array.setflags(write=False)
+    to_device(array, "cpu", set()).zero_()
+    assert array.tolist() == [1, 2, 3]
+
+
 def test_odd_types_stay_and_warn_once(caplog: pytest.LogCaptureFixture) -> None:
     """What cannot be moved stays as it is; each type is warned about once, for good."""
     warned: set[type] = set()

@@ -1,0 +1,88 @@
+"""What is said of failures, and their exit codes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.cli.messages import exit_code, report
+from trial_core.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    ConfigError,
+    DeadlineExceeded,
+    LaunchError,
+    RankFailed,
+    StorageError,
+    TrialError,
+    TrialflowError,
+)
+
+TRACEBACK = """\
+Traceback (most recent call last):
+  File "/home/me/model/trial.py", line 12, in __init__
+    self.engine = context.wrap_model_engine(None)
+  File "/site-packages/trial_core/deepspeed/context.py", line 40, in wrap_model_engine
+    raise TrialError("no engine")
+"""
+
+
+def rank_failed(**fields: Any) -> RankFailed:
+    return RankFailed(
+        **{"rank": 1, "host": "h", "during": "BuildTrial", "log_path": "/logs/rank-1.log", **fields}
+    )
+
+
+@pytest.mark.parametrize(
+    ("failure", "before_training", "afterwards"),
+    [
+        (ConfigError("x"), 2, 2),
+        (TrialError("x"), 2, 2),
+        (StorageError("x"), 2, 1),
+        (CheckpointNotFound("x"), 2, 1),
+        (LaunchError("x"), 2, 1),
+        (DeadlineExceeded("x"), 1, 1),
+        (CheckpointDamaged("x"), 1, 1),
+        (rank_failed(signal_name="SIGKILL"), 1, 1),
+        (rank_failed(error_type="RuntimeError", error_message="x"), 1, 1),
+        (rank_failed(error_type="TrialError", error_message="x"), 2, 2),
+    ],
+)
+def test_exit_codes(failure: TrialflowError, before_training: int, afterwards: int) -> None:
+    """2 is for what the user must change first; what breaks while training is 1."""
+    assert exit_code(failure) == before_training
+    assert exit_code(failure, has_trained=True) == afterwards
+
+
+def test_a_trial_that_breaks_a_rule_is_told_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    """The message, the line of the user's own code, the log: none of our frames."""
+    failure = rank_failed(
+        error_type="TrialError", error_message="no engine", rank_traceback=TRACEBACK
+    )
+    report(failure, code_folder=Path("/home/me/model"))
+    assert capsys.readouterr().err.splitlines() == [
+        "error: no engine",
+        "raised at /home/me/model/trial.py, line 12, in __init__",
+        "whole log of rank 1: /logs/rank-1.log",
+    ]
+
+
+def test_a_trial_that_raises_shows_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    """An exception of the user's code is shown as Python would, with the rank it came from."""
+    failure = rank_failed(
+        error_type="ZeroDivisionError", error_message="by zero", rank_traceback=TRACEBACK
+    )
+    report(failure)
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: rank 1 on h raised ZeroDivisionError: by zero")
+    assert 'File "/home/me/model/trial.py", line 12' in printed
+
+
+def test_a_rank_that_died_shows_its_log(capsys: pytest.CaptureFixture[str]) -> None:
+    """There is no traceback of a killed process; the end of its log may tell."""
+    report(rank_failed(signal_name="SIGKILL", log_tail="out of\x1b[31m memory"))
+    printed = capsys.readouterr().err
+    assert "was ended by SIGKILL" in printed
+    assert "out of memory" in printed

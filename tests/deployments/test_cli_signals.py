@@ -1,0 +1,88 @@
+"""Ctrl-C and SIGTERM while a command runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from deployments.cli.signals import Terminated, stoppable
+from tests.support.cli import ROOT
+
+NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)]
+)
+def test_a_signal_ends_the_block(number: signal.Signals, expected: type[BaseException]) -> None:
+    """The first signal is told, and raises where the program is."""
+    told: list[str] = []
+    with pytest.raises(expected), stoppable(told.append):
+        os.kill(os.getpid(), number)
+    assert told == [NAMES[number]]
+
+
+def test_one_request_may_come_twice() -> None:
+    """A shell and a parent may both pass on one Ctrl-C: that does not cut the good order short."""
+    told: list[str] = []
+
+    def ask_twice() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt), stoppable(told.append):
+        ask_twice()
+    assert told == ["Ctrl-C"]
+
+
+def test_handlers_are_put_back() -> None:
+    """After the block signals mean what they meant before."""
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with stoppable(lambda why: None):
+        assert signal.getsignal(signal.SIGTERM) is not before[1]
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+STUCK = """
+import os, signal, sys
+from deployments.cli import signals
+signals.SAME_REQUEST_SECONDS = 0.0
+with signals.stoppable(lambda why: print(why, flush=True)):
+    try:
+        print("running", flush=True)
+        signal.pause()
+    finally:
+        print("tidying up", flush=True)
+        while True:
+            signal.pause()
+"""
+
+
+@contextmanager
+def stuck() -> Iterator[subprocess.Popen[str]]:
+    """A program that runs until a signal, and then takes for ever to tidy up."""
+    with subprocess.Popen(
+        [sys.executable, "-c", STUCK], cwd=ROOT, text=True, stdout=subprocess.PIPE
+    ) as process:
+        yield process
+        process.kill()
+
+
+def test_a_second_request_ends_at_once() -> None:
+    """Who asks twice does not wait for anything."""
+    with stuck() as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "running\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "Ctrl-C\n"
+        assert process.stdout.readline() == "tidying up\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 130

@@ -1,0 +1,163 @@
+"""What a run looks like: plain lines, and the live display."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from deployments.cli.terminal import Display, LiveDisplay, PlainLines, is_interactive
+
+CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def train_a_little(display: Display, clock: Clock) -> None:
+    """A run up to the middle of its second workload, which began beside an upload."""
+    display.run_started("toy-0a", 30, 0, 16)
+    display.stage_started("train-workload", "[0→10]")
+    clock.now += 4
+    display.stage_ended("train-workload", "[0→10]", 4.0)
+    display.metrics_reported("training", 10, {"accuracy": 0.5, "loss": 2.34567})
+    display.stage_started("validate", "@10")
+    display.stage_ended("validate", "@10", 2.0)
+    display.metrics_reported("validation", 10, {"perplexity": 12.5, "val_loss": 2.75})
+    display.stage_started("checkpoint-save", "@10")
+    display.stage_ended("checkpoint-save", "@10", 0.25)
+    display.stage_started("checkpoint-upload", "@10")
+    display.stage_started("callbacks", "on_checkpoint_end @10")
+    display.stage_ended("callbacks", "on_checkpoint_end @10", 0.0)
+    display.stage_started("train-workload", "[10→20]")
+    clock.now += 2
+    display.batches_trained(15)
+
+
+def plain() -> tuple[PlainLines, io.StringIO, Clock]:
+    out, clock = io.StringIO(), Clock()
+    return PlainLines(out, clock=clock), out, clock
+
+
+def live(width: int = 100) -> tuple[LiveDisplay, io.StringIO, Clock]:
+    out, clock = io.StringIO(), Clock()
+    console = Console(file=out, force_terminal=True, width=width, color_system=None)
+    return LiveDisplay(console, preferred=("val_loss", "loss"), clock=clock), out, clock
+
+
+def rendered(display: LiveDisplay, width: int = 100) -> list[str]:
+    """The live lines, without what positions them."""
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(display.render())
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def test_plain_lines_tell_every_stage_that_ended() -> None:
+    """A log file has a line for every stage, with its duration and its metrics."""
+    display, out, clock = plain()
+    train_a_little(display, clock)
+    display.stage_ended("checkpoint-upload", "@10", 1.5)
+    display.checkpoint_committed("1234-5678", 10, 3 * 2**20)
+    assert out.getvalue().splitlines() == [
+        "trial toy-0a: 30 batches of 16 samples",
+        "train-workload [0→10]: 4.0 s · 40.0 samples/s · accuracy 0.5 · loss 2.346",
+        "validate @10: 2.0 s · perplexity 12.5 · val_loss 2.75",
+        "checkpoint-save @10: 0.2 s",
+        "checkpoint-upload @10: 1.5 s · 3.0 MiB · checkpoint 1234-5678",
+    ]
+
+
+def test_plain_lines_hold_no_control_characters() -> None:
+    """Neither ours nor those that a trial's names and a rank's messages bring along."""
+    display, out, clock = plain()
+    train_a_little(display, clock)
+    display.metrics_reported("training", 20, {"\x1b[31mloss\x1b[0m": "a\rb\x07"})
+    display.restarting("rank 0 raised \x1b]0;title\x07Boom\x1b[1A: twice\nmore", 1, 5)
+    assert CONTROL.findall(out.getvalue()) == []
+    assert "loss ab" in out.getvalue()
+    assert "rank 0 raised Boom: twice" in out.getvalue()
+
+
+def test_quick_callbacks_are_no_lines() -> None:
+    """A callback is worth a line once it costs time."""
+    display, out, _ = plain()
+    display.stage_ended("callbacks", "on_validation_end @10", 0.1)
+    display.stage_ended("callbacks", "on_validation_end @20", 1.1)
+    assert out.getvalue() == "callbacks on_validation_end @20: 1.1 s\n"
+
+
+def test_quiet_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """A quiet run prints nothing before its summary."""
+    with Display() as display:
+        train_a_little(display, Clock())
+        display.say("something")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_live_display_tells_where_the_run_is() -> None:
+    """Stage, batches, speed, training and validation metrics, time left, the upload beside it."""
+    display, _, clock = live()
+    train_a_little(display, clock)
+    head, facts = rendered(display)
+    assert "train-workload [10→20]" in head
+    assert "━" in head
+    assert head.endswith("15/30 0:02")
+    assert facts == (
+        "  40.0 samples/s · loss 2.346 · validated @10: val_loss 2.75 · 0:06 left"
+        " · checkpoint-upload @10"
+    )
+
+
+@pytest.mark.parametrize("width", [20, 60])
+def test_the_live_display_never_wraps(width: int) -> None:
+    """On a narrow terminal the two lines are cut, not wrapped: wrapped ones cannot be redrawn."""
+    display, _, clock = live(width)
+    train_a_little(display, clock)
+    assert [len(line) <= width for line in rendered(display, width)] == [True, True]
+
+
+def test_the_live_display_before_the_first_batch() -> None:
+    """While Prefect and the ranks start there is no bar, but one sees that something goes on."""
+    display, _, clock = live()
+    display.waiting_for("starting Prefect")
+    clock.now += 65
+    (line,) = rendered(display)
+    assert line.endswith("starting Prefect 1:05")
+
+
+def test_the_live_display_leaves_only_what_is_worth_keeping() -> None:
+    """At the end the live lines are gone from the terminal, and the cursor is back."""
+    display, out, clock = live()
+    with display:
+        train_a_little(display, clock)
+    kept = [line for line in out.getvalue().splitlines() if "━" not in line]
+    assert any("trial toy-0a: 30 batches of 16 samples" in line for line in kept)
+    assert any("validate @10: perplexity 12.5 · val_loss 2.75" in line for line in kept)
+    last = out.getvalue().rpartition("\n")[2]
+    assert last.count("\x1b[1A\x1b[2K") == 2  # up and erased, both of them
+    assert out.getvalue().count("\x1b[?25h") == 1
+
+
+class Tty(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_which_output_is_redrawn() -> None:
+    """Only that of a terminal which can move its cursor."""
+    assert is_interactive(Tty(), {"TERM": "xterm"}.get)
+    assert not is_interactive(Tty(), {"TERM": "dumb"}.get)
+    assert not is_interactive(Tty(), {}.get)
+    assert not is_interactive(io.StringIO(), {"TERM": "xterm"}.get)

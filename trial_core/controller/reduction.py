@@ -1,0 +1,39 @@
+"""One rank's metrics of a workload, made into everybody's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trial_core.controller.engine import TrialEngine
+from trial_core.distributed import DistributedContext
+from trial_core.errors import TrialError
+from trial_core.observer import MetricsKind
+from trial_core.pytorch.reducer import BatchMetrics, Reducer, combine
+
+
+def reduce_metrics(
+    kind: MetricsKind,
+    metrics: BatchMetrics,
+    engine: TrialEngine,
+    distributed: DistributedContext,
+    reducers: Reducer | Mapping[str, Reducer] = Reducer.AVG,
+) -> dict[str, Any]:
+    """Reduce per-batch metrics, and the trial's custom ones, over all batches of all ranks.
+
+    Collective: every rank calls this, and gets the same. The only place where a workload waits
+    for the accelerator.
+
+    Raises:
+        TrialError: ranks report different metrics, or a custom one has the name of another.
+    """
+    partials = distributed.allgather(metrics.partials() if engine.reports_metrics else {})
+    reduced: dict[str, Any] = combine(partials, reducers)
+    custom = engine.reducers.reduce(kind, distributed.allgather)
+    twice = sorted(reduced.keys() & custom.keys())
+    if twice:
+        raise TrialError(
+            f"{kind} metric(s) {', '.join(twice)} are both returned by the trial and given by a "
+            "wrapped reducer; name one of them otherwise"
+        )
+    return reduced | custom
