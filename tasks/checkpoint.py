@@ -76,15 +76,16 @@ def checkpoint_upload(run: TrialRun, staged: StagedCheckpoint) -> Manifest:
         files = _upload(run, staged)
         manifest = _manifest(run, staged, files)
         run.store.commit(manifest)
+        # Told at once: what is committed stays so, even if its ranks are lost in the next moment.
+        run.observer.checkpoint_committed(
+            manifest.uuid, manifest.progress.batches_trained, manifest.total_bytes
+        )
         run.slots.request(ReleaseStaging(uuid=staged.uuid), Done)
     get_run_logger().info(
         "checkpoint %s committed: %d files, %d bytes",
         manifest.uuid,
         len(manifest.files),
         manifest.total_bytes,
-    )
-    run.observer.checkpoint_committed(
-        manifest.uuid, manifest.progress.batches_trained, manifest.total_bytes
     )
     return manifest
 

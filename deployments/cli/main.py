@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _keep_the_terminal_clean() -> None:
-    """Libraries' warnings are no business of the user's, unless he asks for them with -W."""
+    """Libraries' warnings are no business of the user's, unless -W asks for them."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
     logging.getLogger("trial_core").addHandler(messages.OWN_WARNINGS)

@@ -48,7 +48,7 @@ def train(
     """
     experiment = read_experiment(config, set_ or [], storage)
     display = display_for_stdout(quiet, preferred=(experiment.searcher.metric, "loss"))
-    command = _Command(config, experiment, display)
+    command = _Command(experiment, display)
     try:
         with stoppable(display.stopping):
             command.run(resume)
@@ -64,8 +64,7 @@ def train(
 class _Command:
     """One `trialflow train`."""
 
-    def __init__(self, config: Path, experiment: ExperimentConfig, display: Display) -> None:
-        self._config = config
+    def __init__(self, experiment: ExperimentConfig, display: Display) -> None:
         self._experiment = experiment
         self._display = display
         self._began = time.monotonic()
@@ -129,20 +128,21 @@ class _Command:
         how = "stopped early, as the trial asked," if result.stopped_early else "completed"
         seconds = words.duration(time.monotonic() - self._began)
         batches = words.plural(result.batches_trained, "batch")
-        facts = {
-            **{
-                words.clean(name): words.one_line(words.number(value))
+        # Pairs: a metric may be called "report".
+        facts = [
+            *(
+                (words.clean(name), words.one_line(words.number(value)))
                 for name, value in result.validation_metrics.items()
-            },
-            "checkpoint": result.checkpoint_url,
-            "report": result.report_path,
-            "logs": result.run_dir and str(Path(result.run_dir, "logs")),
-            "UI": self._where_in_ui(api),
-        }
-        width = max(map(len, facts))
+            ),
+            ("checkpoint", result.checkpoint_url),
+            ("report", result.report_path),
+            ("logs", result.run_dir and str(Path(result.run_dir, "logs"))),
+            ("UI", self._where_in_ui(api)),
+        ]
+        width = max(len(name) for name, _ in facts)
         return [
             f"{result.trial} {how} after {batches} ({seconds})",
-            *(f"  {name:<{width}}  {fact}" for name, fact in facts.items() if fact is not None),
+            *(f"  {name:<{width}}  {fact}" for name, fact in facts if fact is not None),
         ]
 
     def _where_in_ui(self, api: PrefectApi) -> str | None:
@@ -160,7 +160,9 @@ class _Command:
 
     def stopped(self, how: str, code: int) -> int:
         """Say that the run was stopped; the exit code."""
-        messages.error(f"{how} after {words.plural(self._display.batches, 'batch')}")
+        batches = self._display.batches
+        when = f"after {words.plural(batches, 'batch')}" if batches else "before the first batch"
+        messages.error(f"{how} {when}")
         self._say_how_to_go_on()
         return code
 

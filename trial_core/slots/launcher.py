@@ -73,6 +73,8 @@ def launch_ranks(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(_free_port()),
         PYTHONUNBUFFERED="1",
+        # DeepSpeed calls ninja by name; an environment that is not activated has it off the path.
+        PATH=os.pathsep.join([str(Path(sys.executable).parent), base.get("PATH", os.defpath)]),
         TRIALFLOW_CHANNEL=address,
         TRIALFLOW_CHANNEL_SECRET=secret.hex(),
     )
