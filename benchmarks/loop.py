@@ -128,8 +128,8 @@ def ratios(pairs: list[Pair], measured: Callable[[Turn], float]) -> Estimate:
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(prog="benchmarks.loop", description=__doc__)
-    parser.add_argument("--pairs", type=int, default=30, help="of turns, in each case")
-    parser.add_argument("--batches", type=int, default=50, help="in a turn")
+    parser.add_argument("--pairs", type=int, default=75, help="of turns, in each case")
+    parser.add_argument("--batches", type=int, default=20, help="in a turn")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     arguments = parser.parse_args()
