@@ -111,7 +111,8 @@ class _Command:
         def announce(flow: Any, flow_run: Any, state: Any) -> None:
             self._flow_run_id = str(flow_run.id)
             if api.ui_url:
-                self._display.say(f"watch it at {_page(api.ui_url, self._flow_run_id)}")
+                ui_url = _newer_ui(api.ui_url) if api.is_embedded else api.ui_url
+                self._display.say(f"watch it at {_page(ui_url, self._flow_run_id)}")
 
         flow = train_flow.with_options(on_running=[announce])
         try:
@@ -150,7 +151,7 @@ class _Command:
             return None
         if not api.is_embedded:
             return _page(api.ui_url, self._flow_run_id) if api.ui_url else None
-        return f"prefect server start, then {_page(DEFAULT_UI, self._flow_run_id)}"
+        return f"prefect server start, then {_page(_newer_ui(DEFAULT_UI), self._flow_run_id)}"
 
     def failed(self, failure: TrialflowError) -> int:
         """Say why the run failed; the exit code."""
@@ -183,3 +184,10 @@ def _prefect_api() -> AbstractContextManager[PrefectApi]:
 
 def _page(ui_url: str, flow_run_id: str) -> str:
     return f"{ui_url.rstrip('/')}/runs/flow-run/{flow_run_id}"
+
+
+def _newer_ui(ui_url: str) -> str:
+    """The UI of this very installation that draws a report's curves, where Prefect has it."""
+    import prefect
+
+    return f"{ui_url.rstrip('/')}/v2" if hasattr(prefect, "__ui_v2_static_path__") else ui_url

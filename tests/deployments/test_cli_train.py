@@ -54,7 +54,7 @@ def test_a_run_into_a_file(tmp_path: Path) -> None:
     assert (Path(summary["checkpoint"].removeprefix("file://")) / "latest").is_file()
     assert Path(summary["report"]).read_text().startswith("# toy")
     assert (Path(summary["logs"]) / "rank-0.log").is_file()
-    assert "http://127.0.0.1:4200/runs/flow-run/" in summary["UI"]
+    assert "http://127.0.0.1:4200/v2/runs/flow-run/" in summary["UI"]
 
 
 def test_quiet(tmp_path: Path, server: Mapping[str, str]) -> None:

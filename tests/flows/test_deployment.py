@@ -1,4 +1,4 @@
-"""The deployment `train`, as a team uses it: a server, a process worker, `prefect deployment run`."""
+"""The deployment `train` as a team uses it: server, process worker, `prefect deployment run`."""
 
 from __future__ import annotations
 

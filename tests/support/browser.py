@@ -1,11 +1,13 @@
 """Prefect's UI in a headless Chromium: what a person sees, as a test and as a picture.
 
 Tests that use it carry the marker ``browser``. Needs Debian's packages chromium and
-chromium-driver.
+chromium-driver; where they are missing those tests are skipped and say so, unless
+TRIALFLOW_TEST_BROWSER=require, as in CI, which makes that a failure.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -72,7 +74,10 @@ def chromium(width: int = 1600, height: int = 1000) -> Iterator[Browser]:
     """A Chromium with a profile of its own, gone at the end of the block."""
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing:
-        pytest.skip(f"{', '.join(missing)} not found: apt-get install chromium chromium-driver")
+        how = f"{', '.join(missing)} not found: apt-get install chromium chromium-driver"
+        if os.environ.get("TRIALFLOW_TEST_BROWSER") == "require":
+            pytest.fail(how)
+        pytest.skip(how)
     with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as profile:
         options = ChromeOptions()
         options.binary_location = str(shutil.which("chromium"))
