@@ -94,7 +94,15 @@ def prefect_api(server_log: Path | None = None) -> Iterator[PrefectApi]:
             raise PrefectServerError(problem)
         yield PrefectApi(settings.api.url, settings.ui_url)
         return
-    log_path = server_log or settings.home / "trialflow-server.log"
+    with _embedded_api(
+        server_log or settings.home / "trialflow-server.log",
+        settings.server.ephemeral.startup_timeout_seconds,
+    ) as api:
+        yield api
+
+
+@contextmanager
+def _embedded_api(log_path: Path, start_limit_seconds: float) -> Iterator[PrefectApi]:
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with socket.create_server((HOST, 0)) as listener:
         root_url = f"http://{HOST}:{listener.getsockname()[1]}"
@@ -103,7 +111,7 @@ def prefect_api(server_log: Path | None = None) -> Iterator[PrefectApi]:
     variables = {"PREFECT_API_URL": api.api_url, "PREFECT_UI_URL": root_url, **_without_proxy()}
     try:
         with environment(variables):
-            _wait_until_it_answers(process, api, settings.server.ephemeral.startup_timeout_seconds)
+            _wait_until_it_answers(process, api.api_url, start_limit_seconds, log_path)
             try:
                 yield api
             finally:
@@ -174,35 +182,33 @@ def _without_proxy() -> dict[str, str]:
 
 
 def _wait_until_it_answers(
-    process: subprocess.Popen[bytes], api: PrefectApi, limit_seconds: float
+    process: subprocess.Popen[bytes], api_url: str, limit_seconds: float, log_path: Path
 ) -> None:
     import httpx
 
     try:
         # The connection is accepted at once, the answer comes when the server is ready.
-        httpx.get(f"{api.api_url}/health", timeout=limit_seconds).raise_for_status()
+        httpx.get(f"{api_url}/health", timeout=limit_seconds).raise_for_status()
     except httpx.TimeoutException:
         process.kill()
         raise PrefectServerError(
-            f"Prefect's embedded server did not answer {api.api_url}/health within"
+            f"Prefect's embedded server did not answer {api_url}/health within"
             f" {limit_seconds} s. Give it longer with"
-            f" PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS; {_log_tail(api)}"
+            f" PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS; {_log_tail(log_path)}"
         ) from None
     except httpx.HTTPError as error:
         _stop(process)
         raise PrefectServerError(
             f"Prefect's embedded server ended with exit code {process.returncode} while it was"
-            f" starting ({error}); {_log_tail(api)}"
+            f" starting ({error}); {_log_tail(log_path)}"
         ) from None
 
 
-def _log_tail(api: PrefectApi) -> str:
-    if api.server_log is None:
-        return "it has no log"
-    with api.server_log.open("rb") as log:
+def _log_tail(log_path: Path) -> str:
+    with log_path.open("rb") as log:
         log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
         tail = log.read().decode(errors="replace").strip()
-    return f"its log {api.server_log} ends with:\n{tail}" if tail else f"its log: {api.server_log}"
+    return f"its log {log_path} ends with:\n{tail}" if tail else f"its log: {log_path}"
 
 
 def _flush() -> None:

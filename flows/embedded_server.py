@@ -8,6 +8,8 @@ the same from here, and both end in the same shutdown. Only the patience differs
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import logging
 import os
 import select
@@ -26,11 +28,11 @@ import uvicorn
 
 PARENT_POLL_SECONDS = 1.0
 CONNECTIONS_LIMIT_SECONDS = 1
-# A parent that has asked for the stop waits for it.
-BACKLOG_LIMIT_SECONDS = 30.0
+# A parent that has asked for the stop waits as long as there is progress.
+STALLED_BACKLOG_SECONDS = 10.0
 # A dead parent does not, and nothing may outlive it by 10 s.
 BACKLOG_LIMIT_AS_ORPHAN_SECONDS = 3.0
-SHUTDOWN_LIMIT_AS_ORPHAN_SECONDS = 8.0
+SHUTDOWN_LIMIT_AS_ORPHAN_SECONDS = 7.0
 
 
 class RunServer(uvicorn.Server):
@@ -59,17 +61,38 @@ class RunServer(uvicorn.Server):
         time.sleep(SHUTDOWN_LIMIT_AS_ORPHAN_SECONDS)
         os._exit(1)  # the shutdown is stuck, else it would have ended this daemon thread
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Prepare the database, then serve; one server of a PREFECT_HOME at a time.
+
+        Prefect's migrations fail when two runs that are a machine's first make them at once.
+        """
+        from prefect.settings import get_current_settings
+
+        with (get_current_settings().home / "trialflow-server.lock").open("w") as lock:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            await super().startup(sockets)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for Prefect's backlog, then shut down as uvicorn does."""
-        began = time.monotonic()
-        while message_backlog() > 0:
-            limit = BACKLOG_LIMIT_AS_ORPHAN_SECONDS if self.is_orphan() else BACKLOG_LIMIT_SECONDS
-            if time.monotonic() - began > limit:
-                break
-            await asyncio.sleep(0.02)
+        await self.wait_for_backlog()
         await super().shutdown(sockets)
         if self.started:
             await close_database()
+
+    async def wait_for_backlog(self) -> None:
+        """Return when Prefect's services have dealt with all they were sent, or are stuck."""
+        began = progressed = time.monotonic()
+        left = message_backlog()
+        while left > 0:
+            await asyncio.sleep(0.02)
+            now = time.monotonic()
+            if message_backlog() != left:
+                left, progressed = message_backlog(), now
+            if self.is_orphan() and now - began > BACKLOG_LIMIT_AS_ORPHAN_SECONDS:
+                return
+            if now - progressed > STALLED_BACKLOG_SECONDS:
+                return
 
 
 async def close_database() -> None:

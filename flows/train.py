@@ -18,17 +18,20 @@ from tasks.build import build_loaders, build_trial, fetch_checkpoint
 from tasks.callbacks import run_callbacks
 from tasks.checkpoint import checkpoint_save, checkpoint_upload
 from tasks.report import Report
-from tasks.run import TrialRun, prepare_run_dir, trial_id
+from tasks.run import TrialRun
+from tasks.run_files import upload_run_files
 from tasks.train_workload import train_workload
 from tasks.validate import validate
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
-from trial_core.errors import RankFailed
+from trial_core.errors import CheckpointDamaged, RankFailed
 from trial_core.observer import current_observer
-from trial_core.sequencer import Checkpoint, Finish, Progress, Train, Validate, next_workload
+from trial_core.runs import prepare_run_dir, trial_id
+from trial_core.sequencer import Checkpoint, Finish, Train, Validate, next_workload
 from trial_core.slots.accelerators import slots_to_launch
 from trial_core.slots.group import SlotGroup
+from trial_core.start import Start
 from trial_core.units import in_batches
 
 
@@ -43,6 +46,7 @@ class TrialResult:
         training_metrics, validation_metrics: the last ones.
         checkpoint_uuid: the newest committed checkpoint.
         checkpoint_url: where its files are.
+        tensorboard_url: where the trial's files for TensorBoard are, if it writes any.
         report_path: the report, as a Markdown file.
         run_dir: the trial's folder on this machine, with its logs.
         flow_run_id: Prefect's id of this run.
@@ -55,6 +59,7 @@ class TrialResult:
     validation_metrics: dict[str, Any] = field(default_factory=dict)
     checkpoint_uuid: str | None = None
     checkpoint_url: str | None = None
+    tensorboard_url: str | None = None
     report_path: str | None = None
     run_dir: str | None = None
     flow_run_id: str | None = None
@@ -88,7 +93,9 @@ def train(config: ExperimentConfig, trial: str | None = None) -> TrialResult:
                 restarts += 1
                 report.restarting(str(failure), restarts, config.max_restarts)
             else:
-                report.ended("stopped" if result.stopped_early else "completed")
+                report.ended(
+                    "stopped" if result.stopped_early else "completed", result.tensorboard_url
+                )
                 return replace(result, report_path=str(report.path), flow_run_id=flow_run_id)
 
 
@@ -108,18 +115,17 @@ def follow_schedule(run: TrialRun) -> TrialResult:
     """Train `run`'s trial on its slots: what the sequencer says, one stage after the other."""
     schedule = run.config.schedule()
     build_trial(run)
-    resumed = fetch_newest_checkpoint(run)
-    progress = resumed.progress.stopping(False) if resumed else Progress()
-    uuid = resumed.uuid if resumed else None
+    start = fetch_start(run)
+    progress = start.progress
     run_callbacks(
         run, "on_trial_startup", progress.batches_trained,
-        first_batch_idx=progress.batches_trained, checkpoint_uuid=uuid,
+        first_batch_idx=progress.batches_trained, checkpoint_uuid=start.uuid,
     )  # fmt: skip
-    epoch = build_loaders(run, progress.batches_trained, uuid)
+    epoch = build_loaders(run, start)
     end = in_batches(schedule.max_length, epoch)
     run.observer.run_started(run.trial, end, progress.batches_trained, run.batch_samples)
     run_callbacks(run, "on_training_start", progress.batches_trained)
-    uploads = Uploads(run, newest=resumed)
+    uploads = Uploads(run, newest=start.checkpoint if progress.batches_trained else None)
 
     while not isinstance(work := next_workload(progress, schedule, epoch), Finish):
         trained = progress.batches_trained
@@ -142,6 +148,7 @@ def follow_schedule(run: TrialRun) -> TrialResult:
 
     uploads.wait()
     run_callbacks(run, "on_trial_shutdown", progress.batches_trained)
+    tensorboard = upload_run_files(run, progress.batches_trained) if run.writes_run_files else None
     newest = uploads.newest
     return TrialResult(
         trial=run.trial,
@@ -151,17 +158,38 @@ def follow_schedule(run: TrialRun) -> TrialResult:
         validation_metrics=run.metrics.get("validation", {}),
         checkpoint_uuid=newest.uuid if newest else None,
         checkpoint_url=run.store.files_url(newest.uuid) if newest else None,
+        tensorboard_url=tensorboard,
         run_dir=str(run.run_dir),
     )
 
 
-def fetch_newest_checkpoint(run: TrialRun) -> Manifest | None:
-    """Bring the trial's newest undamaged checkpoint to the ranks; None for a new trial."""
+def fetch_start(run: TrialRun) -> Start:
+    """Bring what the trial starts from to the ranks: its own newest undamaged checkpoint; for a
+    new trial the one that the experiment names; else nothing.
+
+    Raises:
+        CheckpointDamaged: the one that the experiment names is.
+    """
     for manifest in run.store.candidates(run.trial):
-        if fetch_checkpoint(run, manifest):
-            run.metrics = {kind: dict(values) for kind, values in manifest.metrics.items()}
-            return manifest
-    return None
+        start = Start.continuing(manifest)
+        if fetch(run, start, manifest) is None:
+            run.metrics = start.metrics
+            return start
+    source = run.config.searcher.source_checkpoint_uuid
+    if source is None:
+        return Start()
+    manifest = run.store.open(source)
+    start = Start.warm(manifest, run.config.searcher.source_weights_only)
+    if damage := fetch(run, start, manifest):
+        raise CheckpointDamaged(f"searcher.source_checkpoint_uuid: {damage}")
+    return start
+
+
+def fetch(run: TrialRun, start: Start, manifest: Manifest) -> str | None:
+    """Bring what `start` restores to the ranks; what is wrong with it, if something is."""
+    if run.topology is not None:
+        start.require_ranks(run.topology.world_size)
+    return fetch_checkpoint(run, manifest)
 
 
 class Uploads:

@@ -9,7 +9,7 @@ from prefect.logging import get_run_logger
 from tasks.run import TrialRun
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.transfer import fetch_files
-from trial_core.errors import CheckpointDamaged, CheckpointError
+from trial_core.errors import CheckpointDamaged
 from trial_core.messages import (
     BuildLoaders,
     BuildTrial,
@@ -18,6 +18,7 @@ from trial_core.messages import (
     LoadersBuilt,
     TrialBuilt,
 )
+from trial_core.start import Start
 from trial_core.units import EpochLength
 
 
@@ -46,19 +47,13 @@ def build_trial(run: TrialRun) -> None:
     task_run_name="fetch-checkpoint @{manifest.progress.batches_trained}",
     cache_policy=NO_CACHE,
 )
-def fetch_checkpoint(run: TrialRun, manifest: Manifest) -> bool:
-    """Bring a checkpoint to the ranks' machine, every file verified; False when it is damaged."""
-    if run.topology is not None and manifest.topology.world_size != run.topology.world_size:
-        raise CheckpointError(
-            f"checkpoint {manifest.uuid} was saved by {manifest.topology.world_size} slots, and "
-            f"this run has {run.topology.world_size}; resume with "
-            f"resources.slots_per_trial={manifest.topology.world_size}"
-        )
+def fetch_checkpoint(run: TrialRun, manifest: Manifest) -> str | None:
+    """Bring a checkpoint to the ranks' machine, every file verified; what is wrong, if so."""
     with run.stage("fetch-checkpoint", f"@{manifest.progress.batches_trained}"):
         damage = _fetch(run, manifest)
     if damage:
         get_run_logger().error("checkpoint %s cannot be used: %s", manifest.uuid, damage)
-    return damage is None
+    return damage
 
 
 def _fetch(run: TrialRun, manifest: Manifest) -> str | None:
@@ -76,15 +71,15 @@ def _fetch(run: TrialRun, manifest: Manifest) -> str | None:
 
 @task(
     name="build-loaders",
-    task_run_name="build-loaders @{batches_trained}",
+    task_run_name="build-loaders @{start.progress.batches_trained}",
     cache_policy=NO_CACHE,
 )
-def build_loaders(
-    run: TrialRun, batches_trained: int, checkpoint: str | None
-) -> EpochLength | None:
-    """Build the data loaders and restore a fetched checkpoint; how long an epoch is."""
-    with run.stage("build-loaders", f"@{batches_trained}"):
+def build_loaders(run: TrialRun, start: Start) -> EpochLength | None:
+    """Build the data loaders and restore what was fetched; how long an epoch is."""
+    begin = start.progress.batches_trained
+    with run.stage("build-loaders", f"@{begin}"):
         built = run.slots.request(
-            BuildLoaders(batches_trained=batches_trained, checkpoint=checkpoint), LoadersBuilt
+            BuildLoaders(batches_trained=begin, checkpoint=start.uuid, restore=start.restore),
+            LoadersBuilt,
         )[0]
     return built.epoch

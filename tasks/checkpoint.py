@@ -53,6 +53,7 @@ def checkpoint_save(run: TrialRun, progress: Progress) -> StagedCheckpoint:
     uuid = str(uuids.uuid4())
     with run.stage("checkpoint-save", f"@{progress.batches_trained}"):
         saved = run.slots.request(SaveCheckpoint(uuid=uuid), Saved)
+    run.writes_run_files |= any(rank.writes_run_files for rank in saved)
     return StagedCheckpoint(
         uuid=uuid,
         saved_at=utc_now(),

@@ -83,9 +83,9 @@ class Report(Observer):
         self._observer.restarting(reason, attempt, max_restarts)
         self.update(force=True)
 
-    def ended(self, status: str) -> None:
-        """The run has ended, well."""
-        self._text.status = status
+    def ended(self, status: str, tensorboard_url: str | None = None) -> None:
+        """The run has ended, well; its files for TensorBoard, if there are any, are there."""
+        self._text.status, self._text.tensorboard_url = status, tensorboard_url
 
     def __enter__(self) -> Report:
         return self

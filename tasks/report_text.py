@@ -33,6 +33,7 @@ class ReportText:
         points: metrics by kind: (batches trained, metric values) in the order of reporting.
         checkpoints: those committed by this run.
         restarts: why the slot group had to be launched again, each time.
+        tensorboard_url: where the trial's files for TensorBoard are, if it writes any.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ReportText:
     )
     checkpoints: list[SavedCheckpoint] = field(default_factory=list)
     restarts: list[str] = field(default_factory=list)
+    tensorboard_url: str | None = None
 
     def render(self) -> str:
         """The report as Markdown; curves as Mermaid charts, which Prefect's UI draws."""
@@ -61,6 +63,7 @@ class ReportText:
             *self._curves(),
             *self._checkpoint_table(),
             *self._restart_list(),
+            *([f"TensorBoard: `{self.tensorboard_url}`", ""] if self.tensorboard_url else []),
             f"Logs: `{self.log_dir}`",
             "",
         ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shutil
 import time
 import uuid
 from collections.abc import Iterator
@@ -13,8 +11,7 @@ from typing import Any
 
 from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.config import ExperimentConfig, home_folder
-from trial_core.errors import TrialflowError
+from trial_core.config import ExperimentConfig
 from trial_core.observer import Observer
 from trial_core.slots.group import SlotGroup
 
@@ -35,6 +32,7 @@ class TrialRun:
         topology, versions, batch_samples: what the ranks said of themselves, once it is built.
         stop_requested: whether the trial has asked to save and end.
         has_trained: whether this attempt has got through a train-workload.
+        writes_run_files: whether some rank writes files for TensorBoard, to upload with the run.
     """
 
     slots: SlotGroup
@@ -60,6 +58,7 @@ class TrialRun:
         self.batch_samples = 0
         self.stop_requested = False
         self.has_trained = False
+        self.writes_run_files = False
 
     @contextmanager
     def stage(self, name: str, detail: str) -> Iterator[None]:
@@ -68,32 +67,3 @@ class TrialRun:
         began = time.monotonic()
         yield
         self.observer.stage_ended(name, detail, time.monotonic() - began)
-
-
-def slug(name: str) -> str:
-    """An experiment's name as part of a trial's id: lower case letters, digits and dashes."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60] or "trial"
-
-
-def trial_id(name: str, unique: str) -> str:
-    """A trial's id, from its experiment's name and something unique to it."""
-    return f"{slug(name)}-{unique.replace('-', '')[:8]}"
-
-
-def prepare_run_dir(trial: str) -> Path:
-    """The folder of `trial` on this machine, without what a dead attempt has left staged there.
-
-    Raises:
-        TrialflowError: it cannot be created.
-    """
-    run_dir = home_folder() / trial
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        for leftover in ("staging", "restored"):
-            shutil.rmtree(run_dir / leftover, ignore_errors=True)
-    except OSError as error:
-        raise TrialflowError(
-            f"cannot create the run's folder {run_dir}: {error.strerror}; set TRIALFLOW_HOME to a "
-            "folder that can be written"
-        ) from error
-    return run_dir

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("trial_core", "tasks", "flows", "deployments")
 RANK_HALF = ("trial_core.controller", "trial_core.pytorch", "trial_core.deepspeed")
-RANK_MODULES = {"trial_core.context", "trial_core.distributed"}
+RANK_MODULES = {"trial_core.context", "trial_core.distributed", "trial_core.exchange"}
 
 
 def modules() -> dict[str, Path]:

@@ -21,6 +21,11 @@ classes carry their message alone.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 
 class TrialflowError(Exception):
     """Base of every error that trialflow raises on purpose."""
@@ -76,6 +81,7 @@ class RankFailed(SlotsError):
         exit_code: its exit code, when it exited by itself.
         signal_name: the signal that ended it (``"SIGKILL"``), when one did.
         error_type: the class name of the exception it raised, when it raised one.
+        is_ours: whether that exception is a `TrialflowError`: the user's classes have names too.
         error_message: that exception's message.
         rank_traceback: that exception's traceback, as text.
         log_tail: the last lines of the rank's log.
@@ -91,6 +97,7 @@ class RankFailed(SlotsError):
         exit_code: int | None = None,
         signal_name: str | None = None,
         error_type: str | None = None,
+        is_ours: bool = False,
         error_message: str | None = None,
         rank_traceback: str | None = None,
         log_tail: str = "",
@@ -102,16 +109,23 @@ class RankFailed(SlotsError):
         self.exit_code = exit_code
         self.signal_name = signal_name
         self.error_type = error_type
+        self.is_ours = is_ours
         self.error_message = error_message
         self.rank_traceback = rank_traceback
         self.log_tail = log_tail
         self.log_path = log_path
         super().__init__(self.headline)
 
+    def __reduce__(self) -> tuple[Callable[[], RankFailed], tuple[()], dict[str, Any]]:
+        """Pickle by name: an exception's own way would pass the message as the first argument."""
+        parameters = inspect.signature(RankFailed).parameters
+        fields = {name: getattr(self, name) for name in parameters}
+        return partial(type(self), **fields), (), vars(self)
+
     @property
     def is_trial_mistake(self) -> bool:
         """Whether the rank refused the user's trial: starting again would end the same way."""
-        return self.error_type == TrialError.__name__
+        return self.is_ours and self.error_type == TrialError.__name__
 
     @property
     def headline(self) -> str:

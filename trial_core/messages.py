@@ -14,6 +14,7 @@ import msgspec
 
 from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.store import StorageSpec
+from trial_core.start import Restore
 from trial_core.units import EpochLength
 
 Lane = Literal["compute", "io"]
@@ -102,15 +103,19 @@ class Fetched(Result):
 
 
 class BuildLoaders(Request):
-    """Build the data loaders, and restore the state of `checkpoint` when there is one.
+    """Build the data loaders, and restore from `checkpoint` when there is one.
 
     Attributes:
         batches_trained: where training begins (or goes on).
         checkpoint: uuid of a checkpoint that was fetched before.
+        restore: how much of it is restored.
+        validation_limit: `evaluate_batch` calls after which a validation ends; None: no limit.
     """
 
     batches_trained: int
     checkpoint: str | None
+    restore: Restore = "everything"
+    validation_limit: int | None = None
 
 
 class LoadersBuilt(Result):
@@ -163,14 +168,20 @@ class SaveCheckpoint(Request):
 
 
 class Saved(Result):
-    """The rank's state is staged; training may go on."""
+    """The rank's state is staged; training may go on.
+
+    Attributes:
+        staging: the folder it is staged in.
+        writes_run_files: whether the rank writes files for TensorBoard, to upload with the run.
+    """
 
     staging: str
     seconds: float
+    writes_run_files: bool = False
 
 
 class PersistCheckpoint(Request):
-    """Upload what this rank has staged for checkpoint `uuid`."""
+    """Upload what this rank has staged for checkpoint `uuid`, and what it wrote for TensorBoard."""
 
     lane: ClassVar[Lane] = "io"
     uuid: str
@@ -207,6 +218,22 @@ class HookDone(Result):
     stop_requested: bool
 
 
+class FinishRunFiles(Request):
+    """Training is over: stop the profiler, and upload what is left of the files for TensorBoard."""
+
+
+class RunFilesStored(Result):
+    """The rank's files for TensorBoard are stored.
+
+    Attributes:
+        files: how many were new or had changed.
+        problem: why they could not be stored, when they could not.
+    """
+
+    files: int
+    problem: str | None = None
+
+
 class Shutdown(Request):
     """Close everything and exit."""
 
@@ -222,10 +249,20 @@ AnyRequest = (
     | PersistCheckpoint
     | ReleaseStaging
     | RunHook
+    | FinishRunFiles
     | Shutdown
 )
 AnyResult = (
-    Done | TrialBuilt | Fetched | LoadersBuilt | Trained | Validated | Saved | Persisted | HookDone
+    Done
+    | TrialBuilt
+    | Fetched
+    | LoadersBuilt
+    | Trained
+    | Validated
+    | Saved
+    | Persisted
+    | HookDone
+    | RunFilesStored
 )
 
 
@@ -237,9 +274,16 @@ class Envelope(Message):
 
 
 class RankError(Message):
-    """An exception that a workload raised on a rank."""
+    """An exception that a workload raised on a rank.
+
+    Attributes:
+        error_type: its class's name; a class of the user's may bear any name, also one of ours.
+        is_ours: whether it is a `TrialflowError`, so that its message says all.
+        message, traceback: of the exception, as text.
+    """
 
     error_type: str
+    is_ours: bool
     message: str
     traceback: str
 

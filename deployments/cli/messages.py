@@ -23,7 +23,6 @@ import tempfile
 import traceback
 from pathlib import Path
 
-import trial_core.errors
 from deployments.cli import words
 from trial_core.errors import (
     CheckpointDamaged,
@@ -130,23 +129,18 @@ def _say(kind: str, text: str, colour: str) -> None:
 
 
 def _report_rank(failure: RankFailed, code_folder: Path | None) -> None:
-    if not _raised_on_purpose(failure):
+    if not failure.is_ours:
         headline, _, rest = failure.report().partition("\n")
         error(headline)
         note(rest)
         return
+    # An error of ours: its message says all, and no traceback is needed.
     error(failure.error_message or failure.headline)
     place = _place_in(code_folder, failure.rank_traceback or "")
     if place:
         note(f"raised at {place}")
     if failure.log_path:
         note(f"whole log of rank {failure.rank}: {failure.log_path}")
-
-
-def _raised_on_purpose(failure: RankFailed) -> bool:
-    """Whether the rank raised an error of ours, whose message says all: no traceback is needed."""
-    raised = getattr(trial_core.errors, failure.error_type or "", None)
-    return isinstance(raised, type) and issubclass(raised, TrialflowError)
 
 
 def _place_in(folder: Path | None, rank_traceback: str) -> str | None:

@@ -105,7 +105,7 @@ class PlainLines(Display):
         super().stage_ended(stage, detail, seconds)
         self._ended[stage] = (detail, seconds)
         if stage in (TRAINING, "validate", UPLOAD):
-            return  # what they lead to is told next, and shown with them
+            return  # what they lead to is told by itself, and shown with them
         if stage != "callbacks" or seconds >= HARDLY_WORTH_A_LINE_SECONDS:
             self.say(f"{stage} {detail}".rstrip() + f": {words.duration(seconds)}")
 
@@ -123,9 +123,12 @@ class PlainLines(Display):
 
     def checkpoint_committed(self, uuid: str, batches: int, total_bytes: int) -> None:
         super().checkpoint_committed(uuid, batches, total_bytes)
-        detail, seconds = self._ended.get(UPLOAD, (f"@{batches}", 0.0))
-        took = words.duration(seconds)
-        self.say(f"{UPLOAD} {detail}: {took} · {words.size(total_bytes)} · checkpoint {uuid}")
+        parts = [words.size(total_bytes), f"checkpoint {uuid}"]
+        # Told while the upload's stage still runs: what was staged is yet to be released.
+        upload = self._running.get((UPLOAD, f"@{batches}"))
+        if upload is not None:
+            parts.insert(0, words.duration(self.seconds_in(upload)))
+        self.say(f"{UPLOAD} @{batches}: {' · '.join(parts)}")
 
 
 class LiveDisplay(Display):

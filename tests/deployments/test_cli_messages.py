@@ -47,7 +47,8 @@ def rank_failed(**fields: Any) -> RankFailed:
         (CheckpointDamaged("x"), 1, 1),
         (rank_failed(signal_name="SIGKILL"), 1, 1),
         (rank_failed(error_type="RuntimeError", error_message="x"), 1, 1),
-        (rank_failed(error_type="TrialError", error_message="x"), 2, 2),
+        (rank_failed(error_type="TrialError", error_message="x", is_ours=True), 2, 2),
+        (rank_failed(error_type="TrialError", error_message="x"), 1, 1),
     ],
 )
 def test_exit_codes(failure: TrialflowError, before_training: int, afterwards: int) -> None:
@@ -59,7 +60,7 @@ def test_exit_codes(failure: TrialflowError, before_training: int, afterwards: i
 def test_a_trial_that_breaks_a_rule_is_told_its_place(capsys: pytest.CaptureFixture[str]) -> None:
     """The message, the line of the user's own code, the log: none of our frames."""
     failure = rank_failed(
-        error_type="TrialError", error_message="no engine", rank_traceback=TRACEBACK
+        error_type="TrialError", error_message="no engine", is_ours=True, rank_traceback=TRACEBACK
     )
     report(failure, code_folder=Path("/home/me/model"))
     assert capsys.readouterr().err.splitlines() == [
@@ -69,14 +70,15 @@ def test_a_trial_that_breaks_a_rule_is_told_its_place(capsys: pytest.CaptureFixt
     ]
 
 
-def test_a_trial_that_raises_shows_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    """An exception of the user's code is shown as Python would, with the rank it came from."""
-    failure = rank_failed(
-        error_type="ZeroDivisionError", error_message="by zero", rank_traceback=TRACEBACK
-    )
+@pytest.mark.parametrize("name", ["ZeroDivisionError", "ConfigError"])
+def test_a_trial_that_raises_shows_its_traceback(
+    capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """An exception of the user's code is shown as Python would, also one named like one of ours."""
+    failure = rank_failed(error_type=name, error_message="by zero", rank_traceback=TRACEBACK)
     report(failure)
     printed = capsys.readouterr().err
-    assert printed.startswith("error: rank 1 on h raised ZeroDivisionError: by zero")
+    assert printed.startswith(f"error: rank 1 on h raised {name}: by zero")
     assert 'File "/home/me/model/trial.py", line 12' in printed
 
 

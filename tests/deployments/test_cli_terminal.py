@@ -66,14 +66,19 @@ def test_plain_lines_tell_every_stage_that_ended() -> None:
     """A log file has a line for every stage, with its duration and its metrics."""
     display, out, clock = plain()
     train_a_little(display, clock)
-    display.stage_ended("checkpoint-upload", "@10", 1.5)
     display.checkpoint_committed("1234-5678", 10, 3 * 2**20)
+    display.stage_ended("checkpoint-upload", "@10", 2.5)
+    display.stage_started("checkpoint-upload", "@20")
+    clock.now += 5
+    display.checkpoint_committed("8765-4321", 20, 2**20)
+    display.stage_ended("checkpoint-upload", "@20", 5.5)
     assert out.getvalue().splitlines() == [
         "trial toy-0a: 30 batches of 16 samples",
         "train-workload [0→10]: 4.0 s · 40.0 samples/s · accuracy 0.5 · loss 2.346",
         "validate @10: 2.0 s · perplexity 12.5 · val_loss 2.75",
         "checkpoint-save @10: 0.2 s",
-        "checkpoint-upload @10: 1.5 s · 3.0 MiB · checkpoint 1234-5678",
+        "checkpoint-upload @10: 2.0 s · 3.0 MiB · checkpoint 1234-5678",
+        "checkpoint-upload @20: 5.0 s · 1.0 MiB · checkpoint 8765-4321",
     ]
 
 

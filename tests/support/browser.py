@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from selenium.common.exceptions import TimeoutException
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
@@ -36,6 +37,7 @@ FLAGS = (
     "--disable-sync",
 )
 PAGE_LIMIT_SECONDS = 60.0
+SETTLED_SHOTS = 3
 
 
 class Browser:
@@ -58,15 +60,28 @@ class Browser:
         """The words on the page."""
         return str(self._driver.find_element(By.TAG_NAME, "body").text)
 
-    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+    def wait_for(self, condition: Callable[[], bool], what: str, poll_seconds: float = 0.2) -> None:
         """Wait until `condition` holds; `what` says which in the error."""
-        WebDriverWait(self._driver, PAGE_LIMIT_SECONDS, ignored_exceptions=[]).until(
-            lambda _: condition(), f"no {what}; the page says:\n{self.text}"
-        )
+        try:
+            WebDriverWait(self._driver, PAGE_LIMIT_SECONDS, poll_seconds).until(
+                lambda _: condition()
+            )
+        except TimeoutException:
+            raise TimeoutException(f"no {what}; the page says:\n{self.text}") from None
 
     def save_png(self, path: Path) -> None:
-        """Save what the window shows."""
-        self._driver.save_screenshot(str(path))
+        """Save what the window shows, once it has stopped changing (a run that goes on never does).
+
+        A run's timeline is a canvas: no words say when it has been drawn.
+        """
+        shots: list[bytes] = []
+
+        def is_settled() -> bool:
+            shots.append(self._driver.get_screenshot_as_png())
+            return len(set(shots[-SETTLED_SHOTS:])) == 1 and len(shots) >= SETTLED_SHOTS
+
+        self.wait_for(is_settled, "end of changes", poll_seconds=1.0)
+        path.write_bytes(shots[-1])
 
 
 @contextmanager

@@ -130,11 +130,15 @@ def test_a_config_survives_json(hyperparameters: dict[str, Any]) -> None:
 
 
 def test_the_digest_is_that_of_what_is_trained() -> None:
-    """Not of where the code and checkpoints are, nor of any storage credential."""
+    """Not of where the code and checkpoints are, nor of anything that may be a credential."""
     digest = experiment(name="a").digest()
     storage = {"url": "s3://user:SECRET@bucket", "options": {"secret": "SECRET"}}
     assert digest.startswith("sha256:")
-    assert experiment(name="a", code="/elsewhere", checkpoint_storage=storage).digest() == digest
+    environment = {"environment_variables": {"TOKEN": "SECRET"}}
+    elsewhere = experiment(
+        name="a", code="/elsewhere", checkpoint_storage=storage, environment=environment
+    )
+    assert elsewhere.digest() == digest
     assert experiment(name="a", hyperparameters={"lr": 0.1}).digest() != digest
     assert experiment(name="a", scheduling_unit=7).digest() != digest
 

@@ -68,9 +68,18 @@ def problems(**fields: Any) -> list[str]:
             'searcher.smaller_is_better: expected true or false, got "yes"',
         ),
         (
-            {"searcher": {"source_checkpoint_uuid": "1234"}},
-            "searcher.source_checkpoint_uuid: starting from another trial's checkpoint is not "
-            "supported",
+            {"searcher": {"source_trial_id": 1234}},
+            "searcher.source_trial_id: Determined's server knew a trial's last checkpoint by that "
+            "number; give the checkpoint itself: source_checkpoint_uuid",
+        ),
+        (
+            {"searcher": {"source_weights_only": True}},
+            "searcher.source_weights_only: has no effect without source_checkpoint_uuid; name the "
+            "checkpoint",
+        ),
+        (
+            {"searcher": {"source_checkpoint_uuid": 1234}},
+            "searcher.source_checkpoint_uuid: expected text, got 1234 (text needs quotes here)",
         ),
         ({"scheduling_unit": True}, "scheduling_unit: expected a positive integer, got true"),
         ({"scheduling_unit": 1.0}, "scheduling_unit: expected a positive integer, got 1.0"),

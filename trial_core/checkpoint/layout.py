@@ -4,6 +4,7 @@
 
     manifests/{trial}/{batches:010d}-{uuid}.json   the commit: written last, once, create-only
     checkpoints/{uuid}/{path}                      files as the trial's save wrote them
+    runs/{trial}/{path}                            what a run writes beside: TensorBoard, traces
     probes/{uuid}                                  written, read and deleted to try the storage
 
 A key is a POSIX path relative to the root. A file without a manifest is no checkpoint: it is an
@@ -17,6 +18,7 @@ from typing import NamedTuple
 
 MANIFESTS = "manifests"
 CHECKPOINTS = "checkpoints"
+RUNS = "runs"
 PROBES = "probes"
 
 MANIFEST_NAME = "manifest.json"
@@ -60,6 +62,16 @@ def files_folder(uuid: str) -> str:
 def file_key(uuid: str, path: str) -> str:
     """The key of one of a checkpoint's files."""
     return f"{files_folder(uuid)}/{path}"
+
+
+def run_folder(trial: str) -> str:
+    """The folder of what a trial's runs write beside checkpoints."""
+    return f"{RUNS}/{trial}"
+
+
+def run_file_key(trial: str, path: str) -> str:
+    """The key of one of those files."""
+    return f"{run_folder(trial)}/{path}"
 
 
 def parse_manifest_key(key: str) -> ManifestName | None:

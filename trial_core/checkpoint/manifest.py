@@ -72,7 +72,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         metrics: the last ones as of this checkpoint: ``{"training": {…}, "validation": {…}}``.
         topology: over which ranks the state is spread.
         versions: of what wrote it: ``{"torch": "2.13.0", …}``.
-        config_digest: of the experiment's configuration, without credentials.
+        config_digest: of the experiment's configuration, without storage and environment.
         files: every rank's files.
         entrypoint: the trial's class: ``module:Class``.
         hyperparameters: the trial's.

@@ -92,10 +92,10 @@ IGNORED_SEARCHER = dict.fromkeys(
 )
 
 # To ignore a warm start would train something else than was asked for.
-REFUSED_SEARCHER = dict.fromkeys(
-    ("source_checkpoint_uuid", "source_trial_id"),
-    "starting from another trial's checkpoint is not supported",
-)
+REFUSED_SEARCHER = {
+    "source_trial_id": "Determined's server knew a trial's last checkpoint by that number; give "
+    "the checkpoint itself: source_checkpoint_uuid",
+}
 
 ENTRYPOINT_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
 

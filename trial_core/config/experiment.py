@@ -155,10 +155,12 @@ class ExperimentConfig(Section):
     def digest(self) -> str:
         """``sha256:…`` of what is trained and how.
 
-        Where the code and the checkpoints lie is left out, and with it every storage credential:
-        the same experiment has the same digest on every machine.
+        Where the code and the checkpoints lie and what the ranks' environment holds are left out,
+        and with them every credential: the same experiment has the same digest on every machine.
         """
-        content = self.model_dump(mode="json", exclude={"code", "checkpoint_storage"})
+        content = self.model_dump(
+            mode="json", exclude={"code", "checkpoint_storage", "environment"}
+        )
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 

@@ -73,6 +73,28 @@ class SearcherConfig(Section):
         description="Training ends exactly here.",
         examples=[{"batches": 1000}],
     )
+    source_checkpoint_uuid: Text | None = Field(
+        default=None,
+        title="Source checkpoint",
+        description="The checkpoint that a new trial starts from, at batch 0, with its weights and "
+        "optimizer state: its uuid, or how that begins. It lies in the same storage.",
+    )
+    source_weights_only: Flag = Field(
+        default=False,
+        title="Source: weights only",
+        description="Whether to take the models' weights alone from the source checkpoint.",
+    )
+
+    @classmethod
+    def prepared(cls, data: Any) -> dict[str, Any]:
+        """Refuses a way of starting from a checkpoint that is not named."""
+        given = super().prepared(data)
+        if given.get("source_weights_only") is True and "source_checkpoint_uuid" not in given:
+            raise refusal(
+                "has no effect without source_checkpoint_uuid; name the checkpoint",
+                "source_weights_only",
+            )
+        return given
 
 
 class ReproducibilityConfig(Section):

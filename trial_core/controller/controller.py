@@ -1,7 +1,9 @@
 """What runs in every slot: one controller for every kind of trial.
 
-It owns the trial, its engines, loaders, callbacks and progress, and carries out the driver's
-requests one by one. It decides nothing about what comes next: that is the sequencer's.
+It owns the trial, its engines, loaders, callbacks and progress, and carries out requests one by
+one: those of a driver, which has it build the trial, or those of a `Trainer` in a script of the
+user's own, which hands it a trial that exists. It decides nothing about what comes next: that is
+the sequencer's.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from trial_core.controller.engine import TrialEngine
 from trial_core.controller.entrypoint import build_engine
 from trial_core.controller.evaluation import validate
 from trial_core.controller.loaders import Loaders, build_loaders
+from trial_core.controller.measured import Measured, instruments_in
 from trial_core.controller.snapshot import Snapshots
 from trial_core.controller.state import restore_rng
 from trial_core.controller.training import Ticker, train_batches
@@ -32,11 +35,13 @@ from trial_core.messages import (
     Done,
     FetchCheckpoint,
     Fetched,
+    FinishRunFiles,
     HookDone,
     LoadersBuilt,
     PersistCheckpoint,
     Persisted,
     ReleaseStaging,
+    RunFilesStored,
     RunHook,
     RunValidation,
     SaveCheckpoint,
@@ -57,16 +62,22 @@ class Controller:
     """Carries out workloads on this rank.
 
     Args:
-        emit: sends an event to the driver.
+        emit: is told now and then, on rank 0, how far training has come.
+        distributed: who this rank is; by default what the environment says.
     """
 
-    def __init__(self, emit: Callable[[BatchesTrained], None]) -> None:
+    def __init__(
+        self,
+        emit: Callable[[BatchesTrained], None],
+        distributed: DistributedContext | None = None,
+    ) -> None:
         self._emit = emit
-        self._distributed = DistributedContext.from_environment()
+        self._distributed = distributed or DistributedContext.from_environment()
         self._info: RunInfo | None = None
         self._engine: TrialEngine | None = None
         self._loaders: Loaders | None = None
         self._snapshots: Snapshots | None = None
+        self._measured: Measured | None = None
         self._rng: dict[str, Any] | None = None
         # What only this rank knows about the workloads behind it, for the hooks that follow them.
         self._hook_arguments: dict[str, dict[str, Any]] = {}
@@ -80,6 +91,7 @@ class Controller:
             PersistCheckpoint: self.persist_checkpoint,
             ReleaseStaging: self.release_staging,
             RunHook: self.run_hook,
+            FinishRunFiles: self.finish_run_files,
         }
 
     def carry_out(self, request: AnyRequest) -> AnyResult:
@@ -89,21 +101,41 @@ class Controller:
     def close(self) -> None:
         """Let go of what outlives a workload: loader workers end with their iterators."""
         self._loaders = None
+        if self._info is not None:
+            self._info.instruments.finish()
 
     # ------------------------------------------------------------------------ the workloads
 
     def build_trial(self, request: BuildTrial) -> TrialBuilt:
         """Construct the user's trial, in place of any earlier one. Collective."""
-        self._engine = self._loaders = self._rng = None
+        self._engine = self._loaders = self._rng = None  # frees the earlier one before the next
+        if self._info is not None:
+            self._info.instruments.finish()
+        instruments = instruments_in(Path(request.run_dir), self._distributed.get_rank())
+        info = RunInfo(request.trial, request.experiment, instruments=instruments)
+        engine = build_engine(info, self._distributed)
+        return self.attach(
+            engine, info, Path(request.run_dir), CheckpointStore.from_spec(request.storage)
+        )
+
+    def attach(
+        self, engine: TrialEngine, info: RunInfo, run_dir: Path, store: CheckpointStore
+    ) -> TrialBuilt:
+        """Take a trial that has been constructed, in place of any earlier one.
+
+        Args:
+            info: where the trial's context has its answers from; kept up to date from here on.
+            run_dir: a folder on this machine for staged and fetched checkpoints.
+        """
+        self._engine, self._info = engine, info
+        self._loaders = self._rng = None
         self._hook_arguments = {}
-        store = CheckpointStore(request.storage.url, request.storage.options)
-        self._snapshots = Snapshots(Path(request.run_dir), store, self._distributed)
-        self._info = RunInfo(trial=request.trial, experiment=request.experiment)
-        _, self._engine = build_engine(self._info, self._distributed)
+        self._snapshots = Snapshots(run_dir, store, self._distributed)
+        self._measured = Measured(info, store, run_dir)
         return TrialBuilt(
-            hooks=sorted(overridden_hooks(self._engine.callbacks)),
-            topology=self._engine.topology(),
-            batch_samples=self._engine.batch_samples,
+            hooks=sorted(overridden_hooks(engine.callbacks)),
+            topology=engine.topology(),
+            batch_samples=engine.batch_samples,
             versions={name: _version(name) for name in VERSIONED},
         )
 
@@ -117,20 +149,22 @@ class Controller:
         return Fetched()
 
     def build_loaders(self, request: BuildLoaders) -> LoadersBuilt:
-        """Build the loaders, and restore a fetched checkpoint. Collective."""
+        """Build the loaders, and restore from a fetched checkpoint. Collective."""
         engine, info = self._the_engine, self._the_info
         seed = int((info.experiment.get("reproducibility") or {}).get("experiment_seed") or 0)
         info.batches_trained = request.batches_trained
         self._loaders = build_loaders(engine, self._distributed, request.batches_trained, seed)
+        self._loaders.validation.limit = request.validation_limit
         info.epoch = self._loaders.epoch
         if request.checkpoint is not None:
-            self._rng = self._the_snapshots.restore(request.checkpoint, engine)
+            self._rng = self._the_snapshots.restore(request.checkpoint, engine, request.restore)
         return LoadersBuilt(epoch=self._loaders.epoch)
 
     def train(self, request: TrainBatches) -> Trained:
         """Train up to a batch. Collective."""
         self._restore_rng()
         info, loaders = self._the_info, self._the_loaders
+        info.instruments.start()
         began = time.monotonic()
         outcome = train_batches(
             self._the_engine,
@@ -140,6 +174,7 @@ class Controller:
             self._distributed,
             Ticker(self._tell_batches),
         )
+        info.instruments.report("training", info.batches_trained, outcome.avg_metrics)
         self._hook_arguments["on_training_workload_end"] = {
             "avg_metrics": outcome.avg_metrics,
             "batch_metrics": outcome.batch_metrics,
@@ -156,6 +191,7 @@ class Controller:
         self._restore_rng()
         began = time.monotonic()
         metrics = validate(self._the_engine, self._the_loaders, self._distributed)
+        self._the_info.instruments.report("validation", self._the_info.batches_trained, metrics)
         self._hook_arguments["on_validation_end"] = {"metrics": metrics}
         return Validated(
             metrics=metrics,
@@ -170,12 +206,17 @@ class Controller:
         staging = self._the_snapshots.stage(request.uuid, self._the_engine, info.batches_trained)
         for hook in ("on_checkpoint_write_end", "on_checkpoint_end"):
             self._hook_arguments[hook] = {"checkpoint_dir": str(staging)}
-        return Saved(staging=str(staging), seconds=time.monotonic() - began)
+        return Saved(
+            staging=str(staging),
+            seconds=time.monotonic() - began,
+            writes_run_files=info.instruments.has_files_to_upload,
+        )
 
     def persist_checkpoint(self, request: PersistCheckpoint) -> Persisted:
-        """Upload a staged checkpoint. I/O lane."""
+        """Upload a staged checkpoint, and what was written for TensorBoard. I/O lane."""
         began = time.monotonic()
         files = self._the_snapshots.persist(request.uuid)
+        self._the_measured.upload()
         return Persisted(files=files, seconds=time.monotonic() - began)
 
     def release_staging(self, request: ReleaseStaging) -> Done:
@@ -191,6 +232,11 @@ class Controller:
         for callback in self._the_engine.callbacks.values():
             getattr(callback, request.hook)(*positional)
         return HookDone(stop_requested=self._the_info.stop_requested)
+
+    def finish_run_files(self, request: FinishRunFiles) -> RunFilesStored:
+        """Stop the profiler, and upload what is left of the files for TensorBoard."""
+        self._the_info.instruments.finish()
+        return self._the_measured.upload()
 
     # ---------------------------------------------------------------------------- internals
 
@@ -215,6 +261,10 @@ class Controller:
     @property
     def _the_snapshots(self) -> Snapshots:
         return _made(self._snapshots, BuildTrial)
+
+    @property
+    def _the_measured(self) -> Measured:
+        return _made(self._measured, BuildTrial)
 
     @property
     def _the_loaders(self) -> Loaders:

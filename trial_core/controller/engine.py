@@ -23,8 +23,12 @@ class TrialEngine(Protocol):
         needs_data: whether this rank needs data loaders at all.
         micro_batches_per_batch: micro-batches that one batch takes from this rank's loader.
         batch_samples: samples in one batch, all ranks together.
-        evaluates_in_lockstep: whether a forward pass needs all ranks, so that they must evaluate
-            equally many batches.
+        micro_batches_per_evaluation: micro-batches that one `evaluate_batch` takes.
+        evaluates_in_lockstep: whether a forward pass needs other ranks, so that all must evaluate
+            equally often.
+        pads_evaluation: where that is so, whether a rank whose shard is shorter goes on with
+            batches that do not count; otherwise all ranks end with the shortest.
+        evaluates_full_dataset: whether the trial validates the whole set in one go, on one rank.
         requires_reproducible_loaders: whether loaders must be `trial_core.pytorch.DataLoader`s.
     """
 
@@ -36,7 +40,10 @@ class TrialEngine(Protocol):
     needs_data: bool
     micro_batches_per_batch: int
     batch_samples: int
+    micro_batches_per_evaluation: int
     evaluates_in_lockstep: bool
+    pads_evaluation: bool
+    evaluates_full_dataset: bool
     requires_reproducible_loaders: bool
 
     def training_loader(self) -> Any:
@@ -56,12 +63,12 @@ class TrialEngine(Protocol):
         """
         ...
 
-    def evaluation_steps(self, micro_batches: int) -> int:
-        """How many `evaluate_batch` calls consume `micro_batches` micro-batches."""
-        ...
-
     def evaluate_batch(self, micro_batches: Iterator[Any] | None, batch_idx: int) -> Any:
         """The metrics of one of the trial's `evaluate_batch` calls."""
+        ...
+
+    def evaluate_full_dataset(self, loader: Any) -> Any:
+        """The metrics of the whole validation set. Called on rank 0 alone."""
         ...
 
     def evaluation_reducer(self) -> Reducer | Mapping[str, Reducer]:
@@ -78,6 +85,10 @@ class TrialEngine(Protocol):
 
     def load(self, folder: Path) -> None:
         """Restore from all ranks' shards below `folder`. Collective: every rank calls this."""
+        ...
+
+    def load_weights(self, folder: Path) -> None:
+        """Load the models' weights alone. Collective: every rank calls this."""
         ...
 
     def topology(self) -> Topology:

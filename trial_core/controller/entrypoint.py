@@ -12,9 +12,12 @@ from types import ModuleType
 from typing import Any
 
 from trial_core.context import RunInfo
+from trial_core.controller.device import claim_accelerator
 from trial_core.controller.engine import TrialEngine
 from trial_core.controller.state import seed_everything
+from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.engine import DeepSpeedTrialEngine
+from trial_core.deepspeed.mpu import forget_model_parallelism
 from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
@@ -46,17 +49,19 @@ def load_trial_class(entrypoint: str) -> type[DeepSpeedTrial]:
     return found
 
 
-def build_engine(info: RunInfo, distributed: DistributedContext) -> tuple[Any, TrialEngine]:
+def build_engine(info: RunInfo, distributed: DistributedContext) -> TrialEngine:
     """Construct the trial that the experiment names. Collective: every rank calls this.
 
     Returns:
-        The trial's context and the trial behind the controller's seam.
+        The trial behind the controller's seam.
     """
     trial_class = load_trial_class(str(info.experiment["entrypoint"]))
     seed = int((info.experiment.get("reproducibility") or {}).get("experiment_seed") or 0)
-    if not _initialises_by_itself():
+    claim_accelerator(distributed.get_local_rank())
+    if not initialises_by_itself():
         _init_distributed()
         distributed.connect()
+    forget_model_parallelism()
     # The same seed everywhere: every rank must build the same weights.
     seed_everything(seed)
     context = trial_class.trial_context_class(info, distributed)
@@ -66,14 +71,24 @@ def build_engine(info: RunInfo, distributed: DistributedContext) -> tuple[Any, T
         if not _raised_by_deepspeed(error):
             raise
         raise TrialError(f"DeepSpeed refuses the trial's configuration: {error}") from error
-    distributed.connect()
+    return engine_of(trial, context, seed)
+
+
+def engine_of(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, seed: int) -> TrialEngine:
+    """A constructed trial behind the controller's seam. Collective: every rank calls this.
+
+    Raises:
+        TrialError: the trial wrapped no engine, or its callbacks are none.
+    """
+    context.distributed.connect()
     engine = DeepSpeedTrialEngine(trial, context)
     # Different from here on: shards of the data must not share their dropout masks.
     seed_everything(seed + 1 + engine.data_parallel_rank)
-    return context, engine
+    return engine
 
 
-def _initialises_by_itself() -> bool:
+def initialises_by_itself() -> bool:
+    """Whether the user has said that the trial initialises torch.distributed itself."""
     return any(os.environ.get(name) == "1" for name in MANUAL_INIT_VARIABLES)
 
 

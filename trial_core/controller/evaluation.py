@@ -5,7 +5,7 @@ One validation, with every hook that runs inside it::
     on_validation_start()
     on_validation_epoch_start()
     for each batch of this rank's shard:
-        trial.evaluate_batch(...)
+        trial.evaluate_batch(...)               or trial.evaluate_full_dataset once, on rank 0
     on_validation_epoch_end(outputs)            this rank's metrics, one mapping a batch
     reduce the metrics over all ranks           once
     (on_validation_end(metrics) is the stage that follows)
@@ -13,6 +13,7 @@ One validation, with every hook that runs inside it::
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ import torch
 from trial_core.controller.engine import TrialEngine
 from trial_core.controller.loaders import Loaders
 from trial_core.controller.reduction import reduce_metrics
+from trial_core.controller.validation_set import ValidationSet
 from trial_core.distributed import DistributedContext
-from trial_core.pytorch.reducer import BatchMetrics
+from trial_core.errors import TrialError
+from trial_core.pytorch.reducer import BatchMetrics, Reducer
 
 
 def validate(
@@ -29,24 +32,69 @@ def validate(
 ) -> dict[str, Any]:
     """Validate on the whole set; metrics reduced over all ranks. Collective: every rank calls this.
 
-    Where a forward pass needs all ranks, a rank whose shard is shorter than another's goes on with
-    its first batch, whose metrics then do not count.
+    Where a forward pass needs other ranks (ZeRO-3, custom model parallelism), a rank whose shard
+    is shorter than another's goes on with a batch that does not count: neither in the metrics nor
+    in the custom reducers. With pipelines all ranks end with the shortest shard, because DeepSpeed
+    averages a loss over all of them. Validation loaders need no length.
+
+    Raises:
+        TrialError: the set is empty, or too small for a pipeline; or the trial took more
+            micro-batches than there are.
     """
     for callback in engine.callbacks.values():
         callback.on_validation_start()
     for callback in engine.callbacks.values():
         callback.on_validation_epoch_start()
-    metrics = BatchMetrics("evaluate_batch")
     engine.reducers.reset(for_validation=True)
     engine.set_training(False)
-    batches = loaders.validation_batches()
+    contribution = None
+    reducers: Any = engine.evaluation_reducer()
     with torch.no_grad():
-        for batch_idx in range(max(loaders.validation_steps, loaders.lockstep_steps)):
-            outcome = engine.evaluate_batch(batches, batch_idx)
-            if engine.reports_metrics and batch_idx < loaders.validation_steps:
-                metrics.add_batch([outcome])
+        if engine.evaluates_full_dataset:
+            metrics = _in_one_go(engine, loaders.validation, distributed)
+            reducers = Reducer.AVG  # of a single value: the trial has reduced them
+        else:
+            metrics, contribution = _in_batches(engine, loaders.validation, distributed)
     engine.set_training(True)
     outputs = metrics.per_batch()
     for callback in engine.callbacks.values():
         callback.on_validation_epoch_end(outputs)
-    return reduce_metrics("validation", metrics, engine, distributed, engine.evaluation_reducer())
+    return reduce_metrics("validation", metrics, engine, distributed, reducers, contribution)
+
+
+def _in_one_go(
+    engine: TrialEngine, validation: ValidationSet, distributed: DistributedContext
+) -> BatchMetrics:
+    metrics = BatchMetrics("evaluate_full_dataset")
+    if distributed.get_rank() == 0:
+        metrics.add_batch([engine.evaluate_full_dataset(validation.whole())])
+    return metrics
+
+
+def _in_batches(
+    engine: TrialEngine, validation: ValidationSet, distributed: DistributedContext
+) -> tuple[BatchMetrics, list[Any] | None]:
+    """The metrics; and what the custom reducers held before the first batch that did not count."""
+    metrics = BatchMetrics("evaluate_batch")
+    contribution = None
+    batches = validation.begin()
+    for batch_idx, counts in enumerate(validation.evaluations(batches, distributed)):
+        if not counts and contribution is None:
+            contribution = engine.reducers.contribution("validation")
+            if batches is not None:
+                batches.go_on_with(validation.padding())
+        outcome = _evaluate(engine, batches, batch_idx)
+        if counts and engine.reports_metrics:
+            metrics.add_batch([outcome])
+    return metrics, contribution
+
+
+def _evaluate(engine: TrialEngine, batches: Iterator[Any] | None, batch_idx: int) -> Any:
+    try:
+        return engine.evaluate_batch(batches, batch_idx)
+    except StopIteration as end:
+        raise TrialError(
+            f"evaluate_batch asked for more micro-batches than the validation loader gave this "
+            f"rank, in call {batch_idx} of the validation; take one in each call (with a pipeline, "
+            "engine.eval_batch takes its own), and let the loader's len() be what it gives"
+        ) from end

@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from trial_core.controller.drawing import drawn_alike
 from trial_core.controller.engine import TrialEngine
+from trial_core.controller.validation_set import ValidationSet, length, validation_set
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
 from trial_core.pytorch.dataloader import DataLoader
 from trial_core.units import EpochLength
+
+logger = logging.getLogger(__name__)
+
+
+class MicroBatches(Iterator[Any]):
+    """A training loader's micro-batches, counted as the trial takes them."""
+
+    def __init__(self, source: Iterator[Any], per_batch: int) -> None:
+        self._source = source
+        self._per_batch = per_batch
+        self._warned = False
+        self.taken = 0
+
+    def __next__(self) -> Any:
+        self.taken += 1
+        return next(self._source)
+
+    def batch_ended(self) -> None:
+        """Warn, once, if the trial has taken more or fewer than one batch's."""
+        if self.taken != self._per_batch and not self._warned:
+            self._warned = True
+            logger.warning(
+                "train_batch took %d micro-batches from its loader for one batch, where "
+                "gradient_accumulation_steps makes it %d: epochs are counted by the latter, and "
+                "a resumed trial goes on at another place in the data. If a batch needs more, "
+                "load larger micro-batches and divide them in train_batch",
+                self.taken,
+                self._per_batch,
+            )
+        self.taken = 0
 
 
 @dataclass
@@ -20,29 +52,13 @@ class Loaders:
 
     Attributes:
         training: micro-batches without end, from where training goes on; None without need.
-        validation: the rank's shard of the validation set; None without need.
+        validation: the rank's part of the validation set.
         epoch: how long an epoch is, the same on every rank; None when there is no telling.
-        validation_steps: `evaluate_batch` calls that this rank's shard is good for.
-        lockstep_steps: calls that every rank must make, where a forward pass needs all ranks.
     """
 
-    training: Iterator[Any] | None
-    validation: Any
+    training: MicroBatches | None
+    validation: ValidationSet
     epoch: EpochLength | None
-    validation_steps: int
-    lockstep_steps: int
-
-    def validation_batches(self) -> Iterator[Any] | None:
-        """One pass over the rank's shard; without end where ranks must keep in step."""
-        if self.validation is None:
-            return None
-        batches: Iterator[Any] = iter(self.validation)
-        if self.lockstep_steps <= self.validation_steps:
-            return batches
-        return itertools.chain(batches, itertools.cycle(self._first_of_validation()))
-
-    def _first_of_validation(self) -> list[Any]:
-        return list(itertools.islice(iter(self.validation), 1))
 
 
 def build_loaders(
@@ -54,28 +70,27 @@ def build_loaders(
         batches_trained: where training goes on; that many batches of micro-batches are skipped.
 
     Raises:
-        TrialError: a loader of the wrong type, an empty one, or one missing where data is needed.
+        TrialError: a loader of the wrong type, an empty one, one missing where data is needed, or
+            a validation set too small for a pipeline.
     """
     training = _checked(engine, engine.training_loader(), "training")
     validation = _checked(engine, engine.validation_loader(), "validation")
     # Agreed over all ranks before anything is refused, so that all refuse alike.
-    lengths = distributed.allgather((_micro_batches(training), _micro_batches(validation)))
-    training_length = _agreed([length for length, _ in lengths], "training")
-    _agreed([length for _, length in lengths], "validation")
+    sizes = distributed.allgather(
+        (_micro_batches(engine, training), _micro_batches(engine, validation))
+    )
+    training_length = _agreed([size for size, _ in sizes], "training")
+    _agreed([size for _, size in sizes], "validation")
 
     epoch = None
     if training_length is not None:
         epoch = EpochLength(
             training_length, engine.micro_batches_per_batch * engine.data_parallel_size
         )
-    shard = _sharded(engine, validation, seed)
-    steps = engine.evaluation_steps(len(shard)) if shard is not None else 0
     return Loaders(
-        training=_endless(engine, training, batches_trained, seed),
-        validation=shard,
+        training=_endless(engine, training, distributed, batches_trained, seed),
+        validation=validation_set(engine, validation, seed, distributed),
         epoch=epoch,
-        validation_steps=steps,
-        lockstep_steps=max(distributed.allgather(steps)) if engine.evaluates_in_lockstep else 0,
     )
 
 
@@ -99,16 +114,14 @@ def _checked(engine: TrialEngine, loader: Any, which: str) -> Any:
     return loader
 
 
-def _micro_batches(loader: Any) -> int | None:
+def _micro_batches(engine: TrialEngine, loader: Any) -> int | None:
     """Micro-batches of one pass over all shards; -1 for no loader, None for no length."""
     if loader is None:
         return -1
     if isinstance(loader, DataLoader):
         return loader.num_micro_batches
-    try:
-        return len(loader)
-    except TypeError:
-        return None
+    own = length(loader)  # a loader of the trial's own gives this rank's shard alone
+    return None if own is None else own * engine.data_parallel_size
 
 
 def _agreed(lengths: list[int | None], which: str) -> int | None:
@@ -121,34 +134,29 @@ def _agreed(lengths: list[int | None], which: str) -> int | None:
     return None if None in lengths or not known else max(known)
 
 
-def _sharded(engine: TrialEngine, loader: Any, seed: int) -> Any:
-    if not isinstance(loader, DataLoader):
-        return loader
-    return loader.get_data_loader(
-        repeat=False,
-        skip=0,
-        num_replicas=engine.data_parallel_size,
-        rank=engine.data_parallel_rank,
-        seed=seed,
-    )
-
-
 def _endless(
-    engine: TrialEngine, loader: Any, batches_trained: int, seed: int
-) -> Iterator[Any] | None:
+    engine: TrialEngine,
+    loader: Any,
+    distributed: DistributedContext,
+    batches_trained: int,
+    seed: int,
+) -> MicroBatches | None:
     if loader is None:
         return None
-    if not isinstance(loader, DataLoader):
-        return _again_and_again(loader)
-    return iter(
-        loader.get_data_loader(
+    skip = batches_trained * engine.micro_batches_per_batch
+    endless: Iterable[Any]
+    if isinstance(loader, DataLoader):
+        endless = loader.get_data_loader(
             repeat=True,
-            skip=batches_trained * engine.micro_batches_per_batch,
+            skip=skip,
             num_replicas=engine.data_parallel_size,
             rank=engine.data_parallel_rank,
             seed=seed,
         )
-    )
+    else:
+        endless = _again_and_again(loader)
+    endless = drawn_alike(endless, engine, distributed, seed, skip)
+    return MicroBatches(iter(endless), engine.micro_batches_per_batch)
 
 
 def _again_and_again(loader: Any) -> Iterator[Any]:

@@ -18,18 +18,30 @@ def reduce_metrics(
     engine: TrialEngine,
     distributed: DistributedContext,
     reducers: Reducer | Mapping[str, Reducer] = Reducer.AVG,
+    contribution: list[Any] | None = None,
 ) -> dict[str, Any]:
     """Reduce per-batch metrics, and the trial's custom ones, over all batches of all ranks.
 
-    Collective: every rank calls this, and gets the same. The only place where a workload waits
-    for the accelerator.
+    Collective: every rank calls this, and gets the same. Only what ranks that report metrics have
+    gathered counts. The only place where a workload waits for the accelerator.
+
+    Args:
+        contribution: what the custom reducers held when they were last to be believed; None: now.
 
     Raises:
-        TrialError: ranks report different metrics, or a custom one has the name of another.
+        TrialError: nothing was validated, ranks report different metrics, or a custom one has
+            the name of another.
     """
     partials = distributed.allgather(metrics.partials() if engine.reports_metrics else {})
+    if kind == "validation" and not any(part.get("batches") for part in partials):
+        raise TrialError(
+            "there are no validation metrics: the validation loader gave not a single batch to any "
+            "rank that reports metrics"
+        )
     reduced: dict[str, Any] = combine(partials, reducers)
-    custom = engine.reducers.reduce(kind, distributed.allgather)
+    custom = engine.reducers.reduce(
+        kind, distributed.allgather, counts=engine.reports_metrics, contribution=contribution
+    )
     twice = sorted(reduced.keys() & custom.keys())
     if twice:
         raise TrialError(

@@ -21,6 +21,7 @@ from trial_core.controller.state import (
     write_rank_state,
 )
 from trial_core.distributed import DistributedContext
+from trial_core.start import Restore
 
 
 class Snapshots:
@@ -70,16 +71,22 @@ class Snapshots:
         own = share[self._distributed.get_local_rank() :: every]
         fetch_files(self._store, uuid, own, self.restored(uuid))
 
-    def restore(self, uuid: str, engine: TrialEngine) -> dict[str, object]:
-        """Load the engines, callbacks and state from fetched files; this rank's RNG state.
+    def restore(self, uuid: str, engine: TrialEngine, restore: Restore) -> dict[str, object] | None:
+        """Load from fetched files, as much as `restore` says.
 
         Collective: every rank calls this, after all have fetched.
+
+        Returns:
+            This rank's random state, where the trial goes on; None where it begins.
         """
         folder = self.restored(uuid)
+        if restore == "weights":
+            engine.load_weights(folder)
+            return None
         state = read_rank_state(folder, self._distributed.get_rank())
         for callback in engine.callbacks.values():
             callback.on_checkpoint_load_start(state)
         engine.load(folder)
         restore_callbacks(state, engine.callbacks)
         rng: dict[str, object] = state["rng"]
-        return rng
+        return rng if restore == "everything" else None

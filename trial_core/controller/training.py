@@ -14,12 +14,13 @@ One train-workload, with every hook that runs inside it::
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trial_core.context import RunInfo
 from trial_core.controller.engine import TrialEngine
+from trial_core.controller.loaders import MicroBatches
 from trial_core.controller.reduction import reduce_metrics
 from trial_core.distributed import DistributedContext
 from trial_core.pytorch.callback import PyTorchCallback
@@ -60,7 +61,7 @@ class Ticker:
 def train_batches(
     engine: TrialEngine,
     info: RunInfo,
-    micro_batches: Iterator[Any] | None,
+    micro_batches: MicroBatches | None,
     until: int,
     distributed: DistributedContext,
     ticker: Ticker,
@@ -73,10 +74,13 @@ def train_batches(
         batch_idx = info.batches_trained
         epoch_idx = _begin_epochs(engine.callbacks, info.epoch, batch_idx)
         calls = engine.train_batch(micro_batches, epoch_idx, batch_idx)
+        if micro_batches is not None:
+            micro_batches.batch_ended()
         if engine.reports_metrics:
             metrics.add_batch(calls)
         _end_epochs(engine.callbacks, info.epoch, batch_idx)
         info.batches_trained = batch_idx + 1
+        info.instruments.batch_ended()
         ticker.tick(info.batches_trained)
     averages = reduce_metrics("training", metrics, engine, distributed)
     return TrainOutcome(averages, metrics.per_batch())

@@ -13,12 +13,16 @@ if TYPE_CHECKING:
         make_data_parallel_mpu,
         make_deepspeed_mpu,
     )
+    from trial_core.deepspeed.script import init
+    from trial_core.deepspeed.trainer import Trainer
     from trial_core.deepspeed.trial import DeepSpeedTrial
 
 _HOMES = {
     "DeepSpeedTrial": "trial",
     "DeepSpeedTrialContext": "context",
     "ModelParallelUnit": "mpu",
+    "Trainer": "trainer",
+    "init": "script",
     "make_data_parallel_mpu": "mpu",
     "make_deepspeed_mpu": "mpu",
     "overwrite_deepspeed_config": "ds_config",
@@ -28,6 +32,8 @@ __all__ = [
     "DeepSpeedTrial",
     "DeepSpeedTrialContext",
     "ModelParallelUnit",
+    "Trainer",
+    "init",
     "make_data_parallel_mpu",
     "make_deepspeed_mpu",
     "overwrite_deepspeed_config",
@@ -39,3 +45,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from typing_extensions import Self
+
 from trial_core.context import RunInfo, TrialContext
 from trial_core.deepspeed.mpu import (
     ModelParallelUnit,
     make_data_parallel_mpu,
     make_deepspeed_mpu,
 )
-from trial_core.distributed import DistributedContext
+from trial_core.distributed import ALONE, DistributedContext, is_launched
 from trial_core.errors import TrialError
 from trial_core.pytorch.reducer import MetricReducer, ReducerRegistry
 from trial_core.pytorch.to_device import to_device
@@ -45,6 +47,22 @@ class DeepSpeedTrialContext(TrialContext):
         self._mpu_was_set = False
         self._odd_types: set[type] = set()
 
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """A context for debugging a trial in a script or notebook of its own, outside any run::
+
+            context = DeepSpeedTrialContext.from_config({"hyperparameters": {"lr": 1e-3}})
+            trial = MyTrial(context)
+            batches = iter(trial.build_training_data_loader())
+            print(trial.train_batch(batches, epoch_idx=0, batch_idx=0))
+
+        As `TrialContext.from_config`. In plain Python it also puts into the environment that there
+        is a single rank, so that the trial's ``deepspeed.initialize`` finds what it looks for.
+        """
+        if not is_launched():
+            os.environ.update(ALONE)
+        return super().from_config(config)
+
     def wrap_model_engine(self, model: DeepSpeedEngine) -> DeepSpeedEngine:
         """Register a DeepSpeed engine: it is saved, restored and counted from here on.
 
@@ -52,12 +70,17 @@ class DeepSpeedTrialContext(TrialContext):
         same order.
 
         Raises:
-            TrialError: `model` is no engine.
+            TrialError: `model` is no engine, or is wrapped already.
         """
         if not isinstance(model, DeepSpeedEngine):
             raise TrialError(
                 f"wrap_model_engine takes the engine that deepspeed.initialize returns first, "
                 f"got {type(model).__name__}"
+            )
+        if any(wrapped is model for wrapped in self.models):
+            raise TrialError(
+                "wrap_model_engine was called twice with the same engine; an engine that is "
+                "wrapped is saved and restored, once is enough"
             )
         if self.models:
             self._warn_if_sizes_differ(model)
@@ -72,8 +95,13 @@ class DeepSpeedTrialContext(TrialContext):
         """Use a custom model-parallel layout, that of the first wrapped engine.
 
         Raises:
-            TrialError: called before any engine was wrapped, or a second time.
+            TrialError: `mpu` is no `ModelParallelUnit`; or this is called before any engine was
+                wrapped, or a second time.
         """
+        if not isinstance(mpu, ModelParallelUnit):
+            raise TrialError(
+                f"set_mpu takes a trial_core.deepspeed.ModelParallelUnit, got {type(mpu).__name__}"
+            )
         if not self.models:
             raise TrialError("set_mpu was called before wrap_model_engine; wrap the engine first")
         if self._mpu_was_set:

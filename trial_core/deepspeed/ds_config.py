@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def overwrite_deepspeed_config(
-    base_ds_config: str | Mapping[str, Any], source_ds_dict: Mapping[str, Any]
+    base_ds_config: str | Path | Mapping[str, Any], source_ds_dict: Mapping[str, Any]
 ) -> dict[str, Any]:
     """`base_ds_config` with the leaves that `source_ds_dict` also has taken from there.
 
@@ -30,7 +30,7 @@ def overwrite_deepspeed_config(
         TypeError: the base is neither a path nor a mapping.
         TrialError: the file cannot be read, or is no JSON.
     """
-    if isinstance(base_ds_config, str):
+    if isinstance(base_ds_config, (str, Path)):
         result = _read(Path(base_ds_config))
     elif isinstance(base_ds_config, Mapping):
         result = copy.deepcopy(dict(base_ds_config))
@@ -39,25 +39,23 @@ def overwrite_deepspeed_config(
             "base_ds_config must be a path or a dictionary, "
             f"got {type(base_ds_config).__name__}: {base_ds_config!r}"
         )
-    for path in _overwrite(result, source_ds_dict, ""):
-        logger.warning(
-            'overwrite_deepspeed_config: "%s" is not in the base config and overwrote nothing', path
-        )
+    for why in _overwrite(result, source_ds_dict, ""):
+        logger.warning("overwrite_deepspeed_config: %s, and overwrote nothing", why)
     return result
 
 
 def _overwrite(base: dict[str, Any], source: Mapping[str, Any], prefix: str) -> list[str]:
-    """Overwrite in place; the paths in `source` that `base` does not have."""
+    """Overwrite in place; what in `source` overwrote nothing, and why."""
     unused: list[str] = []
     for key, value in source.items():
         path = f"{prefix}{key}"
         if key not in base:
-            unused.append(path)
+            unused.append(f'"{path}" is not in the base config')
         elif isinstance(base[key], dict):
             if isinstance(value, Mapping):
                 unused += _overwrite(base[key], value, f"{path}.")
             else:
-                unused.append(path)  # only leaves are overwritten
+                unused.append(f'"{path}" is a section in the base config, and {value!r} here')
         else:
             base[key] = copy.deepcopy(value)
     return unused

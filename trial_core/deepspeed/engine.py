@@ -9,6 +9,7 @@ from typing import Any
 
 from trial_core.checkpoint.manifest import Topology
 from trial_core.deepspeed.context import DeepSpeedTrialContext
+from trial_core.deepspeed.mpu import check_mpu
 from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.errors import TrialError
 from trial_core.pytorch.callback import PyTorchCallback
@@ -20,8 +21,11 @@ ZERO_STAGE_WEIGHTS = 3
 class DeepSpeedTrialEngine:
     """Drives a `DeepSpeedTrial`; see `TrialEngine` for what each member means.
 
+    Collective: every rank constructs one.
+
     Raises:
-        TrialError: the trial wrapped no engine.
+        TrialError: the trial wrapped no engine, its `ModelParallelUnit`s do not fit together, or it
+            cannot be validated.
     """
 
     def __init__(self, trial: DeepSpeedTrial, context: DeepSpeedTrialContext) -> None:
@@ -30,6 +34,7 @@ class DeepSpeedTrialEngine:
                 f"{type(trial).__name__}.__init__ wrapped no engine; pass what "
                 "deepspeed.initialize returns first to context.wrap_model_engine"
             )
+        check_mpu(context.mpu, context.distributed)
         self._trial = trial
         self._context = context
         first = context.models[0]
@@ -41,17 +46,16 @@ class DeepSpeedTrialEngine:
         self.needs_data = context.mpu.should_build_data_loader
         self.micro_batches_per_batch = int(first.gradient_accumulation_steps())
         self.batch_samples = int(first.train_batch_size())
-        stages = [engine.zero_optimization_stage() for engine in context.models]
-        self.evaluates_in_lockstep = context.uses_pipeline or ZERO_STAGE_WEIGHTS in stages
         self.requires_reproducible_loaders = context.reproducible_loaders
+        in_groups = context.uses_pipeline
         self._calls_per_batch = (
-            self.micro_batches_per_batch
-            if context.auto_grad_accumulation and not context.uses_pipeline
-            else 1
+            self.micro_batches_per_batch if context.auto_grad_accumulation and not in_groups else 1
         )
-        self._evaluate_takes_index = (
-            "batch_idx" in inspect.signature(trial.evaluate_batch).parameters
-        )
+        self.micro_batches_per_evaluation = self.micro_batches_per_batch if in_groups else 1
+        self.evaluates_in_lockstep = _needs_other_ranks(context)
+        self.pads_evaluation = not in_groups
+        self.evaluates_full_dataset = _validates_in_one_go(trial, self.evaluates_in_lockstep)
+        self._evaluate_takes_index = _takes_two(trial.evaluate_batch)
 
     def training_loader(self) -> Any:
         return self._trial.build_training_data_loader()
@@ -74,21 +78,18 @@ class DeepSpeedTrialEngine:
                 f"{self._calls_per_batch} call(s) of train_batch led to "
                 f"{engine.global_steps - before} optimizer step(s) of the first engine, where one "
                 "batch is exactly one. Each call must run the engine's forward, backward and step "
-                "once; to accumulate by hand, call context.disable_auto_grad_accumulation()"
+                "once; to accumulate by hand, call context.disable_auto_grad_accumulation(). With "
+                "several engines, wrap one first that steps once a batch"
             )
         return metrics
-
-    def evaluation_steps(self, micro_batches: int) -> int:
-        return (
-            micro_batches // self.micro_batches_per_batch
-            if self._context.uses_pipeline
-            else micro_batches
-        )
 
     def evaluate_batch(self, micro_batches: Iterator[Any] | None, batch_idx: int) -> Any:
         if self._evaluate_takes_index:
             return self._trial.evaluate_batch(micro_batches, batch_idx)
         return self._trial.evaluate_batch(micro_batches)  # type: ignore[call-arg]  # older form
+
+    def evaluate_full_dataset(self, loader: Any) -> Any:
+        return self._trial.evaluate_full_dataset(loader)
 
     def evaluation_reducer(self) -> Reducer | Mapping[str, Reducer]:
         return self._trial.evaluation_reducer()
@@ -103,6 +104,9 @@ class DeepSpeedTrialEngine:
     def load(self, folder: Path) -> None:
         self._trial.load(self._context, folder)
 
+    def load_weights(self, folder: Path) -> None:
+        self._trial.load_weights(self._context, folder)
+
     def topology(self) -> Topology:
         first = self._context.models[0]
         world, data = self._context.distributed.get_size(), self.data_parallel_size
@@ -114,3 +118,41 @@ class DeepSpeedTrialEngine:
             model_parallel_size=max(1, world // (data * pipeline)),
             zero_stage=int(first.zero_optimization_stage()),
         )
+
+
+def _needs_other_ranks(context: DeepSpeedTrialContext) -> bool:
+    """Whether a rank cannot run a forward pass on its own: others hold a part of the weights."""
+    shares_weights = any(
+        engine.zero_optimization_stage() == ZERO_STAGE_WEIGHTS or engine.has_moe_layers
+        for engine in context.models
+    )
+    splits_model = context.mpu.data_parallel_world_size < context.distributed.get_size()
+    return context.uses_pipeline or shares_weights or splits_model
+
+
+def _validates_in_one_go(trial: DeepSpeedTrial, needs_other_ranks: bool) -> bool:
+    name, own = type(trial).__name__, type(trial)
+    in_batches = own.evaluate_batch is not DeepSpeedTrial.evaluate_batch
+    in_one_go = own.evaluate_full_dataset is not DeepSpeedTrial.evaluate_full_dataset
+    if in_batches == in_one_go:
+        defines = "both" if in_batches else "neither"
+        raise TrialError(
+            f"{name} defines {defines} of evaluate_batch and evaluate_full_dataset; define exactly "
+            "one: evaluate_batch is called on every rank, evaluate_full_dataset on a single one"
+        )
+    if in_one_go and needs_other_ranks:
+        raise TrialError(
+            f"{name} defines evaluate_full_dataset, which runs on a single rank, but its engine's "
+            "forward pass needs the other ranks (ZeRO stage 3, pipeline or model parallelism) and "
+            "would wait for them for ever; define evaluate_batch instead"
+        )
+    return in_one_go
+
+
+def _takes_two(evaluate_batch: Any) -> bool:
+    """Whether `evaluate_batch` takes a batch_idx, whatever it is called."""
+    try:
+        inspect.signature(evaluate_batch).bind(None, 0)
+    except TypeError:
+        return False
+    return True

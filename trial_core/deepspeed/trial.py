@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from trial_core.deepspeed.context import DeepSpeedTrialContext
+from trial_core.deepspeed.weights import load_weights
 from trial_core.errors import TrialError
 from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.pytorch.reducer import Reducer
@@ -72,10 +73,42 @@ class DeepSpeedTrial(ABC):
     def evaluate_batch(
         self, dataloader_iter: Iterator[Any] | None, batch_idx: int
     ) -> dict[str, Any]:
-        """Validation metrics of one micro-batch, by name; `batch_idx` may be left out."""
-        raise TrialError(
-            f"{type(self).__name__} cannot be validated: it does not define evaluate_batch"
-        )
+        """Validation metrics of one micro-batch, by name::
+
+            batch = self.context.to_device(next(dataloader_iter))
+            return {"loss": self.engine(batch)}
+
+        With pipelines, of one group of `gradient_accumulation_steps` micro-batches, which
+        ``self.engine.eval_batch(dataloader_iter)`` takes by itself; what does not fill a group on
+        every data-parallel rank is left out.
+
+        Called without gradients, with the engines in evaluation mode. Where a forward pass needs
+        other ranks (ZeRO-3, model parallelism), all ranks call it equally often, and a rank that
+        has come to the end of its shard is given a batch whose metrics do not count.
+
+        Args:
+            dataloader_iter: micro-batches of this rank's shard; None on ranks that need no data.
+            batch_idx: counts the calls of this validation, from 0. This parameter may be left out.
+
+        Returns:
+            Numbers, or arrays of them, by name: the same names in every call. They may stay on the
+            device. `evaluation_reducer` says how they become one.
+        """
+        raise TrialError(f"{type(self).__name__} does not define evaluate_batch")
+
+    def evaluate_full_dataset(self, data_loader: Any) -> dict[str, Any]:
+        """Validation metrics of the whole set; to be defined instead of `evaluate_batch`.
+
+        Called on rank 0 alone, while the other ranks wait: only for engines whose forward pass
+        needs no other rank, and within the deadline of `DistributedContext`'s collectives.
+
+        Args:
+            data_loader: all micro-batches of the validation set, unsharded.
+
+        Returns:
+            Metrics by name, reduced already: `evaluation_reducer` is not asked.
+        """
+        raise TrialError(f"{type(self).__name__} does not define evaluate_full_dataset")
 
     def evaluation_reducer(self) -> Reducer | dict[str, Reducer]:
         """How per-batch validation metrics become one: for all, or by metric name."""
@@ -106,3 +139,15 @@ class DeepSpeedTrial(ABC):
                 raise TrialError(
                     f'DeepSpeed found no checkpoint of engine {i} (tag "model{i}") in {load_path}'
                 )
+
+    def load_weights(self, context: DeepSpeedTrialContext, load_path: Path) -> None:
+        """Load the models' weights alone from the files of all ranks below `load_path`.
+
+        For a trial that starts with another's weights (``searcher.source_weights_only``). A trial
+        that overrides `save` overrides this too. Collective: every rank calls this.
+
+        Raises:
+            TrialError: DeepSpeed found no weights of an engine there.
+        """
+        for i, engine in enumerate(context.models):
+            load_weights(engine, load_path, tag=f"model{i}")

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trial_core import deepspeed
     from trial_core.pytorch import samplers
     from trial_core.pytorch.callback import PyTorchCallback
     from trial_core.pytorch.dataloader import DataLoader
@@ -37,6 +38,7 @@ __all__ = [
     "Reducer",
     "TorchData",
     "TrainUnit",
+    "deepspeed",
     "samplers",
 ]
 
@@ -44,6 +46,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "samplers":
         return importlib.import_module("trial_core.pytorch.samplers")
+    if name == "deepspeed":  # for ``from determined.pytorch import deepspeed``
+        return importlib.import_module("trial_core.deepspeed")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -5,6 +5,7 @@ Follows ``determined.pytorch.MetricReducer`` and ``context.wrap_reducer``.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -203,12 +204,29 @@ class ReducerRegistry:
             ):
                 wrapped.reducer.reset()
 
-    def reduce(self, kind: MetricsKind, allgather: Callable[[Any], list[Any]]) -> dict[str, Any]:
+    def contribution(self, kind: MetricsKind) -> list[Any]:
+        """What this rank's reducers hold now, for `reduce`; a copy, whatever they hold later."""
+        return [
+            copy.deepcopy(wrapped.reducer.per_slot_reduce())
+            for wrapped in self._wrapped
+            if wrapped.serves(kind)
+        ]
+
+    def reduce(
+        self,
+        kind: MetricsKind,
+        allgather: Callable[[Any], list[Any]],
+        *,
+        counts: bool = True,
+        contribution: list[Any] | None = None,
+    ) -> dict[str, Any]:
         """The metrics of a workload, as plain Python. Collective: every rank calls this.
 
         Args:
             allgather: gives what each rank passed to it, in the order of ranks. Called once if any
                 reducer counts in such workloads, and not at all otherwise.
+            counts: whether this rank's values do. `cross_slot_reduce` sees those of ranks that do.
+            contribution: this rank's values, had earlier; None: what its reducers hold now.
 
         Raises:
             TrialError: ranks have wrapped different reducers, or a reducer returned something
@@ -218,8 +236,10 @@ class ReducerRegistry:
         if not serving:
             return {}
         labels = [f"{wrapped.words} (name={wrapped.name!r})" for wrapped in serving]
-        values = [wrapped.reducer.per_slot_reduce() for wrapped in serving]
-        gathered = allgather((labels, values))
+        values = contribution
+        if values is None:
+            values = [wrapped.reducer.per_slot_reduce() for wrapped in serving]
+        gathered = allgather((labels, values if counts else None))
         for rank, (other_labels, _) in enumerate(gathered):
             if other_labels != labels:
                 raise TrialError(
@@ -228,7 +248,7 @@ class ReducerRegistry:
                 )
         metrics: dict[str, Any] = {}
         for index, wrapped in enumerate(serving):
-            per_slot = [rank_values[index] for _, rank_values in gathered]
+            per_slot = [rank_values[index] for _, rank_values in gathered if rank_values]
             result = _named(wrapped, wrapped.reducer.cross_slot_reduce(per_slot))
             twice = sorted(result.keys() & metrics.keys())
             if twice:

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping
+from itertools import takewhile
 
 from trial_core.errors import LaunchError
 
@@ -20,7 +21,7 @@ def count_accelerators(environment: Mapping[str, str] = os.environ) -> int:
     """The accelerators that ranks started from here would see; 0 means CPU ranks.
 
     ``DS_ACCELERATOR=cpu`` (DeepSpeed's own switch) means none. ``CUDA_VISIBLE_DEVICES`` and
-    ``HIP_VISIBLE_DEVICES`` narrow what the driver's tools report.
+    ``HIP_VISIBLE_DEVICES`` narrow what the driver's tools report, as they do for the ranks.
     """
     if environment.get("DS_ACCELERATOR") == "cpu":
         return 0
@@ -31,7 +32,7 @@ def count_accelerators(environment: Mapping[str, str] = os.environ) -> int:
         present = _count_lines(tool)
         if present:
             chosen = environment.get(visible)
-            return present if chosen is None else len([d for d in chosen.split(",") if d.strip()])
+            return present if chosen is None else min(present, _count_chosen(chosen, present))
     return 0
 
 
@@ -53,6 +54,19 @@ def slots_to_launch(asked: int | str, environment: Mapping[str, str] = os.enviro
             '(or "auto"), or set DS_ACCELERATOR=cpu to train on CPU ranks'
         )
     return asked
+
+
+def _count_chosen(devices: str, present: int) -> int:
+    """How many a list of devices makes visible: those before the first that does not exist."""
+    entries = (entry.strip() for entry in devices.split(","))
+    return sum(1 for _ in takewhile(lambda entry: _may_exist(entry, present), entries))
+
+
+def _may_exist(device: str, present: int) -> bool:
+    """Whether `device` is an index below `present`, or a device's UUID."""
+    if device.isdecimal():
+        return int(device) < present
+    return device.startswith(("GPU-", "MIG-"))
 
 
 def _count_lines(command: tuple[str, ...]) -> int:

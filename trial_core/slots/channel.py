@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 10.0
 HELLO_MAX_BYTES = 4096
+MAX_SOCKET_FOLDER_CHARACTERS = 90  # of about 108 for the whole path
 
 
 class Listener(Protocol):
@@ -55,7 +56,8 @@ class Listener(Protocol):
 
     def rank_said(self, rank: int, message: Answer | BatchesTrained | LogLines) -> None: ...
 
-    def rank_left(self, rank: int, why: str) -> None: ...
+    def rank_left(self, rank: int, why: str | None) -> None:
+        """`why` says what was wrong with what it sent; None when its connection just ended."""
 
 
 class Channel:
@@ -70,7 +72,7 @@ class Channel:
         self._world_size = world_size
         self._listener = listener
         self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._folder = None if host else Path(tempfile.mkdtemp(prefix="trialflow-"))
+        self._folder = None if host else _socket_folder()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="trialflow-channel", daemon=True
@@ -134,20 +136,30 @@ class Channel:
             logger.warning("turned away a connection to the slot group's channel: %s", e)
             writer.close()
             return
-        self._listener.rank_joined(peer)
-        why = "closed its connection"
+        why: str | None = None
         try:
+            self._listener.rank_joined(peer)
             while True:
                 data = await reader.readexactly(frame_length(await reader.readexactly(HEADER.size)))
-                self._listener.rank_said(peer.rank, decode_from_rank(data))
+                self._pass_on(peer.rank, decode_from_rank(data))
         except (EOFError, OSError):
             pass
         except (ProtocolError, msgspec.MsgspecError) as error:
             why = f"sent something that is no message: {error}"
+        except asyncio.CancelledError:
+            return  # the channel is being closed
         finally:
+            # Told before the connection is closed, which would end the rank for another reason.
+            self._listener.rank_left(peer.rank, why)
             self._writers.pop(peer.rank, None)
             writer.close()
-        self._listener.rank_left(peer.rank, why)
+
+    def _pass_on(self, rank: int, message: Answer | BatchesTrained | LogLines) -> None:
+        try:
+            self._listener.rank_said(rank, message)
+        except Exception:
+            # Somebody's display has failed. Training does not.
+            logger.exception("what rank %d said could not be passed on", rank)
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Peer:
         nonce = new_nonce()
@@ -162,6 +174,15 @@ class Channel:
             raise ProtocolError(f"rank {hello.rank} has joined already")
         self._writers[hello.rank] = writer
         return Peer(rank=hello.rank, pid=hello.pid, host=hello.host)
+
+
+def _socket_folder() -> Path:
+    """A private folder whose path is short enough for a Unix socket in it."""
+    folder = Path(tempfile.mkdtemp(prefix="trialflow-"))
+    if len(str(folder)) > MAX_SOCKET_FOLDER_CHARACTERS:
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix="trialflow-", dir="/tmp"))
+    return folder
 
 
 def _no_delay(writer: asyncio.StreamWriter) -> None:

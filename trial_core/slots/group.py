@@ -1,9 +1,9 @@
 """The slot group: all the ranks of a trial, launched once and kept warm for the whole run.
 
-Every rank is watched through its connection, which the kernel closes the moment the process ends,
-so waiting for an answer needs no timeout to notice a death. When a rank fails the group is over:
-the others are killed (they may be inside a collective that can never complete) and everything
-that waits raises `RankFailed` with the first cause.
+Every rank's process is watched, and its connection, so waiting for an answer needs no timeout to
+notice a death. When a rank fails the group is over: the others are killed (they may be inside a
+collective that can never complete) and everything that waits raises `RankFailed` with the first
+cause.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import signal
 import socket
-import subprocess
 import tempfile
 import threading
 import time
@@ -23,7 +21,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from trial_core.errors import DeadlineExceeded, LaunchError, RankFailed, SlotsError
 from trial_core.messages import (
@@ -37,15 +35,16 @@ from trial_core.messages import (
     Shutdown,
 )
 from trial_core.slots.channel import Channel
+from trial_core.slots.failures import FirstCause, how_it_ended
 from trial_core.slots.launcher import RankProcess, launch_ranks
 
 logger = logging.getLogger(__name__)
 
 JOIN_SECONDS = 300.0
 SHUTDOWN_SECONDS = 10.0
-# After a failure is noticed, how long others may report theirs: a rank that dies makes its peers
-# raise from their collectives, and they may be heard first.
-CAUSE_SECONDS = 1.0
+KILL_SECONDS = 30.0
+# How long a rank may live on once its connection has ended.
+LEFT_SECONDS = 5.0
 
 R = TypeVar("R", bound=Result)
 
@@ -88,24 +87,26 @@ class SlotGroup:
         self._on_log = on_log
         self._lock = threading.Lock()
         self._peers: dict[int, Peer] = {}
-        self._all_joined = threading.Event()
+        self._joined_or_failed = threading.Event()
         self._pending: dict[int, _Pending] = {}
         self._number = 0
         self._closing = False
         self._failure: SlotsError | None = None
-        self._failures: list[RankFailed] = []
+        self._causes = FirstCause(world_size, self._end_with)
         self._own_log_dir = log_dir is None
         self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="trialflow-logs-"))
         self._channel = Channel(world_size, self)
         self._ranks: list[RankProcess] = []
         try:
-            self._ranks = launch_ranks(
+            launch_ranks(
                 world_size,
                 address=self._channel.address,
                 secret=self._channel.secret,
                 log_dir=self.log_dir,
                 working_dir=working_dir,
                 environment=environment or {},
+                on_exit=self._rank_exited,
+                ranks=self._ranks,
             )
             self._wait_until_joined(JOIN_SECONDS)
         except BaseException:
@@ -126,7 +127,7 @@ class SlotGroup:
     @property
     def pids(self) -> list[int]:
         """The ranks' process ids, by rank."""
-        return [rank.process.pid for rank in self._ranks]
+        return [rank.pid for rank in self._ranks]
 
     # ---------------------------------------------------------------------------- requests
 
@@ -179,20 +180,10 @@ class SlotGroup:
 
     def close(self) -> None:
         """End the ranks in good order if they are idle, at once otherwise. Leaves no process."""
-        with self._lock:
-            busy = bool(self._pending) or self._failure is not None
-            started = not self._closing
-        if started and not busy:
-            try:
-                ended = self.submit(Shutdown())
-                self._closing = True  # from here on a rank that leaves is no failure
-                ended.result(SHUTDOWN_SECONDS)
-                deadline = time.monotonic() + SHUTDOWN_SECONDS
-                for rank in self._ranks:
-                    rank.process.wait(max(0.0, deadline - time.monotonic()))
-            except (SlotsError, FutureTimeout, subprocess.TimeoutExpired) as error:
-                logger.warning("ranks did not end by themselves and are killed: %s", error)
-        self.kill()
+        try:
+            self._end_in_good_order()
+        finally:
+            self.kill()
 
     def kill(self) -> None:
         """SIGKILL every rank with all that it has started, and fail whatever waits."""
@@ -200,11 +191,27 @@ class SlotGroup:
         for rank in self._ranks:
             rank.kill()
         for rank in self._ranks:
-            rank.process.wait()
+            if not rank.wait(KILL_SECONDS):
+                logger.error("rank %d (process %d) does not end", rank.rank, rank.pid)
         self._fail_pending(self._failure or _closed())
         self._channel.close()
         if self._own_log_dir:
             shutil.rmtree(self.log_dir, ignore_errors=True)
+
+    def _end_in_good_order(self) -> None:
+        with self._lock:
+            if self._closing or self._pending or self._failure is not None:
+                return
+        ended = self.submit(Shutdown())
+        self._closing = True  # from here on a rank that leaves is no failure
+        deadline = time.monotonic() + SHUTDOWN_SECONDS
+        try:
+            ended.result(SHUTDOWN_SECONDS)
+        except (SlotsError, FutureTimeout) as error:
+            logger.warning("ranks did not shut down by themselves: %s", error or "no answer")
+            return
+        for rank in self._ranks:
+            rank.wait(max(0.0, deadline - time.monotonic()))
 
     # ------------------------------------------------------ what the channel's thread tells
 
@@ -212,7 +219,7 @@ class SlotGroup:
         """Part of the channel's `Listener`."""
         self._peers[peer.rank] = peer
         if len(self._peers) == self.world_size:
-            self._all_joined.set()
+            self._joined_or_failed.set()
 
     def rank_said(self, rank: int, message: Answer | BatchesTrained | LogLines) -> None:
         """Part of the channel's `Listener`."""
@@ -222,31 +229,42 @@ class SlotGroup:
             for line in message.lines:
                 self._on_log(rank, line)
         elif message.error is not None:
-            self._note(self._failed_by_error(rank, message))
+            self._causes.note(self._failed_by_error(rank, message))
         elif message.result is not None:
             self._note_result(rank, message.number, message.result)
 
-    def rank_left(self, rank: int, why: str) -> None:
+    def rank_left(self, rank: int, why: str | None) -> None:
         """Part of the channel's `Listener`."""
-        if not self._closing:
-            threading.Thread(target=self._note_death, args=(rank,), daemon=True).start()
+        if self._closing:
+            return
+        if why is not None:
+            self._causes.note(self._failed(rank, error_type="ProtocolError", error_message=why))
+        else:
+            # Most often it has died, which its watcher tells, with the signal. If it has not:
+            late = threading.Timer(LEFT_SECONDS, lambda: self._causes.note(self._failed(rank)))
+            late.daemon = True
+            late.start()
+
+    # ------------------------------------------------------------ what a rank's watcher tells
+
+    def _rank_exited(self, rank: int, code: int) -> None:
+        if self._closing:
+            return
+        exit_code, signal_name = how_it_ended(code)
+        self._causes.note(self._failed(rank, exit_code=exit_code, signal_name=signal_name))
 
     # ---------------------------------------------------------------------------- internals
 
     def _wait_until_joined(self, timeout_seconds: float) -> None:
-        deadline = time.monotonic() + timeout_seconds
-        while not self._all_joined.wait(0.05):
-            if self._failure is not None:
-                raise self._failure
-            for rank in self._ranks:
-                if rank.process.poll() is not None and rank.rank not in self._peers:
-                    raise self._death_of(rank.rank)
-            if time.monotonic() > deadline:
-                missing = sorted(set(range(self.world_size)) - set(self._peers))
-                raise LaunchError(
-                    f"rank {', '.join(map(str, missing))} did not join within "
-                    f"{timeout_seconds:g} s; see the logs in {self.log_dir}"
-                )
+        self._joined_or_failed.wait(timeout_seconds)
+        if self._failure is not None:
+            raise self._failure
+        missing = sorted(set(range(self.world_size)) - set(self._peers))
+        if missing:
+            raise LaunchError(
+                f"rank {', '.join(map(str, missing))} did not join within "
+                f"{timeout_seconds:g} s; see the logs in {self.log_dir}"
+            )
 
     def _note_result(self, rank: int, number: int, result: Result) -> None:
         with self._lock:
@@ -259,25 +277,6 @@ class SlotGroup:
             del self._pending[number]
         pending.future.set_result([pending.results[r] for r in range(self.world_size)])
 
-    def _note_death(self, rank: int) -> None:
-        self._note(self._death_of(rank))
-
-    def _note(self, failure: RankFailed) -> None:
-        """Collect failures for a moment, then end the group with the first cause."""
-        with self._lock:
-            self._failures.append(failure)
-            first = len(self._failures) == 1
-        if first:
-            threading.Thread(target=self._end_with_first_cause, daemon=True).start()
-
-    def _end_with_first_cause(self) -> None:
-        deadline = time.monotonic() + CAUSE_SECONDS
-        while time.monotonic() < deadline and len(self._failures) < self.world_size:
-            time.sleep(0.02)
-        with self._lock:
-            cause = min(self._failures, key=_is_symptom)
-        self._end_with(cause)
-
     def _end_with(self, failure: SlotsError) -> None:
         with self._lock:
             if self._closing or self._failure is not None:
@@ -285,6 +284,7 @@ class SlotGroup:
             self._failure = failure
         for rank in self._ranks:
             rank.kill()
+        self._joined_or_failed.set()
         self._fail_pending(failure)
 
     def _fail_pending(self, failure: SlotsError) -> None:
@@ -306,41 +306,27 @@ class SlotGroup:
         return []
 
     def _failed_by_error(self, rank: int, answer: Answer) -> RankFailed:
-        error = answer.error
         pending = self._pending.get(answer.number)
-        process = self._ranks[rank]
-        return RankFailed(
-            rank=rank,
-            host=self._peers[rank].host,
+        error = answer.error
+        return self._failed(
+            rank,
             during=_name(pending.request) if pending else "an earlier workload",
             error_type=error.error_type if error else None,
+            is_ours=error.is_ours if error else False,
             error_message=error.message if error else None,
             rank_traceback=error.traceback if error else None,
-            log_tail=process.log_tail(),
-            log_path=str(process.log_path),
         )
 
-    def _death_of(self, rank: int) -> RankFailed:
-        process = self._ranks[rank]
-        try:
-            code: int | None = process.process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            code = None  # still alive: it only closed its connection
-        peer = self._peers.get(rank)
+    def _failed(self, rank: int, during: str | None = None, **how: Any) -> RankFailed:
+        peer, process = self._peers.get(rank), self._ranks[rank]
         return RankFailed(
             rank=rank,
             host=peer.host if peer else socket.gethostname(),
-            during=self._during() if peer else "starting up",
-            exit_code=code if code is not None and code >= 0 else None,
-            signal_name=signal.Signals(-code).name if code is not None and code < 0 else None,
+            during=during or (self._during() if peer else "starting up"),
             log_tail=process.log_tail(),
             log_path=str(process.log_path),
+            **how,
         )
-
-
-def _is_symptom(failure: RankFailed) -> bool:
-    """A rank that raised may only have noticed a peer's death; a rank that died is the cause."""
-    return failure.error_type is not None
 
 
 def _name(request: AnyRequest) -> str:

@@ -7,14 +7,15 @@ own log as stdout and stderr (a rank holding the driver's stdout would keep it o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from trial_core.errors import LaunchError
@@ -23,13 +24,46 @@ from trial_core.slots.accelerators import count_accelerators
 WORKER_MODULE = "trial_core.slots.worker"
 
 
-@dataclass
 class RankProcess:
-    """A rank that this process has started."""
+    """A rank that this process has started, and watches.
 
-    rank: int
-    process: subprocess.Popen[bytes]
-    log_path: Path
+    The process is watched, not its connection: children that it has forked hold copies of that.
+
+    Args:
+        on_exit: told the return code as soon as the process has ended, in a thread of its own;
+            everything that it has started is gone by then.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        process: subprocess.Popen[bytes],
+        log_path: Path,
+        on_exit: Callable[[int, int], None],
+    ) -> None:
+        self.rank = rank
+        self.log_path = log_path
+        self._process = process
+        self._on_exit = on_exit
+        self._reaping = threading.Lock()
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, name=f"watch-rank-{rank}", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Its process id, which is that of its process group as well."""
+        return self._process.pid
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Wait until the rank has ended, and all that it has started; whether it has."""
+        return self._ended.wait(timeout_seconds)
+
+    def kill(self) -> None:
+        """SIGKILL the rank and everything it has started (data loader workers, compilers)."""
+        with self._reaping:
+            # Not once it is reaped: its number may by then be somebody else's.
+            if self._process.returncode is None:
+                _kill_group(self.pid)
 
     def log_tail(self, lines: int = 20, limit_bytes: int = 16384) -> str:
         """The last lines of the rank's log."""
@@ -41,12 +75,19 @@ class RankProcess:
             return ""
         return "\n".join(text.splitlines()[-lines:])
 
-    def kill(self) -> None:
-        """SIGKILL the rank and everything it has started (data loader workers, compilers)."""
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            self.process.kill()
+    def _watch(self) -> None:
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        with self._reaping:
+            # Its children outlive it. Until it is reaped, their group's number stays its own.
+            _kill_group(self.pid)
+            code = self._process.wait()
+        self._ended.set()
+        self._on_exit(self.rank, code)
+
+
+def _kill_group(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
 
 
 def launch_ranks(
@@ -57,14 +98,18 @@ def launch_ranks(
     log_dir: Path,
     working_dir: Path,
     environment: Mapping[str, str],
-) -> list[RankProcess]:
+    on_exit: Callable[[int, int], None],
+    ranks: list[RankProcess],
+) -> None:
     """Start `world_size` workers that will join the channel at `address`.
 
     Args:
         environment: variables of the experiment, over those of this process.
+        on_exit: told a rank and its return code when it ends.
+        ranks: where they are put, each as soon as it is started, so that none is ever lost.
 
     Raises:
-        LaunchError: a process or its log cannot be created.
+        LaunchError: a process or its log cannot be created; `ranks` holds those already started.
     """
     base = {**os.environ, **environment}
     base.update(
@@ -81,7 +126,6 @@ def launch_ranks(
     if count_accelerators(base) == 0:
         base["DS_ACCELERATOR"] = "cpu"
         base.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
-    ranks: list[RankProcess] = []
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
         for rank in range(world_size):
@@ -97,13 +141,9 @@ def launch_ranks(
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-            ranks.append(RankProcess(rank, process, log_path))
+            ranks.append(RankProcess(rank, process, log_path, on_exit))
     except OSError as error:
-        for started in ranks:
-            started.kill()
-            started.process.wait()
         raise LaunchError(f"cannot start rank {len(ranks)} in {working_dir}: {error}") from error
-    return ranks
 
 
 def _free_port() -> int:

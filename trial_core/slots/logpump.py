@@ -6,6 +6,8 @@ it dies. The pump reads behind. What it leaves out stays in the file.
 
 from __future__ import annotations
 
+import codecs
+import os
 import re
 import threading
 from collections.abc import Callable
@@ -25,8 +27,9 @@ class LogPump:
     def __init__(self, path: Path, rank: int, send: Callable[[LogLines], None]) -> None:
         self._rank = rank
         self._send = send
-        self._file = path.open("r", errors="replace")
-        self._file.seek(0, 2)
+        self._file = path.open("rb")
+        self._file.seek(0, os.SEEK_END)
+        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
         self._partial = ""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="log-pump", daemon=True)
@@ -44,8 +47,10 @@ class LogPump:
         self._forward()
 
     def _forward(self) -> None:
-        text = self._partial + self._file.read()
-        *lines, self._partial = text.split("\n")
+        text = self._partial + self._decode(self._file.read())
+        # A progress bar ends its lines with a carriage return.
+        *lines, partial = text.replace("\r", "\n").split("\n")
+        self._partial = partial[-MAX_LINE_CHARACTERS:]
         wanted = [line[:MAX_LINE_CHARACTERS] for line in lines if self._is_wanted(line)]
         left_out = len(wanted) - MAX_LINES_PER_PERIOD
         if left_out > 0:

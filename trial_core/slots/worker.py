@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from trial_core.errors import SlotsError
+from trial_core.errors import SlotsError, TrialflowError
 from trial_core.messages import (
     Answer,
     AnyResult,
@@ -38,6 +38,7 @@ from trial_core.messages import (
     decode_envelope,
 )
 from trial_core.slots.connection import RankConnection
+from trial_core.slots.framing import ProtocolError
 from trial_core.slots.logpump import LogPump
 
 if TYPE_CHECKING:
@@ -89,14 +90,17 @@ class Worker:
             self._answer(self._lanes["io"].get())
 
     def _answer(self, envelope: Envelope) -> None:
-        number = envelope.number
+        number, name = envelope.number, type(envelope.request).__name__
         try:
-            result = self._carry_out(envelope)
+            answer = Answer(number=number, result=self._carry_out(envelope))
         except (Exception, SystemExit) as error:  # the lane's top frame: the driver is told all
-            logger.exception("workload %s failed", type(envelope.request).__name__)
+            logger.exception("workload %s failed", name)
+            answer = Answer(number=number, error=describe(error))
+        try:
+            self.send(answer)
+        except (TypeError, ValueError, OverflowError, ProtocolError) as error:
+            logger.exception("the result of workload %s cannot be sent", name)
             self.send(Answer(number=number, error=describe(error)))
-        else:
-            self.send(Answer(number=number, result=result))
 
     def _carry_out(self, envelope: Envelope) -> AnyResult:
         request = envelope.request
@@ -126,9 +130,15 @@ def describe(error: BaseException) -> RankError:
     report.stack = traceback.StackSummary.from_list(frames[first_foreign:])
     return RankError(
         error_type=type(error).__name__,
-        message=str(error),
-        traceback="".join(report.format()),
+        is_ours=isinstance(error, TrialflowError),
+        message=_sendable(str(error)),
+        traceback=_sendable("".join(report.format())),
     )
+
+
+def _sendable(text: str) -> str:
+    """`text` without what UTF-8 has no bytes for (lone surrogates, of undecodable file names)."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def end_now(reason: str) -> None:
@@ -153,6 +163,8 @@ def main() -> None:
         connection = RankConnection(os.environ["TRIALFLOW_CHANNEL"], secret, hello)
     except SlotsError as error:
         sys.exit(f"trialflow worker, rank {rank}: {error}")
+    # A child that this rank forks must not keep the connection open when the rank is gone.
+    os.register_at_fork(after_in_child=connection.close)
     worker = Worker(connection)
     log = os.environ.get("TRIALFLOW_LOG")
     pump = LogPump(Path(log), rank, worker.send) if log else None

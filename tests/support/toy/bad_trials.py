@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import time
 from typing import Any
 
 import deepspeed
@@ -74,3 +78,32 @@ class RaisesInEvaluation(ToyTrial):
 
     def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
         raise KeyError("accuracy")
+
+
+class Forks(ToyTrial):
+    """Leaves a child behind, as data loaders with workers do."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+
+
+class TalksNonsense(ToyTrial):
+    """Writes into its rank's connection."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):
+                connection = socket.socket(fileno=os.dup(descriptor))
+                if str(connection.getpeername()).endswith("/channel"):
+                    connection.sendall((4).to_bytes(4, "big") + b"gibb")
+
+
+class RaisesASurrogate(ToyTrial):
+    """Fails over a file whose name is no text."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        raise ValueError("no file " + os.fsdecode(b"\xff"))

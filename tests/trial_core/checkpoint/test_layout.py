@@ -13,6 +13,7 @@ def test_the_layout_is_the_one_to_keep() -> None:
     """Stored checkpoints outlive releases: these names never change."""
     assert layout.manifest_key("t-1", 42, "u-2") == "manifests/t-1/0000000042-u-2.json"
     assert layout.file_key("u-2", "zero/0.pt") == "checkpoints/u-2/zero/0.pt"
+    assert layout.run_file_key("t-1", "tensorboard/rank-0/e") == "runs/t-1/tensorboard/rank-0/e"
 
 
 @given(st.from_regex(r"[a-z][a-z0-9-]{0,20}", fullmatch=True), st.integers(0, 10**12), st.uuids())

@@ -12,6 +12,8 @@ from trial_core.controller.entrypoint import load_trial_class
 from trial_core.errors import RankFailed, TrialError
 from trial_core.slots.group import SlotGroup
 
+BESIDE = ", ".join(sorted(path.stem for path in TOY.glob("*.py")))
+
 
 @pytest.fixture
 def beside_the_toys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +29,7 @@ def beside_the_toys(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "toy_trail:ToyTrial",
             f'entrypoint "toy_trail:ToyTrial": there is no module "toy_trail" in {TOY} '
-            '(modules there: bad_trials, toy_trial); did you mean "toy_trial"?',
+            f'(modules there: {BESIDE}); did you mean "toy_trial"?',
         ),
         (
             "toy_trial:ToyTrail",

@@ -21,11 +21,31 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_gpus_are_counted() -> None:
-    """The driver's own tool is asked; CUDA_VISIBLE_DEVICES narrows, DS_ACCELERATOR=cpu hides."""
+    """The driver's own tool is asked; DS_ACCELERATOR=cpu hides what it reports."""
     assert count_accelerators({}) == 2
-    assert count_accelerators({"CUDA_VISIBLE_DEVICES": "1"}) == 1
-    assert count_accelerators({"CUDA_VISIBLE_DEVICES": ""}) == 0
     assert count_accelerators({"DS_ACCELERATOR": "cpu"}) == 0
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("devices", "count"),
+    [
+        ("0,1", 2),
+        ("1", 1),
+        (" 1 , 0 ", 2),
+        ("GPU-8f2a,MIG-77c1", 2),
+        ("0,1,2", 2),
+        ("0,7,1", 1),
+        ("1,-1,0", 1),
+        ("0,GPU-a,GPU-b", 2),
+        ("-1", 0),
+        ("NoDevFiles", 0),
+        ("", 0),
+    ],
+)
+def test_visible_devices_narrow(devices: str, count: int) -> None:
+    """As CUDA reads them: up to the first that does not exist, and never more than there are."""
+    assert count_accelerators({"CUDA_VISIBLE_DEVICES": devices}) == count
 
 
 @pytest.mark.usefixtures("two_gpus")

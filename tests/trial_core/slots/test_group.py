@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import alive, wait_until_gone
+from tests.support.processes import alive, descendants, wait_until_gone
+from tests.support.slots import TOY, build, toy_config
 from trial_core.errors import DeadlineExceeded, LaunchError, RankFailed, SlotsError
 from trial_core.messages import BuildLoaders, Done, LoadersBuilt, Ping
 from trial_core.slots.group import SlotGroup
@@ -100,6 +102,7 @@ def test_a_request_out_of_order_fails_with_the_reason(tmp_path: Path) -> None:
 
 DRIVER = """
 import sys
+import tempfile
 from pathlib import Path
 from trial_core.slots.group import SlotGroup
 
@@ -124,3 +127,71 @@ def test_ranks_end_with_their_driver(tmp_path: Path, how: signal.Signals) -> Non
         assert len(alive(pids)) == 2
         driver.send_signal(how)
         assert wait_until_gone(pids, 10) == []
+
+
+def test_a_death_is_noticed_although_a_forked_child_lives_on(tmp_path: Path) -> None:
+    """A rank's children hold copies of its connection: its process is watched, not only that."""
+    with SlotGroup(1, working_dir=TOY) as slots:
+        build(slots, toy_config(tmp_path, entrypoint="bad_trials:Forks"), tmp_path)
+        (rank,) = slots.pids
+        (child,) = descendants(rank)
+        os.kill(rank, signal.SIGKILL)
+        with pytest.raises(RankFailed, match="SIGKILL"):
+            slots.submit(Ping()).result(timeout=10)
+    assert wait_until_gone([child], 10) == []
+
+
+def test_a_display_that_fails_does_not_end_training(tmp_path: Path) -> None:
+    """Whoever is told of a rank's words may raise: the rank goes on, and so do its answers."""
+
+    def broken(rank: int, line: str) -> None:
+        raise RuntimeError("no room on the screen")
+
+    with SlotGroup(1, working_dir=TOY, log_dir=tmp_path, on_log=broken) as slots:
+        build(slots, toy_config(tmp_path), tmp_path)  # its warnings are forwarded
+        assert slots.request(Ping(), Done, timeout_seconds=10) == [Done()]
+
+
+def test_an_interrupt_while_closing_still_leaves_no_process(tmp_path: Path) -> None:
+    """Ctrl-C during an orderly end is no reason to leave ranks behind."""
+    slots = SlotGroup(1, working_dir=tmp_path)
+    os.kill(slots.pids[0], signal.SIGSTOP)  # it will not shut down by itself
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(KeyboardInterrupt):
+            slots.close()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert wait_until_gone(slots.pids, 10) == []
+
+
+def test_a_rank_that_sends_nonsense_is_named_with_what_it_sent(tmp_path: Path) -> None:
+    """The first cause is what was wrong with the message, not the rank's end that follows."""
+    config = toy_config(tmp_path, entrypoint="bad_trials:TalksNonsense")
+    with SlotGroup(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
+        build(slots, config, tmp_path)
+    assert failure.value.error_type == "ProtocolError"
+    assert "sent something that is no message" in str(failure.value)
+
+
+def test_an_answer_that_cannot_be_sent_is_an_error_like_others(tmp_path: Path) -> None:
+    """A message with a lone surrogate in it (an undecodable file name) still reaches the driver."""
+    config = toy_config(tmp_path, entrypoint="bad_trials:RaisesASurrogate")
+    with SlotGroup(1, working_dir=TOY) as slots, pytest.raises(RankFailed, match=r"no file \?"):
+        build(slots, config, tmp_path)
+
+
+def test_a_long_temporary_folder_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unix sockets have short paths; where TMPDIR is too long, another place is taken."""
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with SlotGroup(1, working_dir=tmp_path, log_dir=tmp_path) as slots:
+        assert slots.request(Ping(), Done) == [Done()]

@@ -1,0 +1,17 @@
+"""Handwritten digits, 8 x 8 pixels, that come with scikit-learn."""
+
+from __future__ import annotations
+
+import torch
+from sklearn.datasets import load_digits
+from torch.utils.data import TensorDataset
+
+PIXELS = 64
+FOR_VALIDATION = 5  # every fifth picture
+
+
+def load() -> tuple[TensorDataset, TensorDataset]:
+    """Pictures for training and for validation, with values from -1 to 1."""
+    pictures = torch.tensor(load_digits().data, dtype=torch.float32) / 8 - 1
+    held_out = torch.arange(len(pictures)) % FOR_VALIDATION == 0
+    return TensorDataset(pictures[~held_out]), TensorDataset(pictures[held_out])

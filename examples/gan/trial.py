@@ -1,0 +1,112 @@
+"""Trains a generator and a discriminator against each other: two DeepSpeed engines, one trial."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from data import PIXELS, load
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from trial_core.deepspeed import (
+    DeepSpeedTrial,
+    DeepSpeedTrialContext,
+    overwrite_deepspeed_config,
+)
+from trial_core.pytorch import DataLoader
+
+
+def generator(noise: int, width: int) -> nn.Module:
+    """From noise to a picture."""
+    return nn.Sequential(
+        nn.Linear(noise, width),
+        nn.LeakyReLU(0.2),
+        nn.Linear(width, width),
+        nn.LeakyReLU(0.2),
+        nn.Linear(width, PIXELS),
+        nn.Tanh(),
+    )
+
+
+def discriminator(width: int) -> nn.Module:
+    """From a picture to how real it looks: a logit."""
+    return nn.Sequential(
+        nn.Linear(PIXELS, width),
+        nn.LeakyReLU(0.2),
+        nn.Dropout(0.3),
+        nn.Linear(width, width),
+        nn.LeakyReLU(0.2),
+        nn.Dropout(0.3),
+        nn.Linear(width, 1),
+    )
+
+
+class GANTrial(DeepSpeedTrial):
+    """Two engines, each with its own optimizer; one batch is a step of both."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        self.context = context
+        self.hparams = context.get_hparams()
+        self.training, self.validation = load()
+        width, noise = self.hparams["width"], self.hparams["noise"]
+        # Samples and batches are counted by the engine that is wrapped first.
+        self.generator = self._engine(generator(noise, width), "generator")
+        self.discriminator = self._engine(discriminator(width), "discriminator")
+
+    def _engine(self, model: nn.Module, name: str) -> Any:
+        config = overwrite_deepspeed_config(
+            str(Path(__file__).with_name("ds_config.json")),
+            {"optimizer": {"params": {"lr": self.hparams["lr"][name]}}},
+        )
+        engine, _, _, _ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )
+        return self.context.wrap_model_engine(engine)
+
+    def build_training_data_loader(self) -> DataLoader:
+        size = self.generator.train_micro_batch_size_per_gpu()
+        return DataLoader(self.training, batch_size=size, shuffle=True, drop_last=True)
+
+    def build_validation_data_loader(self) -> DataLoader:
+        return DataLoader(self.validation, batch_size=self.hparams["validation_batch_size"])
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        (real,) = self.context.to_device(next(dataloader_iter))
+        fake = self.generator(self._noise(len(real)))
+
+        seen = torch.cat([real, fake.detach()])
+        d_loss = self._loss(self.discriminator(seen), real=len(real), fake=len(real))
+        self.discriminator.backward(d_loss)
+        self.discriminator.step()
+
+        # This loss passes through the bare discriminator, and must leave no gradient there.
+        self.discriminator.module.requires_grad_(False)
+        g_loss = self._loss(self.discriminator.module(fake), real=len(fake), fake=0)
+        self.generator.backward(g_loss)
+        self.generator.step()
+        self.discriminator.module.requires_grad_(True)
+        return {"g_loss": g_loss, "d_loss": d_loss}
+
+    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+        (real,) = self.context.to_device(next(dataloader_iter))
+        fake = self.generator(self._noise(len(real)))
+        return {
+            "nearest_distance": torch.cdist(fake, real).min(dim=1).values.mean(),
+            "spread": fake.std(dim=0).mean() / real.std(dim=0).mean(),
+            "fooled": (self.discriminator(fake) > 0).float().mean(),
+        }
+
+    def _noise(self, count: int) -> Tensor:
+        noise: Tensor = self.context.to_device(torch.randn(count, self.hparams["noise"]))
+        return noise
+
+    @staticmethod
+    def _loss(logits: Tensor, real: int, fake: int) -> Tensor:
+        """How far the logits are from calling the first `real` pictures real, the others fake."""
+        target = torch.zeros_like(logits)
+        # One-sided label smoothing keeps the discriminator from being too sure.
+        target[:real] = 0.9 if fake else 1.0
+        return binary_cross_entropy_with_logits(logits, target)

@@ -1,0 +1,41 @@
+"""upload-run-files: what a trial wrote for TensorBoard, and its profiler's traces, at the end."""
+
+from __future__ import annotations
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.logging import get_run_logger
+
+from tasks.checkpoint import UPLOAD_RETRIES, UPLOAD_RETRY_SECONDS
+from tasks.run import TrialRun
+from trial_core.errors import SlotsError, StorageError
+from trial_core.messages import FinishRunFiles, RunFilesStored
+from trial_core.run_files import TENSORBOARD, RunFiles, tensorboard_url
+
+
+@task(
+    name="upload-run-files",
+    task_run_name="upload-run-files @{batches_trained}",
+    cache_policy=NO_CACHE,
+    retries=UPLOAD_RETRIES,
+    retry_delay_seconds=UPLOAD_RETRY_SECONDS,
+    retry_condition_fn=lambda task, task_run, state: not isinstance(state.data, SlotsError),
+)
+def upload_run_files(run: TrialRun, batches_trained: int) -> str:
+    """Store what is left of them; where they are. (Most went with the checkpoints.)
+
+    Raises:
+        StorageError: they cannot be stored; they are still in the run's folder.
+    """
+    with run.stage("upload-run-files", f"@{batches_trained}"):
+        stored = run.slots.request(FinishRunFiles(), RunFilesStored)
+        problem = next((rank.problem for rank in stored if rank.problem), None)
+        if problem:
+            raise StorageError(f"{problem}. The files are in {run.run_dir / TENSORBOARD}")
+        if run.store.is_process_local:
+            # Only this process can see that storage, so it moves the bytes itself.
+            folder, scratch = run.run_dir / TENSORBOARD, run.run_dir / "staging"
+            RunFiles(run.store, run.trial, folder, TENSORBOARD, scratch).upload_changed()
+    url = tensorboard_url(run.store, run.trial)
+    get_run_logger().info("files for TensorBoard: %s (tensorboard --logdir)", url)
+    return url

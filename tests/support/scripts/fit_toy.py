@@ -1,0 +1,55 @@
+"""A script as a user writes one, which fits toy trials one after the other: ``fit_toy.py SPEC``.
+
+Started by python, torchrun or deepspeed. SPEC is a JSON file: a list of ``{"init": {…}, "fit":
+{…}}``. Beside it every rank leaves what came of each: ``0-rank-1.json``. In the arguments of fit,
+``{"batches": …}`` and ``{"epochs": …}`` are lengths.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "toy"))
+
+from toy_trial import ToyTrial
+
+from trial_core.deepspeed import Trainer, init
+from trial_core.distributed import DistributedContext
+from trial_core.errors import TrialflowError
+from trial_core.pytorch import Batch, Epoch
+
+
+def argument(value: Any) -> Any:
+    """One of fit's arguments, out of JSON."""
+    if not isinstance(value, dict):
+        return value
+    ((unit, length),) = value.items()
+    return {"batches": Batch, "epochs": Epoch}[unit](length)
+
+
+def fit(run: dict[str, Any]) -> dict[str, Any]:
+    """Train as `run` says; how it ended."""
+    with init(**run["init"]) as context:
+        trainer = Trainer(ToyTrial(context), context)
+        result = trainer.fit(**{name: argument(value) for name, value in run["fit"].items()})
+        return asdict(result)
+
+
+def main(spec: Path) -> None:
+    """Carry out one run after the other."""
+    for index, run in enumerate(json.loads(spec.read_text())):
+        try:
+            outcome = fit(run)
+        except TrialflowError as error:
+            outcome = {"error": f"{type(error).__name__}: {error}"}
+        rank = DistributedContext.from_environment().rank
+        spec.with_name(f"{index}-rank-{rank}.json").write_text(json.dumps(outcome))
+
+
+if __name__ == "__main__":
+    # The last one: launchers add arguments of their own.
+    main(Path(sys.argv[-1]))

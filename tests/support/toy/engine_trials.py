@@ -1,0 +1,215 @@
+"""Toy trials with several engines, or with an engine of an unusual kind."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import deepspeed
+import torch
+from parallel_trials import ds_config
+from toy_trial import ToyTrial
+
+from trial_core.deepspeed import DeepSpeedTrialContext
+
+
+def perceptron(inputs: int, outputs: int) -> torch.nn.Module:
+    """A small model with dropout, so that random state matters."""
+    return torch.nn.Sequential(
+        torch.nn.Linear(inputs, 16),
+        torch.nn.Dropout(0.2),
+        torch.nn.Tanh(),
+        torch.nn.Linear(16, outputs),
+    )
+
+
+class SeveralEngines(ToyTrial):
+    """Two engines, each with an optimizer of its own."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        self.context = context
+        self.hparams = {
+            "micro_batch_size": 2,
+            "accumulation": 2,
+            "zero_stage": 1,
+            "train_samples": 50,
+            "validation_samples": 12,
+            "shuffle": True,
+            **context.get_hparams(),
+        }
+        self.record = self.hparams.get("record")
+        self.first, self.second = self._wrapped(self.models())
+
+    def models(self) -> tuple[torch.nn.Module, torch.nn.Module]:
+        return perceptron(2, 2), perceptron(2, 2)
+
+    def _wrapped(self, models: tuple[torch.nn.Module, ...]) -> list[Any]:
+        engines = [
+            deepspeed.initialize(
+                model=model, model_parameters=model.parameters(), config=ds_config(self.hparams)
+            )[0]
+            for model in models
+        ]
+        return [self.context.wrap_model_engine(engine) for engine in engines]
+
+    def _next(self, batches: Any, *note: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, index = self.context.to_device(next(batches))
+        if self.record:
+            with self._file("samples").open("a") as file:
+                file.write(json.dumps([*note, *index.flatten().tolist()]) + "\n")
+        return inputs, index
+
+
+def error(outputs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The toys' loss."""
+    return torch.nn.functional.mse_loss(outputs.sum(1, keepdim=True), index / 64)
+
+
+class Independent(SeveralEngines):
+    """Two models of the same data."""
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        inputs, index = self._next(dataloader_iter, batch_idx)
+        losses = {}
+        for name, engine in (("first", self.first), ("second", self.second)):
+            loss = error(engine(inputs), index)
+            engine.backward(loss)
+            engine.step()
+            losses[name] = loss
+        return losses
+
+    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+        inputs, index = self._next(dataloader_iter, "validation")
+        return {
+            "loss": error(self.first(inputs), index),
+            "other": error(self.second(inputs), index),
+        }
+
+
+class Adversarial(SeveralEngines):
+    """A generator that imitates the samples, and a critic that is to tell them apart."""
+
+    def models(self) -> tuple[torch.nn.Module, torch.nn.Module]:
+        return perceptron(2, 2), perceptron(2, 1)
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        real, _ = self._next(dataloader_iter, batch_idx)
+        fake = self.first(torch.randn_like(real))
+        judge = torch.nn.functional.binary_cross_entropy_with_logits
+        ones, zeros = torch.ones(len(real), 1), torch.zeros(len(real), 1)
+        critic = judge(self.second(real), ones) + judge(self.second(fake.detach()), zeros)
+        self.second.backward(critic)
+        self.second.step()
+        # This loss passes through the critic, and must leave no gradient there.
+        self.second.module.requires_grad_(False)
+        generator = judge(self.second.module(fake), ones)
+        self.first.backward(generator)
+        self.second.module.requires_grad_(True)
+        self.first.step()
+        return {"critic": critic, "generator": generator}
+
+    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+        real, _ = self._next(dataloader_iter, "validation")
+        return {"loss": self.second(real).mean() - self.second(self.first(real)).mean()}
+
+
+class Joint(SeveralEngines):
+    """One loss through two engines: the second one's input is what the first one gives."""
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        inputs, index = self._next(dataloader_iter, batch_idx)
+        loss = error(self.second(self.first(inputs)), index)
+        loss.backward()
+        self.first.step()
+        self.second.step()
+        return {"loss": loss}
+
+    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+        inputs, index = self._next(dataloader_iter, "validation")
+        return {"loss": error(self.second(self.first(inputs)), index)}
+
+
+class ByHand(Independent):
+    """Accumulates by itself: one call of train_batch is one batch."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        context.disable_auto_grad_accumulation()
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        losses = [
+            super(ByHand, self).train_batch(dataloader_iter, epoch_idx, batch_idx)
+            for _ in range(self.hparams["accumulation"])
+        ]
+        return {name: torch.stack([loss[name] for loss in losses]).mean() for name in losses[0]}
+
+
+class ByHandTooLittle(ByHand):
+    """Says that it accumulates by itself, and does not."""
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        return Independent.train_batch(self, dataloader_iter, epoch_idx, batch_idx)
+
+
+class OwnConfig(ToyTrial):
+    """The toy with more DeepSpeed configuration: the hyperparameter `ds_config`."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        context.models.clear()
+        model = perceptron(2, 2)
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=model.parameters(),
+            config={**ds_config(self.hparams), **self.hparams["ds_config"]},
+        )
+        self.engine = context.wrap_model_engine(engine)
+
+    def _loss(self, inputs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        dtype = next(self.engine.module.parameters()).dtype
+        return error(self.engine(inputs.to(dtype)).float(), index)
+
+
+class Experts(SeveralEngines):
+    """A model with a mixture-of-experts layer, its experts shared out over the ranks."""
+
+    def models(self) -> tuple[torch.nn.Module, ...]:
+        return (Mixture(self.context.distributed.get_size()),)
+
+    def _wrapped(self, models: tuple[torch.nn.Module, ...]) -> list[Any]:
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+        parameters = split_params_into_different_moe_groups_for_optimizer(
+            {"params": list(models[0].parameters()), "name": "all"}
+        )
+        engine, *_ = deepspeed.initialize(
+            model=models[0], model_parameters=parameters, config=ds_config(self.hparams)
+        )
+        return [self.context.wrap_model_engine(engine), None]
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        inputs, index = self._next(dataloader_iter, batch_idx)
+        loss = error(self.first(inputs), index)
+        self.first.backward(loss)
+        self.first.step()
+        return {"loss": loss}
+
+    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+        inputs, index = self._next(dataloader_iter, "validation")
+        return {"loss": error(self.first(inputs), index)}
+
+
+class Mixture(torch.nn.Module):
+    """Two experts between two linear layers."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        from deepspeed.moe.layer import MoE
+
+        self.before, self.after = torch.nn.Linear(2, 8), torch.nn.Linear(8, 2)
+        self.experts = MoE(8, torch.nn.Linear(8, 8), num_experts=2, ep_size=ranks, min_capacity=0)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        mixed, _, _ = self.experts(self.before(inputs))
+        result: torch.Tensor = self.after(torch.tanh(mixed))
+        return result

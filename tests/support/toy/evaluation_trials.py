@@ -1,0 +1,181 @@
+"""Toy trials that validate in every way there is. Validation metrics are of the samples' indices,
+which differ by rank and by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch
+from parallel_trials import Unsized, ds_config
+from toy_trial import ToyTrial, samples
+
+from trial_core.deepspeed import DeepSpeedTrialContext
+from trial_core.pytorch import DataLoader, MetricReducer, Reducer
+
+
+class SumAndCount(MetricReducer):
+    """Counts the samples it is told of, and sums their indices."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.sums = [0.0, 0.0]
+
+    def update(self, index: torch.Tensor) -> None:
+        self.sums[0] += index.sum().item()
+        self.sums[1] += index.numel()
+
+    def per_slot_reduce(self) -> list[float]:
+        return self.sums  # the very list that later updates change
+
+    def cross_slot_reduce(self, per_slot_metrics: list[list[float]]) -> dict[str, float]:
+        sums, counts = zip(*per_slot_metrics, strict=True)
+        return {"reducer_sum": sum(sums), "reducer_count": sum(counts)}
+
+
+class Indices(ToyTrial):
+    """Reports the indices of the samples, by metric and by both kinds of custom reducer."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        self.sum_and_count = context.wrap_reducer(SumAndCount(), for_training=False)
+        self.sorted = context.wrap_reducer(sorted, name="indices", for_training=False)
+
+    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+        inputs, index = self.context.to_device(next(dataloader_iter))
+        self.sum_and_count.update(index)
+        for one in index.flatten().tolist():
+            self.sorted.update(one)
+        return {"loss": self._loss(inputs, index), "mean_index": index.mean()}
+
+
+class WithoutLength(Indices):
+    """The validation set does not know its length."""
+
+    def build_validation_data_loader(self) -> DataLoader:
+        return DataLoader(
+            Unsized(self.hparams["validation_samples"]),
+            batch_size=self.hparams["micro_batch_size"],
+        )
+
+
+class OwnLoader(Indices):
+    """A loader of the user's own, which shards by itself and has no length either."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        context.disable_dataset_reproducibility_checks()
+
+    def build_validation_data_loader(self) -> Any:
+        dataset = samples(self.hparams["validation_samples"])
+        rank, size = self.context.distributed.get_rank(), self.context.distributed.get_size()
+
+        class Shard:
+            def __iter__(self) -> Iterator[Any]:
+                return (
+                    [part.unsqueeze(0) for part in dataset[i]]
+                    for i in range(rank, len(dataset), size)
+                )
+
+        return Shard()
+
+
+class OwnTrainingLoader(ToyTrial):
+    """A training loader of the user's own: it shards by itself, and ends with each epoch."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        context.disable_dataset_reproducibility_checks()
+
+    def build_training_data_loader(self) -> Any:
+        dataset = samples(self.hparams["train_samples"])
+        sampler = torch.utils.data.DistributedSampler(dataset, shuffle=False)  # this rank's half
+        return torch.utils.data.DataLoader(
+            dataset, batch_size=self.hparams["micro_batch_size"], sampler=sampler
+        )
+
+
+class DeepSpeedsLoader(ToyTrial):
+    """The loader that deepspeed.initialize makes of a data set, as in the reference's example."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        context.disable_dataset_reproducibility_checks()
+        context.models.clear()
+        model = torch.nn.Linear(2, 2)
+        engine, _, self.loader, _ = deepspeed.initialize(
+            model=model,
+            model_parameters=model.parameters(),
+            config=ds_config(self.hparams),
+            training_data=samples(self.hparams["train_samples"]),
+        )
+        self.engine = context.wrap_model_engine(engine)
+
+    def build_training_data_loader(self) -> Any:
+        return self.loader
+
+
+class TwoAtATime(Indices):
+    """Takes two micro-batches in each call, of which the reference's loop would know nothing."""
+
+    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+        super().evaluate_batch(dataloader_iter, batch_idx)
+        return super().evaluate_batch(dataloader_iter, batch_idx)
+
+
+class WithoutIndex(Indices):
+    """The older form of evaluate_batch."""
+
+    def evaluate_batch(self, dataloader_iter: Any) -> dict[str, Any]:  # type: ignore[override]
+        return super().evaluate_batch(dataloader_iter, 0)
+
+
+class EachItsReducer(Indices):
+    """A reducer for each metric."""
+
+    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+        inputs, index = next(dataloader_iter)
+        values = {"loss": self._loss(inputs, index)}
+        for name in ("avg", "sum", "max", "min"):
+            values[name] = index.mean()
+        return values
+
+    def evaluation_reducer(self) -> dict[str, Reducer]:
+        return {
+            "loss": Reducer.AVG,
+            "avg": Reducer.AVG,
+            "sum": Reducer.SUM,
+            "max": Reducer.MAX,
+            "min": Reducer.MIN,
+        }
+
+
+class FullDataset(ToyTrial):
+    """Validates the whole set at once."""
+
+    evaluate_batch = ToyTrial.__mro__[1].evaluate_batch  # as if it had never been defined
+
+    def evaluate_full_dataset(self, data_loader: Any) -> dict[str, Any]:
+        batches = list(data_loader)
+        inputs, index = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        return {
+            "loss": self._loss(inputs, index),
+            "indices": sorted(index.flatten().tolist()),
+            "rank": self.context.distributed.get_rank(),
+        }
+
+
+class BothWays(FullDataset):
+    """Cannot make up its mind."""
+
+    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+        return {}
+
+
+class NeitherWay(ToyTrial):
+    """Cannot be validated."""
+
+    evaluate_batch = ToyTrial.__mro__[1].evaluate_batch

@@ -1,0 +1,107 @@
+"""Every way to validate, on real ranks. Every sample counts exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.slots import TOY, drive, toy_config
+from trial_core.errors import RankFailed
+from trial_core.slots.group import SlotGroup
+
+pytestmark = pytest.mark.slots
+Warm = Callable[[int], SlotGroup]
+
+
+def validate(slots: SlotGroup, folder: Path, trial: str, **hparams: Any) -> dict[str, Any]:
+    config = toy_config(folder, 1, entrypoint=f"evaluation_trials:{trial}", hyperparameters=hparams)
+    return drive(slots, config, folder).validation[-1]
+
+
+@pytest.mark.parametrize("trial", ["Indices", "WithoutLength", "WithoutIndex"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_sample_counts_once_without_a_length_too(
+    warm_slots: Warm, tmp_path: Path, world_size: int, trial: str
+) -> None:
+    """14 samples in micro-batches of 2: unequal shards, in metrics and in custom reducers. The
+    loader may not know its length, and evaluate_batch may not want its batch_idx."""
+    metrics = validate(warm_slots(world_size), tmp_path, trial, validation_samples=14)
+    assert metrics["mean_index"] == pytest.approx(6.5)
+    assert metrics["indices"] == list(range(14))
+    assert (metrics["reducer_sum"], metrics["reducer_count"]) == (91, 14)
+
+
+@pytest.mark.parametrize("trial", ["Indices", "WithoutLength"])
+@pytest.mark.parametrize(("world_size", "samples"), [(2, 14), (2, 2), (4, 14), (4, 4)])
+def test_padding_is_seen_by_no_reducer(
+    warm_slots: Warm, tmp_path: Path, world_size: int, samples: int, trial: str
+) -> None:
+    """Under ZeRO-3 a shorter shard, even an empty one, keeps step with a batch that counts neither
+    in the metrics nor in the reducers, not even in one that hands out what it goes on changing."""
+    metrics = validate(
+        warm_slots(world_size), tmp_path, trial, validation_samples=samples, zero_stage=3
+    )
+    assert metrics["mean_index"] == pytest.approx((samples - 1) / 2)
+    assert metrics["indices"] == list(range(samples))
+    assert metrics["reducer_count"] == samples
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_a_loader_of_the_users_own_without_length(
+    warm_slots: Warm, tmp_path: Path, zero_stage: int
+) -> None:
+    """It is read to its end, on each rank its own."""
+    metrics = validate(
+        warm_slots(2), tmp_path, "OwnLoader", validation_samples=13, zero_stage=zero_stage
+    )
+    assert metrics["indices"] == list(range(13))
+
+
+def test_a_call_may_take_several_micro_batches(warm_slots: Warm, tmp_path: Path) -> None:
+    """8 micro-batches, 2 in each call: the validation ends where the data does."""
+    metrics = validate(warm_slots(2), tmp_path, "TwoAtATime", validation_samples=16)
+    assert metrics["reducer_count"] == 16
+
+
+def test_a_call_that_takes_more_than_there_is(tmp_path: Path) -> None:
+    """A StopIteration of the loader's becomes the trial's mistake, in words."""
+    config = toy_config(
+        tmp_path, 1, entrypoint="evaluation_trials:TwoAtATime",
+        hyperparameters={"validation_samples": 6},
+    )  # fmt: skip
+    with SlotGroup(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
+        drive(slots, config, tmp_path)
+    assert failure.value.is_trial_mistake
+    assert "more micro-batches than the validation loader gave" in str(failure.value.error_message)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_each_metric_has_its_reducer(warm_slots: Warm, tmp_path: Path, world_size: int) -> None:
+    """7 batches with mean indices 0.5, 2.5, … 12.5, reduced over batches and ranks alike."""
+    metrics = validate(warm_slots(world_size), tmp_path, "EachItsReducer", validation_samples=14)
+    reduced = {name: metrics[name] for name in ("avg", "sum", "max", "min")}
+    assert reduced == {"avg": 6.5, "sum": 45.5, "max": 12.5, "min": 0.5}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_full_dataset_is_evaluated_on_one_rank(
+    warm_slots: Warm, tmp_path: Path, world_size: int
+) -> None:
+    """It gets the whole set, unsharded, and everybody gets its metrics."""
+    metrics = validate(warm_slots(world_size), tmp_path, "FullDataset", validation_samples=13)
+    assert metrics["indices"] == list(range(13))
+    assert metrics["rank"] == 0
+
+
+def test_an_empty_loader_without_length(tmp_path: Path) -> None:
+    """Nothing was validated, so there is no metric to go on with."""
+    config = toy_config(
+        tmp_path, 1, entrypoint="evaluation_trials:WithoutLength",
+        hyperparameters={"validation_samples": 0},
+    )  # fmt: skip
+    with SlotGroup(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
+        drive(slots, config, tmp_path)
+    assert "the validation loader gave not a single batch" in str(failure.value.error_message)

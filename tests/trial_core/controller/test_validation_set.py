@@ -1,0 +1,109 @@
+"""How ranks agree on what counts, for any sizes; and what a loader is asked for."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
+
+from tests.support.toy.toy_trial import samples
+from trial_core.controller.validation_set import Lookahead, ValidationSet, validation_set
+from trial_core.errors import TrialError
+from trial_core.pytorch import DataLoader
+
+
+class Ranks:
+    """A DistributedContext of ranks that have told their sizes."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+
+    def allgather(self, mine: Any) -> list[Any]:
+        return [(True, size) for size in self.sizes]
+
+    def get_rank(self) -> int:
+        return 0
+
+    def get_size(self) -> int:
+        return len(self.sizes)
+
+
+def one_rank(
+    dataset: TensorDataset, rank: int, sizes: list[int], group: int, lockstep: bool, pads: bool
+) -> tuple[ValidationSet, list[bool]]:
+    engine: Any = SimpleNamespace(
+        data_parallel_rank=rank,
+        data_parallel_size=len(sizes),
+        micro_batches_per_evaluation=group,
+        evaluates_in_lockstep=lockstep,
+        pads_evaluation=pads,
+    )
+    ranks: Any = Ranks(sizes)
+    validation = validation_set(engine, DataLoader(dataset, batch_size=2), 0, ranks)
+    return validation, list(validation.evaluations(validation.begin(), ranks))
+
+
+sizes_of = st.tuples(st.integers(1, 30), st.integers(1, 5)).map(
+    lambda drawn: [len(range(rank, drawn[0], drawn[1])) for rank in range(drawn[1])]
+)
+
+
+@given(sizes_of)
+def test_padded_ranks_end_together_and_count_their_own(sizes: list[int]) -> None:
+    """Every rank calls equally often, and its own shard counts, whole and first."""
+    dataset = samples(2 * sum(sizes))
+    for rank, own in enumerate(sizes):
+        _, calls = one_rank(dataset, rank, sizes, group=1, lockstep=True, pads=True)
+        assert calls == [True] * own + [False] * (max(sizes) - own)
+
+
+@given(sizes_of, st.integers(1, 4))
+def test_groups_end_with_the_shortest_shard(sizes: list[int], group: int) -> None:
+    """All ranks take as many whole groups, all of which count; or all refuse alike."""
+    dataset = samples(2 * sum(sizes))
+    for rank in range(len(sizes)):
+        if min(sizes) < group:
+            with pytest.raises(TrialError, match=f"has {min(sizes)} on some rank"):
+                one_rank(dataset, rank, sizes, group, lockstep=True, pads=False)
+        else:
+            _, calls = one_rank(dataset, rank, sizes, group, lockstep=True, pads=False)
+            assert calls == [True] * (min(sizes) // group)
+
+
+def test_what_fills_no_group_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """7 and 6 micro-batches in groups of 4: 3 of 7 are left out."""
+    with caplog.at_level(logging.WARNING):
+        one_rank(samples(26), 0, [7, 6], group=4, lockstep=True, pads=False)
+    assert "up to 3 of 7 micro-batches of a data-parallel rank are left out" in caplog.text
+
+
+def test_the_limit_of_a_test_run_ends_every_rank_alike() -> None:
+    """A validation of one batch is one call, whatever the shard holds."""
+    for rank in (0, 1):
+        validation, _ = one_rank(samples(14), rank, [4, 3], group=1, lockstep=True, pads=True)
+        validation.limit = 2
+        ranks: Any = Ranks([4, 3])
+        assert list(validation.evaluations(validation.begin(), ranks)) == [True, True]
+
+
+def test_looking_ahead_loads_no_more_than_it_must() -> None:
+    """A micro-batch is loaded when it is asked for, or asked about."""
+    source = itertools.count()
+    batches = Lookahead(source)
+    assert batches.has(2)
+    assert next(source) == 2
+    assert [next(batches), next(batches), next(batches)] == [0, 1, 3]
+
+
+def test_going_on_is_having_no_more() -> None:
+    """After the end, the same micro-batch again and again, and has() says that there is none."""
+    batches = Lookahead(iter([1, 2, 3]))
+    batches.go_on_with(7)
+    assert not batches.has(1)
+    assert [next(batches), next(batches)] == [7, 7]

@@ -1,0 +1,49 @@
+"""Trains straight, and in two parts with a checkpoint between them, and compares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.support.slots import Driven, drive, lines, toy_config
+from tests.support.tensors import differing, tensors
+from trial_core.slots.group import SlotGroup
+
+
+def assert_resuming_is_bit_identical(
+    slots: SlotGroup, folder: Path, entrypoint: str, min_tensors: int = 10, **hparams: Any
+) -> Path:
+    """9 batches, and 4 + 5: the same samples, weights, optimizer states and metrics on every rank.
+
+    Returns:
+        The files of the last checkpoint.
+    """
+
+    def run(part: str, batches: int, resume: Driven | None = None) -> Driven:
+        (folder / part).mkdir(exist_ok=True)
+        config = toy_config(
+            folder / part, batches, scheduling_unit=3, entrypoint=entrypoint,
+            # Validations may draw random numbers, so both runs have them at the same places.
+            min_validation_period={"batches": 4},
+            hyperparameters={"record": str(folder / part), "train_samples": 50, **hparams},
+        )  # fmt: skip
+        return drive(slots, config, folder / part, resume=resume, persist=True)
+
+    whole, first = run("straight", 9), run("parts", 4)
+    rest = run("parts", 9, resume=first)
+    for rank in range(slots.world_size):
+        seen = [_training(lines(folder / part, "samples", rank)) for part in ("straight", "parts")]
+        assert seen[0] == seen[1]
+    stored = [
+        folder / part / "checkpoints" / "checkpoints" / run.checkpoints[-1]
+        for part, run in (("straight", whole), ("parts", rest))
+    ]
+    expected, restored = map(tensors, stored)
+    assert len(expected) > min_tensors
+    assert differing(expected, restored) == []
+    assert rest.validation[-1] == whole.validation[-1]
+    return stored[1]
+
+
+def _training(recorded: list[Any]) -> list[Any]:
+    return [line for line in recorded if line[0] != "validation"]

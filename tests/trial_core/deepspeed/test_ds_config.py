@@ -1,0 +1,108 @@
+"""`overwrite_deepspeed_config`: leaves of one configuration, taken from another."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trial_core.deepspeed import overwrite_deepspeed_config
+from trial_core.errors import TrialError
+
+BASE: dict[str, Any] = {
+    "train_batch_size": 32,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.1, "betas": [0.9, 0.999]}},
+    "zero_optimization": {"stage": 1},
+}
+
+
+@pytest.fixture(params=["dict", "text", "path"])
+def base(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """The same configuration, both ways of giving it."""
+    if request.param == "dict":
+        return copy.deepcopy(BASE)
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(BASE))
+    return path if request.param == "path" else str(path)
+
+
+def test_leaves_are_overwritten_at_any_depth(base: Any) -> None:
+    """What the source has is taken, all else stays."""
+    source = {"train_batch_size": 64, "optimizer": {"params": {"lr": 0.3, "betas": [0.8, 0.9]}}}
+    assert overwrite_deepspeed_config(base, source) == {
+        "train_batch_size": 64,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.3, "betas": [0.8, 0.9]}},
+        "zero_optimization": {"stage": 1},
+    }
+
+
+def test_neither_configuration_is_changed() -> None:
+    """The result shares nothing with what it was made of."""
+    base, source = copy.deepcopy(BASE), {"optimizer": {"params": {"betas": [0.5, 0.6]}}}
+    result = overwrite_deepspeed_config(base, source)
+    result["optimizer"]["params"]["betas"].append(0.7)
+    result["zero_optimization"]["stage"] = 3
+    assert base == BASE
+    assert source == {"optimizer": {"params": {"betas": [0.5, 0.6]}}}
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        (
+            {"optimizer": {"params": {"learning_rate": 0.3}}},
+            '"optimizer.params.learning_rate" is not in the base config',
+        ),
+        ({"train_batchsize": 64}, '"train_batchsize" is not in the base config'),
+        (
+            {"zero_optimization": 3},
+            '"zero_optimization" is a section in the base config, and 3 here',
+        ),
+    ],
+)
+def test_a_key_that_overwrites_nothing_is_warned_of(
+    caplog: pytest.LogCaptureFixture, source: dict[str, Any], why: str
+) -> None:
+    """A misspelt learning rate is not lost in silence; only leaves are overwritten."""
+    with caplog.at_level(logging.WARNING):
+        assert overwrite_deepspeed_config(BASE, source) == BASE
+    assert [record.getMessage() for record in caplog.records] == [
+        f"overwrite_deepspeed_config: {why}, and overwrote nothing"
+    ]
+
+
+def test_what_does_overwrite_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """The usual case is silent."""
+    with caplog.at_level(logging.WARNING):
+        overwrite_deepspeed_config(BASE, {"train_batch_size": 64})
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("wrong", [None, 3, ["train_batch_size"]])
+def test_a_base_that_is_neither_path_nor_dict(wrong: Any) -> None:
+    """TypeError, as in the reference, with what was seen."""
+    message = f"base_ds_config must be a path or a dictionary, got {type(wrong).__name__}: {wrong}"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        overwrite_deepspeed_config(wrong, {})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"cannot read the DeepSpeed config .*ds\.json: No such file"),
+        ("{,}", r"the DeepSpeed config .*ds\.json is not valid JSON: .* line 1 column 2"),
+        ("[1]", r"the DeepSpeed config .*ds\.json holds no JSON object"),
+    ],
+)
+def test_a_file_that_holds_no_config(tmp_path: Path, content: str | None, message: str) -> None:
+    """The message names the file and what is wrong with it."""
+    path = tmp_path / "ds.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(TrialError, match=message):
+        overwrite_deepspeed_config(str(path), {})

@@ -1,0 +1,168 @@
+"""Several engines in one trial, and engines of unusual kinds, on real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.slots import TOY, build, drive, lines, toy_config
+from tests.trial_core.deepspeed.resuming import assert_resuming_is_bit_identical
+from trial_core.errors import RankFailed
+from trial_core.slots.group import SlotGroup
+
+pytestmark = pytest.mark.slots
+Warm = Callable[[int], SlotGroup]
+
+
+@pytest.mark.parametrize(
+    ("trial", "zero_stage"),
+    [
+        ("Independent", 0),
+        ("Independent", 3),
+        ("Adversarial", 0),
+        ("Adversarial", 2),
+        ("Joint", 1),  # DeepSpeed has no loss.backward() through several engines without ZeRO
+        ("Joint", 2),
+    ],
+)
+def test_two_engines_resume_bit_identically(
+    warm_slots: Warm, tmp_path: Path, trial: str, zero_stage: int
+) -> None:
+    """Each of a trial's engines is saved under a tag of its own, and restored."""
+    stored = assert_resuming_is_bit_identical(
+        warm_slots(2), tmp_path, f"engine_trials:{trial}", zero_stage=zero_stage
+    )
+    assert {folder.name for folder in stored.iterdir() if folder.name.startswith("model")} == {
+        "model0",
+        "model1",
+    }
+
+
+@pytest.mark.parametrize("trial", ["Independent", "Adversarial", "Joint"])
+def test_a_batch_accumulates_over_all_engines(warm_slots: Warm, tmp_path: Path, trial: str) -> None:
+    """3 micro-batches a batch: train_batch is called 3 times, samples are counted by the first."""
+    config = toy_config(
+        tmp_path, 4, entrypoint=f"engine_trials:{trial}",
+        hyperparameters={"record": str(tmp_path), "accumulation": 3},
+    )  # fmt: skip
+    assert build(warm_slots(2), config, tmp_path).batch_samples == 2 * 3 * 2
+    drive(warm_slots(2), config, tmp_path)
+    calls = [line[0] for line in lines(tmp_path, "samples", 1) if line[0] != "validation"]
+    assert calls == [batch for batch in range(4) for _ in range(3)]
+
+
+def test_accumulating_by_hand_trains_the_same_model(warm_slots: Warm, tmp_path: Path) -> None:
+    """One call of train_batch with three micro-batches is three calls with one."""
+    runs: list[Any] = []
+    for trial in ("Independent", "ByHand"):
+        config = toy_config(
+            tmp_path, 5, entrypoint=f"engine_trials:{trial}", hyperparameters={"accumulation": 3}
+        )
+        runs.append(drive(warm_slots(2), config, tmp_path))
+    assert runs[0].validation == runs[1].validation
+    assert runs[0].training[-1]["first"] == pytest.approx(runs[1].training[-1]["first"])
+
+
+def test_accumulating_by_hand_resumes_bit_identically(warm_slots: Warm, tmp_path: Path) -> None:
+    """The loader goes on after whole batches of micro-batches, however they were taken."""
+    assert_resuming_is_bit_identical(
+        warm_slots(2), tmp_path, "engine_trials:ByHand", accumulation=3
+    )
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "bf16", "tolerance"),
+    [
+        (1, False, 1e-4),
+        (2, False, 1e-4),
+        (3, False, 1e-4),
+        (0, True, 0.5),  # without ZeRO, DeepSpeed keeps no fp32 weights beside those in bf16
+        (1, True, 0.05),
+        (2, True, 0.05),
+        (3, True, 0.05),
+    ],
+)
+def test_zero_stages_and_precisions_train_alike(
+    warm_slots: Warm, tmp_path: Path, zero_stage: int, bf16: bool, tolerance: float
+) -> None:
+    """With accumulation, on two ranks: what stage 0 learns in fp32, up to rounding."""
+
+    def loss(stage: int, bf16: bool) -> float:
+        own = {"bf16": {"enabled": bf16}, "zero_optimization": {"stage": stage}}
+        config = toy_config(
+            tmp_path, 8, entrypoint="engine_trials:OwnConfig",
+            hyperparameters={"accumulation": 3, "ds_config": own},
+        )  # fmt: skip
+        return float(drive(warm_slots(2), config, tmp_path).validation[-1]["loss"])
+
+    assert loss(zero_stage, bf16) == pytest.approx(loss(0, False), rel=tolerance)
+
+
+def test_an_optimizer_offloaded_to_the_cpu_resumes_bit_identically(
+    warm_slots: Warm, tmp_path: Path
+) -> None:
+    """ZeRO-2 with offload_optimizer works on CPU ranks too."""
+    offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    assert_resuming_is_bit_identical(
+        warm_slots(2), tmp_path, "engine_trials:OwnConfig", ds_config={"zero_optimization": offload}
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_mixture_of_experts_resumes_bit_identically(
+    warm_slots: Warm, tmp_path: Path, world_size: int
+) -> None:
+    """Experts are shared out over the ranks; each rank's are saved and restored."""
+    assert_resuming_is_bit_identical(
+        warm_slots(world_size), tmp_path, "engine_trials:Experts", accumulation=3
+    )
+
+
+def test_experts_are_validated_in_step(warm_slots: Warm, tmp_path: Path) -> None:
+    """A token may go to an expert of the other rank, so a shorter shard must not end early."""
+    config = toy_config(
+        tmp_path, 1, entrypoint="engine_trials:Experts", hyperparameters={"validation_samples": 14}
+    )
+    assert "loss" in drive(warm_slots(2), config, tmp_path).validation[-1]
+
+
+@pytest.mark.parametrize(
+    ("trial", "hparams", "message"),
+    [
+        (
+            "engine_trials:OwnConfig",
+            {"ds_config": {"fp16": {"enabled": True}}},
+            "DeepSpeed refuses the trial's configuration: Type fp16 is not supported on your",
+        ),
+        (
+            "engine_trials:ByHandTooLittle",
+            {},
+            "DeepSpeed model engine did not train for gradient accumulation steps: 1 call(s) of "
+            "train_batch led to 0 optimizer step(s) of the first engine",
+        ),
+        (
+            "evaluation_trials:BothWays",
+            {},
+            "BothWays defines both of evaluate_batch and evaluate_full_dataset; define exactly one",
+        ),
+        ("evaluation_trials:NeitherWay", {}, "NeitherWay defines neither of evaluate_batch and"),
+        (
+            "evaluation_trials:FullDataset",
+            {"zero_stage": 3},
+            "FullDataset defines evaluate_full_dataset, which runs on a single rank, but its "
+            "engine's forward pass needs the other ranks",
+        ),
+    ],
+)
+def test_what_an_engine_refuses(
+    tmp_path: Path, trial: str, hparams: dict[str, Any], message: str
+) -> None:
+    """Told as the trial's mistake, with DeepSpeed's own reason where it has one."""
+    config = toy_config(tmp_path, 1, entrypoint=trial, hyperparameters=hparams)
+    with SlotGroup(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
+        drive(slots, config, tmp_path)
+    assert failure.value.is_trial_mistake
+    assert str(failure.value.error_message).startswith(message)

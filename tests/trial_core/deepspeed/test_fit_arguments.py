@@ -1,0 +1,127 @@
+"""What `Trainer` and `fit` refuse, each with the message that the script's author sees."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from trial_core.config.script import named_metric, script_config
+from trial_core.context import RunInfo
+from trial_core.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext, Trainer
+from trial_core.deepspeed.trainer import _schedule
+from trial_core.distributed import DistributedContext
+from trial_core.errors import ConfigError, TrialError
+from trial_core.pytorch import Batch, Epoch
+from trial_core.sequencer import Schedule
+
+
+class Trial(DeepSpeedTrial):
+    """Builds nothing: what is refused here is refused before anything is built."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None: ...
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        return {}
+
+    def build_training_data_loader(self) -> None: ...
+
+    def build_validation_data_loader(self) -> None: ...
+
+
+def context() -> DeepSpeedTrialContext:
+    alone = DistributedContext(
+        rank=0, size=1, local_rank=0, local_size=1, cross_rank=0, cross_size=1
+    )
+    return DeepSpeedTrialContext(RunInfo(trial="toy-0000beef", experiment={}), alone)
+
+
+def trainer() -> Trainer:
+    one = context()
+    return Trainer(Trial(one), one)
+
+
+ONE_UNIT = "is a Batch or an Epoch, got"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "fit needs max_length: Batch(1000) or Epoch(3), for example"),
+        ({"max_length": 100}, f"fit: max_length {ONE_UNIT} 100; did you mean Batch(100)?"),
+        (
+            {"max_length": Epoch([1, 2])},
+            "fit: max_length is one number of batches or epochs, got Epoch([1, 2])",
+        ),
+        ({"validation_period": "1"}, f"fit: validation_period {ONE_UNIT} '1'"),
+        (
+            {"checkpoint_period": 5},
+            f"fit: checkpoint_period {ONE_UNIT} 5; did you mean Batch(5)?",
+        ),
+        ({"reporting_period": None}, f"fit: reporting_period {ONE_UNIT} None"),
+        (
+            {"checkpoint_policy": "bst"},
+            'fit: checkpoint_policy is "best", "all" or "none", got \'bst\'',
+        ),
+    ],
+)
+def test_an_argument_that_cannot_be_used(arguments: dict[str, Any], message: str) -> None:
+    """Refused before anything is built, with what was given and what may be."""
+    others = {"max_length": Batch(1)} if arguments and "max_length" not in arguments else {}
+    with pytest.raises(ConfigError) as refusal:
+        trainer().fit(**others, **arguments)
+    assert str(refusal.value) == message
+
+
+def test_what_trainer_takes() -> None:
+    """A constructed trial and its context, in that order."""
+    with pytest.raises(TrialError, match=r"takes a trial that is constructed, .* the class Trial"):
+        Trainer(Trial, context())  # type: ignore[arg-type]
+    with pytest.raises(TrialError, match=r"that trial_core.deepspeed.init gives .* got dict"):
+        Trainer(Trial(context()), {})  # type: ignore[arg-type]
+
+
+def test_configure_profiler_points_to_what_replaces_it() -> None:
+    """It does nothing, and says so."""
+    with pytest.warns(DeprecationWarning, match=re.escape("call context.set_profiler(...)")):
+        trainer().configure_profiler(sync_timings=True, enabled=True)
+
+
+def test_test_mode_needs_no_length() -> None:
+    """One batch is what it trains."""
+    assert _schedule(None, None, None, Batch(100), "best", False, True) == Schedule(
+        max_length=Batch(1), reporting_period=Batch(100)
+    )
+
+
+def test_a_misspelt_field_of_exp_conf() -> None:
+    """exp_conf is checked as an experiment file is."""
+    with pytest.raises(ConfigError) as refusal:
+        script_config({"searcher": {"metrc": "loss"}, "checkpoint_storag": "x"})
+    assert str(refusal.value).splitlines() == [
+        'exp_conf: searcher.metrc: unknown field; did you mean "metric"?',
+        'exp_conf: checkpoint_storag: unknown field; did you mean "checkpoint_storage"?',
+    ]
+
+
+def test_hparams_come_before_those_of_exp_conf() -> None:
+    """And anything but a mapping is refused."""
+    exp_conf = {"hyperparameters": {"lr": 1, "depth": 2}}
+    assert script_config(exp_conf).hyperparameters == {"lr": 1, "depth": 2}
+    assert script_config(exp_conf, {"lr": 3}).hyperparameters == {"lr": 3}
+    with pytest.raises(ConfigError, match="hparams: expected a mapping, got a list"):
+        script_config(None, [1])  # type: ignore[arg-type]
+
+
+def test_an_experiment_of_determineds_is_understood_as_far_as_it_matters() -> None:
+    """A launch command and lengths are the script's own business."""
+    exp_conf = {
+        "name": "mine", "entrypoint": "python3 train.py",
+        "searcher": {"name": "single", "metric": "accuracy", "max_length": {"records": 5}},
+    }  # fmt: skip
+    config = script_config(exp_conf, trial_class=Trial, max_length=Epoch(3))
+    assert (config.name, config.entrypoint) == ("mine", "test_fit_arguments:Trial")
+    assert config.searcher.max_length == Epoch(3)
+    assert named_metric(exp_conf) == "accuracy"
+    assert named_metric({}) is None

@@ -1,0 +1,285 @@
+"""`init` and `Trainer.fit` in scripts of a user's own, started by each of the launchers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.fitting import SCRIPT, fit_toys, start
+from tests.support.slots import Driven, drive, lines, toy_config
+from tests.support.tensors import differing, tensors
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer import verify_files
+from trial_core.slots.group import SlotGroup
+
+pytestmark = pytest.mark.slots
+Warm = Callable[[int], SlotGroup]
+
+
+def run(folder: Path, fit: dict[str, Any], **hparams: Any) -> dict[str, Any]:
+    """A run whose records and checkpoints go below `folder`, judged by the loss."""
+    folder.mkdir(parents=True, exist_ok=True)
+    exp_conf = {
+        "name": "toy", "searcher": {"metric": "loss"},
+        "checkpoint_storage": f"file://{folder}/checkpoints",
+    }  # fmt: skip
+    return {
+        "init": {"hparams": {"record": str(folder), **hparams}, "exp_conf": exp_conf},
+        "fit": fit,
+    }
+
+
+def store(folder: Path) -> CheckpointStore:
+    return CheckpointStore(f"file://{folder}/checkpoints")
+
+
+def files(folder: Path, uuid: str) -> Path:
+    return folder / "checkpoints" / "checkpoints" / uuid
+
+
+def hooks(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    return lines(folder, "hooks", rank)
+
+
+# What every run of the first two fixtures trains with.
+HPARAMS = {"accumulation": 3, "train_samples": 50, "zero_stage": 2}
+
+
+def every(batches: int, length: int) -> dict[str, Any]:
+    return {"max_length": {"batches": length}, "reporting_period": {"batches": batches}}
+
+
+@pytest.fixture(scope="module")
+def straight_and_first(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Under deepspeed's launcher: 12 batches straight, and another run of 5."""
+    folder = tmp_path_factory.mktemp("fits")
+    straight, parts = folder / "straight", folder / "parts"
+    outcomes = fit_toys(
+        "deepspeed", folder / "launch",
+        run(straight, every(4, 12), **HPARAMS), run(parts, every(4, 5), **HPARAMS),
+    )  # fmt: skip
+    return {"folder": folder, "straight": outcomes[0], "first": outcomes[1]}
+
+
+def test_a_fit_is_the_flow_driven_run(
+    straight_and_first: dict[str, Any], warm_slots: Warm, tmp_path: Path
+) -> None:
+    """The same micro-batches, metrics, weights and random state, bit for bit, as ranks that a
+    driver commands; and every rank of a fit returns the same."""
+    config = toy_config(
+        tmp_path, 12, scheduling_unit=4, hyperparameters={**HPARAMS, "record": str(tmp_path)}
+    )
+    driven: Driven = drive(warm_slots(2), config, tmp_path, persist=True)
+    straight = straight_and_first["folder"] / "straight"
+    result, other = straight_and_first["straight"]
+    assert result == other
+    assert result["training_metrics"] == driven.training[-1]
+    assert result["validation_metrics"] == driven.validation[-1]
+    for rank in (0, 1):
+        assert lines(straight, "samples", rank) == lines(tmp_path, "samples", rank)
+    expected = tensors(files(tmp_path, driven.checkpoints[-1]))
+    assert len(expected) > 10
+    assert differing(expected, tensors(files(straight, result["checkpoint_uuid"]))) == []
+
+
+def test_a_fits_checkpoint_is_committed_like_a_flows(straight_and_first: dict[str, Any]) -> None:
+    """Its manifest says what it is, and all files are what it says."""
+    result = straight_and_first["straight"][0]
+    where = store(straight_and_first["folder"] / "straight")
+    (manifest,) = where.list(result["trial"])
+    verify_files(where, manifest.uuid, manifest.files)
+    assert manifest.uuid == result["checkpoint_uuid"]
+    assert {entry.rank for entry in manifest.files} == {0, 1}
+    assert (manifest.experiment, manifest.entrypoint) == ("toy", "toy_trial:ToyTrial")
+    assert manifest.progress.batches_trained == 12
+    assert manifest.metrics["validation"] == result["validation_metrics"]
+    assert manifest.hyperparameters["accumulation"] == 3
+
+
+@pytest.fixture(scope="module")
+def second_start(straight_and_first: dict[str, Any]) -> dict[str, Any]:
+    """Under torchrun: all that may come after a run of 5 batches."""
+    folder = straight_and_first["folder"]
+    parts, uuid = folder / "parts", straight_and_first["first"][0]["checkpoint_uuid"]
+    damaged = folder / "damaged"
+    shutil.copytree(parts / "checkpoints", damaged / "checkpoints")
+    victim = next(files(damaged, uuid).glob("model0/*rank_1*"))
+    victim.write_bytes(victim.read_bytes()[:-1] + b"?")
+
+    def warm(name: str, **searcher: Any) -> dict[str, Any]:
+        fit = {**every(4, 2), "step_zero_validation": True}
+        one = run(folder / name, fit, **{**HPARAMS, "record": str(folder / name)})
+        one["init"]["exp_conf"]["checkpoint_storage"] = f"file://{parts}/checkpoints"
+        one["init"]["exp_conf"]["searcher"] |= {"source_checkpoint_uuid": uuid[:8], **searcher}
+        return one
+
+    outcomes = fit_toys(
+        "torchrun", folder / "second",
+        run(parts, {**every(4, 12), "latest_checkpoint": "latest"}, **HPARAMS),
+        run(damaged, {**every(4, 12), "latest_checkpoint": uuid}, **HPARAMS),
+        run(folder / "none", {**every(4, 12), "latest_checkpoint": uuid}, **HPARAMS),
+        warm("warm"),
+        warm("weights", source_weights_only=True),
+    )  # fmt: skip
+    names = ("rest", "damaged", "none", "warm", "weights")
+    return {"victim": victim.name, "source": uuid, **dict(zip(names, outcomes, strict=True))}
+
+
+def test_a_fit_goes_on_bit_for_bit(
+    straight_and_first: dict[str, Any], second_start: dict[str, Any]
+) -> None:
+    """5 + 7 batches are 12: the same trial, micro-batches, weights, optimizer and random state."""
+    folder = straight_and_first["folder"]
+    rest, straight = second_start["rest"][0], straight_and_first["straight"][0]
+    assert rest["trial"] == straight_and_first["first"][0]["trial"]
+    for rank in (0, 1):
+        seen = lines(folder / "parts", "samples", rank)
+        assert seen == lines(folder / "straight", "samples", rank)
+    assert rest["validation_metrics"] == straight["validation_metrics"]
+    expected = tensors(files(folder / "straight", straight["checkpoint_uuid"]))
+    assert differing(expected, tensors(files(folder / "parts", rest["checkpoint_uuid"]))) == []
+
+
+def test_a_damaged_checkpoint_is_refused_on_every_rank(second_start: dict[str, Any]) -> None:
+    """One changed byte in rank 1's file: both ranks say which file it is."""
+    first, second = second_start["damaged"]
+    assert first == second
+    assert first["error"].startswith("CheckpointDamaged: ")
+    assert f"model0/{second_start['victim']}, written by rank 1, has digest" in first["error"]
+
+
+def test_a_checkpoint_that_is_not_there(second_start: dict[str, Any]) -> None:
+    """Every rank raises, though only one has looked."""
+    first, second = second_start["none"]
+    assert first == second
+    assert first["error"].startswith("CheckpointNotFound: no checkpoint in file://")
+
+
+@pytest.mark.parametrize("how", ["warm", "weights"])
+def test_a_warm_start_begins_at_batch_0_with_the_sources_weights(
+    straight_and_first: dict[str, Any], second_start: dict[str, Any], how: str
+) -> None:
+    """A new trial: callbacks are told the source, and the first validation is the source's last."""
+    folder, source = straight_and_first["folder"], straight_and_first["first"][0]
+    started, *_ = hooks(folder / how)
+    assert (started["hook"], started["first"]) == ("on_trial_startup", 0)
+    assert started["uuid"] == second_start["source"]
+    validations = [each for each in hooks(folder / how) if each["hook"] == "on_validation_end"]
+    assert validations[0]["metrics"] == source["validation_metrics"]
+    assert [line[0] for line in lines(folder / how, "samples", 0)[::3]] == [0, 1]
+    assert second_start[how][0]["trial"] != source["trial"]
+
+
+def test_a_warm_start_takes_the_optimizer_along_unless_told_not_to(
+    straight_and_first: dict[str, Any], second_start: dict[str, Any]
+) -> None:
+    """Adam counts its steps: 5 of the source's and 2 of its own, or 2 alone."""
+    steps = {}
+    for how in ("warm", "weights"):
+        saved = files(
+            straight_and_first["folder"] / "parts", second_start[how][0]["checkpoint_uuid"]
+        )
+        steps[how] = {int(t) for name, t in tensors(saved).items() if name.endswith("/step")}
+    assert steps == {"warm": {7}, "weights": {2}}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """In plain python: periods of every kind, a test, a stop, and mistakes."""
+    folder = tmp_path_factory.mktemp("alone")
+    runs = {
+        # 8 micro-batches an epoch.
+        "periods": run(
+            folder / "periods",
+            {
+                "max_length": {"epochs": 4}, "reporting_period": {"batches": 13},
+                "validation_period": {"batches": [5, 30]}, "checkpoint_period": {"epochs": [1, 3]},
+                "checkpoint_policy": "none",
+            },
+            train_samples=16,
+        ),
+        "test": run(folder / "test", {"test_mode": True}),
+        "stop": run(folder / "stop", every(5, 50), at_batch=7, do="stop"),
+        "metric": run(folder / "metric", every(5, 5)),
+        "nothing best": run(folder / "any", {**every(5, 6), "validation_period": {"batches": 2}}),
+    }  # fmt: skip
+    runs["metric"]["init"]["exp_conf"]["searcher"]["metric"] = "accuracy"
+    del runs["nothing best"]["init"]["exp_conf"]["searcher"]
+    outcomes = fit_toys("python", folder / "launch", *runs.values(), ranks=1)
+    return {"folder": folder, **{name: o[0] for name, o in zip(runs, outcomes, strict=True)}}
+
+
+def test_periods_in_containers_and_epochs(alone: dict[str, Any]) -> None:
+    """Validations after 5, 30 and at the end; checkpoints after epochs 1 and 3 and at the end."""
+    folder = alone["folder"] / "periods"
+    manifests = store(folder).list()
+    assert [each.progress.batches_trained for each in manifests] == [8, 24, 32]
+    assert manifests[-1].progress.validated_at == 32
+    said = [each["hook"] for each in hooks(folder)]
+    assert said.count("on_validation_end") == 3
+    # Ends of workloads: 5, 8, 13, 24, 26, 30, 32.
+    assert [
+        each["batches"] for each in hooks(folder) if each["hook"] == "on_training_workload_end"
+    ] == [5, 3, 5, 11, 2, 4, 2]
+    assert said.count("on_training_epoch_end") == 4
+
+
+def test_test_mode_trains_and_validates_one_batch_and_keeps_nothing(alone: dict[str, Any]) -> None:
+    """Saving is tried out, too, but nothing is stored; no length is needed."""
+    folder = alone["folder"] / "test"
+    assert alone["test"]["batches_trained"] == 1
+    assert alone["test"]["checkpoint_uuid"] is None
+    assert alone["test"]["validation_metrics"]["mean_index"] == 0.5  # of samples 0 and 1
+    assert "on_checkpoint_write_end" in [each["hook"] for each in hooks(folder)]
+    assert not (folder / "checkpoints").exists()
+
+
+def test_a_stop_ends_the_fit_after_its_workload(alone: dict[str, Any]) -> None:
+    """Asked for at batch 7 with workloads of 5: it ends at 10, saved."""
+    assert alone["stop"]["stopped_early"]
+    assert alone["stop"]["batches_trained"] == 10
+    (manifest,) = store(alone["folder"] / "stop").list()
+    assert manifest.progress.batches_trained == 10
+
+
+def test_a_metric_that_nobody_reports(alone: dict[str, Any]) -> None:
+    """The one that exp_conf names must be there."""
+    assert alone["metric"]["error"] == (
+        'TrialError: searcher.metric "accuracy" is not among the validation metrics that the trial '
+        "reports: loss, mean_index"
+    )
+
+
+def test_without_a_metric_every_validation_is_saved(alone: dict[str, Any]) -> None:
+    """Nothing says what is best, so nothing that might be is lost."""
+    saved = [each.progress.batches_trained for each in store(alone["folder"] / "any").list()]
+    assert saved == [2, 4, 6]
+
+
+def test_a_rank_that_raises_ends_the_others(tmp_path: Path) -> None:
+    """Rank 1 raises in a batch while rank 0 waits for it inside DeepSpeed: the launcher ends both,
+    and shows the user's own error."""
+    spec = tmp_path / "spec.json"
+    broken = run(tmp_path / "broken", every(5, 50), at_batch=3, do="raise", do_rank=1)
+    spec.write_text(json.dumps([broken]))
+    output = start("torchrun", tmp_path, 2, str(SCRIPT), str(spec))
+    assert "RuntimeError: the toy was told to break" in output
+    assert not list(tmp_path.glob("0-rank-*"))
+    assert len(lines(tmp_path / "broken", "samples", 0)) < 50
+
+
+def test_a_trial_that_initialises_torch_distributed_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With DET_MANUAL_INIT_DISTRIBUTED=1, init leaves it to the trial; the ranks still become one
+    run."""
+    monkeypatch.setenv("DET_MANUAL_INIT_DISTRIBUTED", "1")
+    ((first, second),) = fit_toys("torchrun", tmp_path / "launch", run(tmp_path / "m", every(4, 4)))
+    assert first == second
+    assert first["batches_trained"] == 4
+    assert [manifest.trial for manifest in store(tmp_path / "m").list()] == [first["trial"]]

@@ -1,0 +1,309 @@
+"""What a trial's context answers and refuses, without ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import run_ranks
+from tests.support.slots import TOY
+from trial_core.context import RunInfo, TrialContext
+from trial_core.deepspeed import DeepSpeedTrialContext, ModelParallelUnit
+from trial_core.distributed import DistributedContext
+from trial_core.errors import ConfigError, TrialError
+from trial_core.instruments import Instruments
+from trial_core.units import EpochLength
+
+EXPERIMENT = {
+    "name": "gpt",
+    "hyperparameters": {"lr": 0.1, "layers": [4, 5]},
+    "data": {"folder": "/data"},
+}
+
+
+def alone() -> DistributedContext:
+    return DistributedContext.from_environment({})
+
+
+@pytest.fixture
+def info(tmp_path: Path) -> RunInfo:
+    return RunInfo("gpt-0000002a", EXPERIMENT, instruments=Instruments(tmp_path / "tensorboard"))
+
+
+@pytest.fixture
+def context(info: RunInfo) -> DeepSpeedTrialContext:
+    return DeepSpeedTrialContext(info, alone())
+
+
+def test_the_experiment(context: TrialContext) -> None:
+    """Configuration, data, hyperparameters and ids, as the experiment has them."""
+    assert context.get_experiment_config() == EXPERIMENT
+    assert context.get_data_config() == {"folder": "/data"}
+    assert context.get_hparams() == {"lr": 0.1, "layers": [4, 5]}
+    assert context.get_hparam("lr") == 0.1
+    assert context.get_trial_id() == 42
+    assert isinstance(context.get_experiment_id(), int)
+
+
+def test_the_experiments_id_is_that_of_its_name(info: RunInfo) -> None:
+    """Runs of one experiment share it; another experiment has another."""
+    ids = {
+        TrialContext(RunInfo(trial, {"name": name}), alone()).get_experiment_id()
+        for trial, name in [("a-1", "gpt"), ("b-2", "gpt"), ("c-3", "bert")]
+    }
+    assert len(ids) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda context: context.get_hparams()["layers"].append(6),
+        lambda context: context.get_hparam("layers").append(6),
+        lambda context: context.get_experiment_config()["hyperparameters"].clear(),
+        lambda context: context.get_data_config().clear(),
+    ],
+)
+def test_what_is_handed_out_is_a_copy(
+    context: TrialContext, change: Callable[[TrialContext], None]
+) -> None:
+    """A trial that changes what it gets changes nothing for anybody else."""
+    change(context)
+    assert context.get_experiment_config() == {
+        "name": "gpt",
+        "hyperparameters": {"lr": 0.1, "layers": [4, 5]},
+        "data": {"folder": "/data"},
+    }
+
+
+def test_where_training_is(info: RunInfo, context: TrialContext) -> None:
+    """An epoch of 10 micro-batches at 4 a batch: batches 0, 3, 5 begin one, 2, 4 and 7 end one."""
+    info.epoch = EpochLength(10, 4)
+    starts, ends = [], []
+    for info.batches_trained in range(8):
+        assert context.current_train_batch() == info.batches_trained
+        if context.is_epoch_start():
+            starts.append(info.batches_trained)
+        if context.is_epoch_end():
+            ends.append(info.batches_trained)
+    assert starts == [0, 3, 5]
+    assert ends == [2, 4, 7]
+
+
+def test_stop_requested(context: TrialContext) -> None:
+    """A flag that the trial can set and take back."""
+    assert context.get_stop_requested() is False
+    context.set_stop_requested(True)
+    assert context.get_stop_requested() is True
+    context.set_stop_requested(False)
+    assert context.get_stop_requested() is False
+
+
+def unit() -> ModelParallelUnit:
+    return ModelParallelUnit(0, 1, True, True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            lambda context: context.get_hparam("momentum"),
+            'the trial asks for hyperparameter "momentum", which the experiment does not set; '
+            "it sets: layers, lr",
+        ),
+        (
+            lambda context: context.set_stop_requested("yes"),
+            "set_stop_requested takes a bool, got 'yes'",
+        ),
+        (
+            lambda context: context.set_enable_tensorboard_logging(1),
+            "set_enable_tensorboard_logging takes a bool, got 1",
+        ),
+        (
+            lambda context: context.is_epoch_start(),
+            "is_epoch_start() needs to know how long an epoch is, but the training loader has no "
+            "length",
+        ),
+        (
+            lambda context: context.set_mpu(unit()),
+            "set_mpu was called before wrap_model_engine; wrap the engine first",
+        ),
+        (
+            lambda context: context.set_mpu(None),
+            "set_mpu takes a trial_core.deepspeed.ModelParallelUnit, got NoneType",
+        ),
+        (
+            lambda context: context.wrap_model_engine("model"),
+            "wrap_model_engine takes the engine that deepspeed.initialize returns first, got str",
+        ),
+    ],
+)
+def test_refusals(
+    context: DeepSpeedTrialContext, wrong: Callable[[Any], None], message: str
+) -> None:
+    """Each says what was seen and what is wanted."""
+    with pytest.raises(TrialError, match=re.escape(message)):
+        wrong(context)
+
+
+def events(folder: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder)).Reload()
+
+
+def test_one_tensorboard_writer(context: TrialContext, info: RunInfo) -> None:
+    """Asked for twice it is the same one; what it writes is in the path given."""
+    writer = context.get_tensorboard_writer()
+    assert context.get_tensorboard_writer() is writer
+    writer.add_scalar("mine", 2.5, 7)
+    info.instruments.finish()
+    (event,) = events(context.get_tensorboard_path()).Scalars("mine")
+    assert (event.step, event.value) == (7, 2.5)
+
+
+def test_reported_metrics_are_written_for_a_trial_with_a_writer(
+    context: TrialContext, info: RunInfo
+) -> None:
+    """Numbers only: an array or a text is no curve."""
+    context.get_tensorboard_writer()
+    info.instruments.report("validation", 12, {"loss": 0.5, "confusion": [[1, 2], [3, 4]]})
+    info.instruments.finish()
+    seen = events(context.get_tensorboard_path())
+    assert seen.Tags()["scalars"] == ["validation/loss"]
+    assert [(event.step, event.value) for event in seen.Scalars("validation/loss")] == [(12, 0.5)]
+
+
+def test_tensorboard_is_touched_only_when_asked_for(info: RunInfo, tmp_path: Path) -> None:
+    """A trial that never mentions TensorBoard has no event files and nothing to upload."""
+    info.instruments.report("training", 1, {"loss": 1.0})
+    info.instruments.finish()
+    assert not info.instruments.has_files_to_upload
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensorboard_switched_on(context: TrialContext, info: RunInfo) -> None:
+    """Reported metrics are written without a writer being asked for."""
+    context.set_enable_tensorboard_logging(True)
+    info.instruments.report("training", 3, {"loss": 1.5})
+    info.instruments.finish()
+    assert events(context.get_tensorboard_path()).Tags()["scalars"] == ["training/loss"]
+    assert info.instruments.has_files_to_upload
+
+
+def test_tensorboard_switched_off(context: TrialContext, info: RunInfo) -> None:
+    """The trial's own files stay on this machine, and no metric is added to them."""
+    assert context.get_enable_tensorboard_logging() is True
+    context.get_tensorboard_writer().add_scalar("mine", 1.0, 1)
+    context.set_enable_tensorboard_logging(False)
+    info.instruments.report("training", 3, {"loss": 1.5})
+    info.instruments.finish()
+    assert context.get_enable_tensorboard_logging() is False
+    assert events(context.get_tensorboard_path()).Tags()["scalars"] == ["mine"]
+    assert not info.instruments.has_files_to_upload
+
+
+def test_without_tensorboard_installed(
+    context: TrialContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message has the line that installs it."""
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(TrialError, match=re.escape("pip install 'trialflow[tensorboard]'")):
+        context.get_tensorboard_writer()
+
+
+def test_a_profiler_is_stepped_and_its_trace_is_where_tensorboard_looks(
+    context: TrialContext, info: RunInfo
+) -> None:
+    """wait 1, warm up 1, record 1: only the third batch is in the trace."""
+    import torch
+
+    context.set_profiler(
+        activities=[torch.profiler.ProfilerActivity.CPU],
+        schedule=torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=1),
+    )
+    info.instruments.start()
+    for batch in range(5):
+        with torch.profiler.record_function(f"toy_batch_{batch}"):
+            torch.ones(2).sum()
+        info.instruments.batch_ended()
+    info.instruments.finish()
+    (trace,) = context.get_tensorboard_path().glob("rank-0.*.pt.trace.json")
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {name for name in names if str(name).startswith("toy_batch")} == {"toy_batch_2"}
+
+
+def test_a_profiler_cannot_be_replaced_while_it_runs(context: TrialContext, info: RunInfo) -> None:
+    """The message says where to call it."""
+    context.set_profiler()
+    info.instruments.start()
+    try:
+        with pytest.raises(TrialError, match="set_profiler was called while a profiler was"):
+            context.set_profiler()
+    finally:
+        info.instruments.finish()
+
+
+def test_from_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An experiment as a dictionary is enough, with Determined's constants and no name."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    config = {"hyperparameters": {"lr": {"type": "const", "val": 0.3}}, "data": {"n": 1}}
+    context = TrialContext.from_config(config)
+    assert context.get_hparams() == {"lr": 0.3}
+    assert context.get_data_config() == {"n": 1}
+    assert context.distributed.get_size() == 1
+    assert context.current_train_batch() == 0
+    assert context.get_tensorboard_path().is_dir()
+    os.rmdir(context.get_tensorboard_path())
+
+
+def test_from_config_refuses_a_range_to_search() -> None:
+    """A trial needs a value for everything."""
+    config = {"hyperparameters": {"lr": {"type": "log", "minval": -4, "maxval": -1}}}
+    with pytest.raises(ConfigError, match="hyperparameters: lr: is a range to search"):
+        TrialContext.from_config(config)
+
+
+DEBUGGING = f"""
+import json, os, sys
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(name)
+sys.path.insert(0, {str(TOY)!r})
+from toy_trial import ToyTrial
+from trial_core.deepspeed import DeepSpeedTrialContext, ModelParallelUnit
+from trial_core.errors import TrialError
+
+context = DeepSpeedTrialContext.from_config({{"hyperparameters": {{"micro_batch_size": 3}}}})
+trial = ToyTrial(context)
+batches = iter(trial.build_training_data_loader().get_data_loader())
+losses = [float(trial.train_batch(batches, 0, i)["loss"]) for i in range(3)]
+refusals = []
+unit = ModelParallelUnit(0, 1, True, True)
+context.set_mpu(unit)
+for wrong in (lambda: context.set_mpu(unit), lambda: context.wrap_model_engine(trial.engine)):
+    try:
+        wrong()
+    except TrialError as error:
+        refusals.append(str(error))
+print(json.dumps({{"steps": trial.engine.global_steps, "losses": losses, "refusals": refusals}}))
+"""
+
+
+@pytest.mark.slots
+def test_debugging_a_trial_in_plain_python() -> None:
+    """The reference's example: a context from a dictionary, a trial, and batches by hand."""
+    (said,) = run_ranks(DEBUGGING, 1)
+    assert said["steps"] == 3
+    assert len(set(said["losses"])) == 3
+    assert said["refusals"] == [
+        "set_mpu was called twice; a trial has one ModelParallelUnit",
+        "wrap_model_engine was called twice with the same engine; an engine that is wrapped is "
+        "saved and restored, once is enough",
+    ]

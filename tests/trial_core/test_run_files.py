@@ -1,0 +1,89 @@
+"""Files beside checkpoints: uploaded when they change, as one state of each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.errors import StorageError
+from trial_core.run_files import RunFiles, rank_folder, tensorboard_url
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(str(tmp_path / "storage"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "files"
+    (folder / "deeper").mkdir(parents=True)
+    (folder / "events").write_text("one")
+    (folder / "deeper" / "trace.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def files(store: CheckpointStore, folder: Path, tmp_path: Path) -> RunFiles:
+    return RunFiles(store, "toy-1", folder, rank_folder(3), tmp_path / "scratch")
+
+
+def stored(tmp_path: Path) -> dict[str, str]:
+    root = tmp_path / "storage" / "runs" / "toy-1" / "tensorboard" / "rank-3"
+    return {
+        path.relative_to(root).as_posix(): path.read_text()
+        for path in root.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_only_what_has_changed_is_uploaded_again(
+    files: RunFiles, folder: Path, tmp_path: Path
+) -> None:
+    """All at first, then nothing, then the file that grew and the one that is new."""
+    assert files.upload_changed() == 2
+    assert stored(tmp_path) == {"events": "one", "deeper/trace.json": "{}"}
+    assert files.upload_changed() == 0
+    (folder / "events").write_text("one two")
+    (folder / "new").write_text("three")
+    assert files.upload_changed() == 2
+    assert stored(tmp_path) == {"events": "one two", "deeper/trace.json": "{}", "new": "three"}
+
+
+def test_no_copies_are_left(files: RunFiles, tmp_path: Path) -> None:
+    """The scratch folder is as empty as before."""
+    files.upload_changed()
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_a_folder_that_does_not_exist_has_no_files(store: CheckpointStore, tmp_path: Path) -> None:
+    """A rank that has written nothing uploads nothing."""
+    nowhere = RunFiles(store, "toy-1", tmp_path / "nowhere", "tensorboard", tmp_path / "scratch")
+    assert nowhere.upload_changed() == 0
+
+
+def test_after_a_failure_the_rest_goes_with_the_next_upload(
+    files: RunFiles, folder: Path, tmp_path: Path
+) -> None:
+    """A storage that fails loses nothing: what was not stored then is stored later."""
+    (tmp_path / "storage").write_text("in the way")
+    with pytest.raises(StorageError):
+        files.upload_changed()
+    (tmp_path / "storage").unlink()
+    assert files.upload_changed() == 2
+    assert stored(tmp_path) == {"events": "one", "deeper/trace.json": "{}"}
+
+
+def test_links_are_not_followed(files: RunFiles, folder: Path, tmp_path: Path) -> None:
+    """What lies elsewhere on the machine stays there."""
+    (tmp_path / "secret").write_text("secret")
+    (folder / "link").symlink_to(tmp_path / "secret")
+    files.upload_changed()
+    assert "link" not in stored(tmp_path)
+
+
+def test_where_they_are(store: CheckpointStore, tmp_path: Path) -> None:
+    """The address that a person gives to TensorBoard."""
+    assert tensorboard_url(store, "toy-1") == f"file://{tmp_path}/storage/runs/toy-1/tensorboard"

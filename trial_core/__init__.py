@@ -1,0 +1,29 @@
+"""Training of a user's trial, by workloads: the library under the flows. Knows no Prefect.
+
+A Determined user changes ``determined.pytorch.deepspeed`` to ``trial_core.deepspeed`` and
+``determined.pytorch`` to ``trial_core.pytorch``; docs/api.md says what became of each name. Names
+are imported when they are first used, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trial_core import deepspeed, pytorch
+    from trial_core.distributed import DistributedContext
+
+__all__ = ["DistributedContext", "deepspeed", "pytorch"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("deepspeed", "pytorch"):
+        return importlib.import_module(f"trial_core.{name}")
+    if name == "DistributedContext":
+        return importlib.import_module("trial_core.distributed").DistributedContext
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

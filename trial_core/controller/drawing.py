@@ -1,0 +1,61 @@
+"""The same random numbers for the same micro-batch, on every rank that loads it.
+
+The first stage of a pipeline needs the inputs of a micro-batch, and the last one its labels. If
+loading it draws random numbers (noise, masked words), both must draw the same, although the models
+of the two ranks draw differently. So loading gets generators of its own, seeded for each
+micro-batch by its place in the sequence that all ranks share.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from trial_core.controller.engine import TrialEngine
+from trial_core.distributed import DistributedContext
+from trial_core.pytorch.seeding import derive_seed, isolated, seed_globals
+
+
+def drawn_alike(
+    micro_batches: Iterable[Any],
+    engine: TrialEngine,
+    distributed: DistributedContext,
+    seed: int,
+    skipped: int = 0,
+) -> Iterable[Any]:
+    """`micro_batches`, drawn alike where several ranks load them; themselves where none do.
+
+    Args:
+        seed: the experiment's; the same on all ranks.
+        skipped: micro-batches of this rank's that came before.
+    """
+    if engine.data_parallel_size == distributed.get_size():
+        return micro_batches
+    return _DrawnAlike(
+        micro_batches,
+        seed,
+        first=skipped * engine.data_parallel_size + engine.data_parallel_rank,
+        stride=engine.data_parallel_size,
+    )
+
+
+class _DrawnAlike:
+    def __init__(self, source: Iterable[Any], seed: int, first: int, stride: int) -> None:
+        self._source = source
+        self._seed = seed
+        self._first = first
+        self._stride = stride
+
+    def __iter__(self) -> Iterator[Any]:
+        return isolated(self._seeded())
+
+    def _seeded(self) -> Iterator[Any]:
+        source = iter(self._source)
+        for position in itertools.count(self._first, self._stride):
+            seed_globals(derive_seed(self._seed, "micro-batch", 0, position))
+            try:
+                micro_batch = next(source)
+            except StopIteration:
+                return
+            yield micro_batch

@@ -1,0 +1,55 @@
+"""What a trial has measured itself with, brought to where the run is kept."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.context import RunInfo
+from trial_core.errors import StorageError
+from trial_core.instruments import Instruments
+from trial_core.messages import RunFilesStored
+from trial_core.run_files import RunFiles, rank_folder
+
+logger = logging.getLogger(__name__)
+
+
+def instruments_in(run_dir: Path, rank: int) -> Instruments:
+    """A rank's instruments, which write below the run's folder on this machine."""
+    return Instruments(run_dir / rank_folder(rank))
+
+
+class Measured:
+    """This rank's event files and traces, on their way to the storage.
+
+    Args:
+        info: the trial's, with its instruments.
+        store: where the trial's checkpoints are kept.
+        run_dir: a folder on this machine that has room for copies.
+    """
+
+    def __init__(self, info: RunInfo, store: CheckpointStore, run_dir: Path) -> None:
+        self._instruments = info.instruments
+        self._store = store
+        self._trial = info.trial
+        self._scratch = run_dir / "staging"
+        self._files: RunFiles | None = None
+
+    def upload(self) -> RunFilesStored:
+        """Upload what has changed, if the trial wants that. Any lane, one at a time; no collective.
+
+        A storage that fails is no reason to end training: what is left goes with the next upload.
+        """
+        # A process-local storage is the driver's, not this rank's: there the driver uploads.
+        if not self._instruments.has_files_to_upload or self._store.is_process_local:
+            return RunFilesStored(files=0)
+        if self._files is None:
+            folder, into = self._instruments.folder(), rank_folder(self._instruments.rank)
+            self._files = RunFiles(self._store, self._trial, folder, into, self._scratch)
+        self._instruments.flush()
+        try:
+            return RunFilesStored(files=self._files.upload_changed())
+        except StorageError as error:
+            logger.warning("files for TensorBoard are not uploaded: %s", error)
+            return RunFilesStored(files=0, problem=str(error))

@@ -1,0 +1,99 @@
+"""A whole run in a script of the user's own: every rank takes the same decisions, none is driven.
+
+`follow_schedule` is the story of `flows.train`, told by ranks that have no driver; a test holds the
+two together. The stages are in `trial_core.controller.fit`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from trial_core.controller.fit import Fit
+from trial_core.sequencer import (
+    Checkpoint,
+    Finish,
+    Progress,
+    Schedule,
+    Train,
+    Validate,
+    next_workload,
+)
+from trial_core.start import Start
+from trial_core.units import Batch, in_batches
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """How a fit ended; the same on every rank.
+
+    Attributes:
+        trial: the trial's id.
+        batches_trained: over all runs of the trial.
+        stopped_early: whether the trial asked to end before its maximum length.
+        training_metrics, validation_metrics: the last ones.
+        checkpoint_uuid: the newest committed checkpoint; give it to `fit` to go on.
+        checkpoint_url: where its files are.
+    """
+
+    trial: str
+    batches_trained: int
+    stopped_early: bool
+    training_metrics: dict[str, Any] = field(default_factory=dict)
+    validation_metrics: dict[str, Any] = field(default_factory=dict)
+    checkpoint_uuid: str | None = None
+    checkpoint_url: str | None = None
+
+
+def follow_schedule(fit: Fit, schedule: Schedule, starts: list[Start]) -> FitResult:
+    """Train: what the sequencer says, one stage after the other. Collective: every rank calls this.
+
+    Args:
+        starts: what the run may start from, best first.
+    """
+    start = fit.fetch_start(starts)
+    progress = start.progress
+    fit.run_hook(
+        "on_trial_startup", first_batch_idx=progress.batches_trained, checkpoint_uuid=start.uuid
+    )
+    epoch = fit.build_loaders(start)
+    if fit.test_mode:
+        schedule = one_batch_after(progress)
+    end = in_batches(schedule.max_length, epoch)
+    fit.run_hook("on_training_start")
+
+    while not isinstance(work := next_workload(progress, schedule, epoch), Finish):
+        if isinstance(work, Train):
+            progress = progress.after_training(fit.train(progress.batches_trained, work.until))
+            fit.run_hook("on_training_workload_end")
+        elif isinstance(work, Validate):
+            metric = fit.validate(progress.batches_trained)
+            progress = progress.after_validation(metric, schedule.smaller_is_better)
+            fit.run_hook("on_validation_end")
+        elif isinstance(work, Checkpoint):
+            fit.finish_upload()  # one upload at a time, beside training
+            staged = fit.save(progress)
+            fit.run_hook("on_checkpoint_write_end")
+            fit.run_hook("on_checkpoint_end")
+            fit.start_upload(staged)
+            progress = progress.after_checkpoint()
+        progress = progress.stopping(fit.settle())
+
+    fit.finish_upload()
+    fit.run_hook("on_trial_shutdown")
+    fit.finish()
+    return FitResult(
+        trial=fit.trial,
+        batches_trained=progress.batches_trained,
+        stopped_early=progress.batches_trained < end,
+        training_metrics=fit.metrics.get("training", {}),
+        validation_metrics=fit.metrics.get("validation", {}),
+        checkpoint_uuid=fit.newest,
+        checkpoint_url=fit.store.files_url(fit.newest) if fit.newest else None,
+    )
+
+
+def one_batch_after(progress: Progress) -> Schedule:
+    """The schedule of a test: train one batch, validate, save."""
+    end = Batch(progress.batches_trained + 1)
+    return Schedule(max_length=end, reporting_period=end, checkpoint_policy="none")
