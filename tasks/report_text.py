@@ -12,6 +12,8 @@ from typing import Any
 from trial_core.observer import MetricsKind
 
 MAX_POINTS = 60
+# Mermaid's own first colour is nearly white, as is the page.
+CHART_COLOURS = '%%{init: {"themeVariables": {"xyChart": {"plotColorPalette": "#2563eb"}}}}%%'
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ def _chart(title: str, curve: list[tuple[int, float]]) -> list[str]:
         shown.append(curve[-1])
     return [
         "```mermaid",
+        CHART_COLOURS,
         "xychart-beta",
         f'  title "{title}"',
         f"  x-axis [{', '.join(str(batches) for batches, _ in shown)}]",
