@@ -115,7 +115,7 @@ def _embedded_api(log_path: Path, start_limit_seconds: float) -> Iterator[Prefec
             try:
                 yield api
             finally:
-                _flush()
+                flush()
     finally:
         _stop(process)
 
@@ -211,7 +211,7 @@ def _log_tail(log_path: Path) -> str:
     return f"its log {log_path} ends with:\n{tail}" if tail else f"its log: {log_path}"
 
 
-def _flush() -> None:
+def flush() -> None:
     """Send what Prefect's background threads still hold: log lines, and task runs as events.
 
     They are closed by it, and open again, for another address if need be, on the next use.

@@ -7,7 +7,11 @@ is lost.
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from dataclasses import dataclass, field, replace
+from types import TracebackType
 from typing import Any
 
 from prefect import flow, runtime
@@ -27,12 +31,14 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import CheckpointDamaged, RankFailed
 from trial_core.observer import current_observer
-from trial_core.runs import prepare_run_dir, trial_id
+from trial_core.runs import clear_leftovers, run_folder, trial_id
 from trial_core.sequencer import Checkpoint, Finish, Train, Validate, next_workload
 from trial_core.slots.accelerators import slots_to_launch
 from trial_core.slots.group import SlotGroup
 from trial_core.start import Start
 from trial_core.units import in_batches
+
+LONGEST_PAUSE_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -78,20 +84,27 @@ def train(config: ExperimentConfig, trial: str | None = None) -> TrialResult:
     store.check_writable()
     flow_run_id = str(runtime.flow_run.id)
     trial = trial or trial_id(config.name, flow_run_id)
-    run_dir = prepare_run_dir(trial)
-    restarts = 0
-    with Report(config, trial, run_dir, current_observer()) as report:
+    restarts, last_cause = 0, None
+    with (
+        run_folder(trial) as run_dir,
+        Report(config, trial, run_dir, current_observer()) as report,
+    ):
         while True:
             run = TrialRun(config, trial, run_dir, store, report)
             try:
-                with launch_slots(run) as run.slots:
-                    result = follow_schedule(run)
+                # In this order: an upload ends with the ranks, or (memory://) soon after them.
+                with Uploads(run) as uploads, launch_slots(run) as run.slots:
+                    result = follow_schedule(run, uploads)
             except RankFailed as failure:
                 get_run_logger().error("%s", failure.report())
-                if restarts == config.max_restarts or not _worth_a_restart(failure, run):
+                cause = _cause(failure, run)
+                is_spent = restarts == config.max_restarts
+                if is_spent or cause == last_cause or not _worth_a_restart(failure, run):
                     raise
-                restarts += 1
+                restarts, last_cause = restarts + 1, cause
                 report.restarting(str(failure), restarts, config.max_restarts)
+                clear_leftovers(run_dir)
+                time.sleep(pause_seconds(restarts))
             else:
                 report.ended(
                     "stopped" if result.stopped_early else "completed", result.tensorboard_url
@@ -101,17 +114,18 @@ def train(config: ExperimentConfig, trial: str | None = None) -> TrialResult:
 
 def launch_slots(run: TrialRun) -> SlotGroup:
     """Start the ranks of `run`: a context manager, at whose end none of them is left."""
+    variables = run.config.environment.environment_variables
     return SlotGroup(
-        slots_to_launch(run.config.resources.slots_per_trial),
+        slots_to_launch(run.config.resources.slots_per_trial, {**os.environ, **variables}),
         working_dir=run.config.code,
         log_dir=run.run_dir / "logs",
-        environment=run.config.environment.environment_variables,
+        environment=variables,
         on_batches=run.observer.batches_trained,
         on_log=run.observer.rank_logged,
     )
 
 
-def follow_schedule(run: TrialRun) -> TrialResult:
+def follow_schedule(run: TrialRun, uploads: Uploads) -> TrialResult:
     """Train `run`'s trial on its slots: what the sequencer says, one stage after the other."""
     schedule = run.config.schedule()
     build_trial(run)
@@ -125,7 +139,7 @@ def follow_schedule(run: TrialRun) -> TrialResult:
     end = in_batches(schedule.max_length, epoch)
     run.observer.run_started(run.trial, end, progress.batches_trained, run.batch_samples)
     run_callbacks(run, "on_training_start", progress.batches_trained)
-    uploads = Uploads(run, newest=start.checkpoint if progress.batches_trained else None)
+    uploads.newest = start.checkpoint if progress.batches_trained else None
 
     while not isinstance(work := next_workload(progress, schedule, epoch), Finish):
         trained = progress.batches_trained
@@ -193,20 +207,38 @@ def fetch(run: TrialRun, start: Start, manifest: Manifest) -> str | None:
 
 
 class Uploads:
-    """The upload under way, if any, and the newest checkpoint that has been committed."""
+    """The upload under way, if any, and the newest checkpoint that has been committed.
 
-    def __init__(self, run: TrialRun, newest: Manifest | None) -> None:
+    At the end of its block no upload is under way, however the block ends.
+    """
+
+    def __init__(self, run: TrialRun) -> None:
         self._run = run
         self._pending: PrefectFuture[Manifest] | None = None
-        self.newest = newest
+        self._has_ended = threading.Event()
+        self._has_ended.set()
+        self.newest: Manifest | None = None
+
+    def __enter__(self) -> Uploads:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._has_ended.wait()
 
     def start(self, upload: PrefectFuture[Manifest]) -> None:
         """`upload` is under way."""
-        self._pending = upload
+        # Known here: the future's own `state` would ask the server, over HTTP.
+        self._pending, self._has_ended = upload, (has_ended := threading.Event())
+        upload.add_done_callback(lambda _: has_ended.set())
 
     def settle(self) -> None:
         """If the upload has ended by now, tell the trial's callbacks; else leave it be."""
-        if self._pending is not None and self._pending.state.is_final():
+        if self._has_ended.is_set():
             self.wait()
 
     def wait(self) -> None:
@@ -221,7 +253,26 @@ class Uploads:
         )  # fmt: skip
 
 
+def pause_seconds(restart: int) -> int:
+    """How long to wait before the `restart`-th restart: not at all before the first."""
+    return 0 if restart == 1 else min(2 ** (restart - 1), LONGEST_PAUSE_SECONDS)
+
+
 def _worth_a_restart(failure: RankFailed, run: TrialRun) -> bool:
     """Whether starting again may help: a mistake in the trial would come again at once."""
     raised = failure.error_type is not None
     return not failure.is_trial_mistake and (run.has_trained or not raised)
+
+
+def _cause(failure: RankFailed, run: TrialRun) -> tuple[object, ...]:
+    """What is the same when a failure comes again, for which no further restart is spent.
+
+    An exception: who raised what, during what, after how many batches. A death never is the same:
+    whatever ends processes (memory, preemption) leaves no such trace.
+    """
+    if failure.error_type is None:
+        return (failure,)
+    return (
+        failure.rank, failure.error_type, failure.error_message, failure.during,
+        run.batches_trained,
+    )  # fmt: skip

@@ -6,10 +6,11 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
+from tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
 from tasks.run import TrialRun
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.transfer import fetch_files
-from trial_core.errors import CheckpointDamaged
+from trial_core.errors import CheckpointDamaged, StorageError
 from trial_core.messages import (
     BuildLoaders,
     BuildTrial,
@@ -46,9 +47,16 @@ def build_trial(run: TrialRun) -> None:
     name="fetch-checkpoint",
     task_run_name="fetch-checkpoint @{manifest.progress.batches_trained}",
     cache_policy=NO_CACHE,
+    retries=STORAGE_RETRIES,
+    retry_delay_seconds=STORAGE_RETRY_SECONDS,
+    retry_condition_fn=storage_failed,
 )
 def fetch_checkpoint(run: TrialRun, manifest: Manifest) -> str | None:
-    """Bring a checkpoint to the ranks' machine, every file verified; what is wrong, if so."""
+    """Bring a checkpoint to the ranks' machine, every file verified; what is wrong, if so.
+
+    Raises:
+        StorageError: the storage failed; what is here already is not fetched again.
+    """
     with run.stage("fetch-checkpoint", f"@{manifest.progress.batches_trained}"):
         damage = _fetch(run, manifest)
     if damage:
@@ -65,8 +73,11 @@ def _fetch(run: TrialRun, manifest: Manifest) -> str | None:
         except CheckpointDamaged as damage:
             return str(damage)
         return None
-    request = FetchCheckpoint(uuid=manifest.uuid, files=manifest.files)
-    return next((f.damage for f in run.slots.request(request, Fetched) if f.damage), None)
+    fetched = run.slots.request(FetchCheckpoint(uuid=manifest.uuid, files=manifest.files), Fetched)
+    for rank, result in enumerate(fetched):
+        if result.problem:
+            raise StorageError(f"rank {rank}: {result.problem}")
+    return next((result.damage for result in fetched if result.damage), None)
 
 
 @task(
@@ -77,6 +88,7 @@ def _fetch(run: TrialRun, manifest: Manifest) -> str | None:
 def build_loaders(run: TrialRun, start: Start) -> EpochLength | None:
     """Build the data loaders and restore what was fetched; how long an epoch is."""
     begin = start.progress.batches_trained
+    run.batches_trained = begin
     with run.stage("build-loaders", f"@{begin}"):
         built = run.slots.request(
             BuildLoaders(batches_trained=begin, checkpoint=start.uuid, restore=start.restore),

@@ -7,17 +7,17 @@ and commits the manifest, while training goes on.
 from __future__ import annotations
 
 import uuid as uuids
-from dataclasses import dataclass
 from pathlib import Path
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
+from tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
 from tasks.run import TrialRun
-from trial_core.checkpoint.manifest import FileEntry, Manifest, utc_now
-from trial_core.checkpoint.transfer import merge_entries, upload_files
-from trial_core.errors import SlotsError
+from trial_core.checkpoint.manifest import FileEntry, Manifest
+from trial_core.checkpoint.transfer import upload_files
+from trial_core.errors import SlotsError, StorageError
 from trial_core.messages import (
     Done,
     PersistCheckpoint,
@@ -27,20 +27,7 @@ from trial_core.messages import (
     Saved,
 )
 from trial_core.sequencer import Progress
-
-UPLOAD_RETRIES = 2
-UPLOAD_RETRY_SECONDS = 5
-
-
-@dataclass(frozen=True)
-class StagedCheckpoint:
-    """A checkpoint that every rank has staged, and what its manifest will say."""
-
-    uuid: str
-    saved_at: str
-    progress: Progress
-    metrics: dict[str, dict[str, object]]
-    folders: tuple[str, ...]
+from trial_core.staged import StagedCheckpoint
 
 
 @task(
@@ -54,28 +41,36 @@ def checkpoint_save(run: TrialRun, progress: Progress) -> StagedCheckpoint:
     with run.stage("checkpoint-save", f"@{progress.batches_trained}"):
         saved = run.slots.request(SaveCheckpoint(uuid=uuid), Saved)
     run.writes_run_files |= any(rank.writes_run_files for rank in saved)
-    return StagedCheckpoint(
-        uuid=uuid,
-        saved_at=utc_now(),
-        progress=progress.after_checkpoint(),
-        metrics={kind: dict(metrics) for kind, metrics in run.metrics.items()},
-        folders=tuple(rank.staging for rank in saved),
-    )
+    folders = tuple(rank.staging for rank in saved)
+    return StagedCheckpoint.now(uuid, progress, run.metrics, folders)
 
 
 @task(
     name="checkpoint-upload",
     task_run_name="checkpoint-upload @{staged.progress.batches_trained}",
     cache_policy=NO_CACHE,
-    retries=UPLOAD_RETRIES,
-    retry_delay_seconds=UPLOAD_RETRY_SECONDS,
-    retry_condition_fn=lambda task, task_run, state: not _slots_are_gone(state),
+    retries=STORAGE_RETRIES,
+    retry_delay_seconds=STORAGE_RETRY_SECONDS,
+    retry_condition_fn=storage_failed,
 )
 def checkpoint_upload(run: TrialRun, staged: StagedCheckpoint) -> Manifest:
-    """Store what every rank has staged, then commit. Runs beside training."""
+    """Store what every rank has staged, then commit. Runs beside training.
+
+    Raises:
+        StorageError: the storage failed on some rank, or here; what was staged is still there.
+        CheckpointError: several ranks wrote different files under one name.
+    """
+    if run.topology is None:
+        raise SlotsError("a checkpoint is saved only after the trial was built")
     with run.stage("checkpoint-upload", f"@{staged.progress.batches_trained}"):
-        files = _upload(run, staged)
-        manifest = _manifest(run, staged, files)
+        manifest = staged.manifest(
+            _upload(run, staged),
+            trial=run.trial,
+            attempt=run.attempt,
+            config=run.config,
+            topology=run.topology,
+            versions=run.versions,
+        )
         run.store.commit(manifest)
         # Told at once: what is committed stays so, even if its ranks are lost in the next moment.
         run.observer.checkpoint_committed(
@@ -91,40 +86,16 @@ def checkpoint_upload(run: TrialRun, staged: StagedCheckpoint) -> Manifest:
     return manifest
 
 
-def _upload(run: TrialRun, staged: StagedCheckpoint) -> list[FileEntry]:
+def _upload(run: TrialRun, staged: StagedCheckpoint) -> dict[int, list[FileEntry]]:
+    """Store what was staged; each rank's files."""
     if run.store.is_process_local:
         # Only this process can see that storage, so it moves the bytes itself.
-        return merge_entries(
-            {
-                rank: upload_files(run.store, staged.uuid, Path(folder), rank)
-                for rank, folder in enumerate(staged.folders)
-            }
-        )
+        return {
+            rank: upload_files(run.store, staged.uuid, Path(folder), rank)
+            for rank, folder in enumerate(staged.folders)
+        }
     persisted = run.slots.request(PersistCheckpoint(uuid=staged.uuid), Persisted)
-    return merge_entries({rank: result.files for rank, result in enumerate(persisted)})
-
-
-def _manifest(run: TrialRun, staged: StagedCheckpoint, files: list[FileEntry]) -> Manifest:
-    if run.topology is None:
-        raise SlotsError("a checkpoint is saved only after the trial was built")
-    return Manifest(
-        uuid=staged.uuid,
-        trial=run.trial,
-        experiment=run.config.name,
-        attempt=run.attempt,
-        # Not the time of this upload: a retry must commit the very same manifest.
-        created_at=staged.saved_at,
-        progress=staged.progress,
-        metrics=staged.metrics,
-        topology=run.topology,
-        versions=run.versions,
-        config_digest=run.config.digest(),
-        files=files,
-        entrypoint=run.config.entrypoint,
-        hyperparameters=run.config.hyperparameters,
-    )
-
-
-def _slots_are_gone(state: object) -> bool:
-    """Whether the upload failed because its ranks did: trying again cannot help."""
-    return isinstance(getattr(state, "data", None), SlotsError)
+    for rank, result in enumerate(persisted):
+        if result.problem:
+            raise StorageError(f"rank {rank}: {result.problem}")
+    return {rank: result.files for rank, result in enumerate(persisted)}

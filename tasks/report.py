@@ -5,16 +5,19 @@ It sits between a run and its observer: it hears what the observer hears, and pa
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 from uuid import UUID
 
+import httpx
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
+from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 
 from tasks.report_text import ReportText, SavedCheckpoint
@@ -44,6 +47,7 @@ class Report(Observer):
         self._logger = get_run_logger()
         self._artifact: UUID | None = None
         self._updated_at = 0.0
+        self._has_warned = False
 
     # ------------------------------------------------------------------ what a run tells it
 
@@ -105,11 +109,36 @@ class Report(Observer):
         self.update(force=True)
 
     def update(self, force: bool = False) -> None:
-        """Write the report, unless that was done a moment ago. Called in the flow's thread."""
+        """Write the report, unless that was done a moment ago. Called in the flow's thread.
+
+        A report that cannot be written is no reason to end training, nor to hide why it ended.
+        """
         if not force and time.monotonic() - self._updated_at < UPDATE_SECONDS:
             return
         text = self._text.render()
-        self.path.write_text(text)
+        self._try(self._write_file, text)
+        self._try(self._write_artifact, text)
+        self._updated_at = time.monotonic()
+
+    def _try(self, write: Callable[[str], None], text: str) -> None:
+        try:
+            write(text)
+        except (OSError, httpx.HTTPError, PrefectException) as error:
+            if not self._has_warned:
+                self._logger.warning(
+                    "the report is not up to date (said once, training goes on): %s: %s",
+                    type(error).__name__,
+                    error,
+                )
+            self._has_warned = True
+
+    def _write_file(self, text: str) -> None:
+        # Whoever reads it meanwhile sees the last state, whole.
+        temporary = self.path.with_name(f".{self.path.name}.part")
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, self.path)
+
+    def _write_artifact(self, text: str) -> None:
         if self._artifact is None:
             key = f"trial-{self._text.trial}"
             created = create_markdown_artifact(
@@ -119,4 +148,3 @@ class Report(Observer):
         else:
             with get_client(sync_client=True) as client:
                 client.update_artifact(self._artifact, ArtifactUpdate(data=text))
-        self._updated_at = time.monotonic()

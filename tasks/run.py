@@ -32,6 +32,7 @@ class TrialRun:
         topology, versions, batch_samples: what the ranks said of themselves, once it is built.
         stop_requested: whether the trial has asked to save and end.
         has_trained: whether this attempt has got through a train-workload.
+        batches_trained: where the last train-workload ended, or this attempt began.
         writes_run_files: whether some rank writes files for TensorBoard, to upload with the run.
     """
 
@@ -58,6 +59,7 @@ class TrialRun:
         self.batch_samples = 0
         self.stop_requested = False
         self.has_trained = False
+        self.batches_trained = 0
         self.writes_run_files = False
 
     @contextmanager

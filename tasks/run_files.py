@@ -6,9 +6,9 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
-from tasks.checkpoint import UPLOAD_RETRIES, UPLOAD_RETRY_SECONDS
+from tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
 from tasks.run import TrialRun
-from trial_core.errors import SlotsError, StorageError
+from trial_core.errors import StorageError
 from trial_core.messages import FinishRunFiles, RunFilesStored
 from trial_core.run_files import TENSORBOARD, RunFiles, tensorboard_url
 
@@ -17,9 +17,9 @@ from trial_core.run_files import TENSORBOARD, RunFiles, tensorboard_url
     name="upload-run-files",
     task_run_name="upload-run-files @{batches_trained}",
     cache_policy=NO_CACHE,
-    retries=UPLOAD_RETRIES,
-    retry_delay_seconds=UPLOAD_RETRY_SECONDS,
-    retry_condition_fn=lambda task, task_run, state: not isinstance(state.data, SlotsError),
+    retries=STORAGE_RETRIES,
+    retry_delay_seconds=STORAGE_RETRY_SECONDS,
+    retry_condition_fn=storage_failed,
 )
 def upload_run_files(run: TrialRun, batches_trained: int) -> str:
     """Store what is left of them; where they are. (Most went with the checkpoints.)

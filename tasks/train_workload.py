@@ -20,6 +20,7 @@ def train_workload(run: TrialRun, begin: int, until: int) -> int:
     with run.stage("train-workload", f"[{begin}→{until}]"):
         results = run.slots.request(TrainBatches(until=until), Trained)
     run.has_trained = True
+    run.batches_trained = until
     run.stop_requested |= any(result.stop_requested for result in results)
     run.metrics["training"] = results[0].metrics
     seconds = max(result.seconds for result in results)

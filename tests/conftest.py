@@ -9,4 +9,9 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
 os.environ["DO_NOT_TRACK"] = "1"
 
-pytest_plugins = ["tests.support.s3", "tests.support.slots", "tests.support.prefect"]
+pytest_plugins = [
+    "tests.support.s3",
+    "tests.support.slots",
+    "tests.support.prefect",
+    "tests.support.flow",
+]

@@ -42,6 +42,11 @@ class RunInfo:
     stop_requested: bool = False
     instruments: Instruments = field(default_factory=Instruments)
 
+    @property
+    def experiment_seed(self) -> int:
+        """The seed of everything random."""
+        return int((self.experiment.get("reproducibility") or {}).get("experiment_seed") or 0)
+
 
 class TrialContext:
     """Runtime information for a trial. Constructed by the controller, on every rank.

@@ -97,9 +97,15 @@ class FetchCheckpoint(Request):
 
 
 class Fetched(Result):
-    """The files are here; or, when `damage` says so, they are not what the manifest promises."""
+    """The files are here, unless one of these says why not.
+
+    Attributes:
+        damage: how they differ from what the manifest promises.
+        problem: how the storage failed; asking again may help.
+    """
 
     damage: str | None = None
+    problem: str | None = None
 
 
 class BuildLoaders(Request):
@@ -188,10 +194,14 @@ class PersistCheckpoint(Request):
 
 
 class Persisted(Result):
-    """The rank's files are stored whole."""
+    """The rank's files are stored whole, unless `problem` says how the storage failed.
+
+    Asking again may help then: what was staged is still there.
+    """
 
     files: list[FileEntry]
     seconds: float
+    problem: str | None = None
 
 
 class ReleaseStaging(Request):

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import re
 import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from trial_core.config import home_folder
 from trial_core.errors import TrialflowError
+
+LOCK = "lock"
+LEFTOVERS = ("staging", "restored")
+
+# Locks that this process holds. A process that it forks (a data loader's worker) would hold them
+# on after its death.
+_held: set[BinaryIO] = set()
 
 
 def slug(name: str) -> str:
@@ -20,20 +34,90 @@ def trial_id(name: str, unique: str) -> str:
     return f"{slug(name)}-{unique.replace('-', '')[:8]}"
 
 
+@contextmanager
+def run_folder(trial: str) -> Iterator[Path]:
+    """The folder of `trial` on this machine, nobody else's for the length of the block.
+
+    What a dead attempt has left staged there is gone.
+
+    Raises:
+        TrialflowError: another process trains the trial; or the folder cannot be created.
+    """
+    run_dir = home_folder() / trial
+    with _creating(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / LOCK).open("a+b")
+    with lock:
+        _hold(lock, trial)
+        _held.add(lock)
+        try:
+            clear_leftovers(run_dir)
+            yield run_dir
+        finally:
+            _release(lock)
+
+
 def prepare_run_dir(trial: str) -> Path:
-    """The folder of `trial` on this machine, without what a dead attempt has left staged there.
+    """The folder of `trial` on a machine whose run is held elsewhere, without leftovers.
 
     Raises:
         TrialflowError: it cannot be created.
     """
     run_dir = home_folder() / trial
-    try:
+    with _creating(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
-        for leftover in ("staging", "restored"):
-            shutil.rmtree(run_dir / leftover, ignore_errors=True)
+    clear_leftovers(run_dir)
+    return run_dir
+
+
+def clear_leftovers(run_dir: Path) -> None:
+    """Delete what a dead attempt has left staged. Only while nobody trains there."""
+    for leftover in LEFTOVERS:
+        shutil.rmtree(run_dir / leftover, ignore_errors=True)
+
+
+@contextmanager
+def _creating(run_dir: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise TrialflowError(
             f"cannot create the run's folder {run_dir}: {error.strerror}; set TRIALFLOW_HOME to a "
             "folder that can be written"
         ) from error
-    return run_dir
+
+
+def _hold(lock: BinaryIO, trial: str) -> None:
+    """Take the lock, and say in it whose it is. The kernel gives it back, whatever the end."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read().decode(errors="replace") or "another process"
+        raise TrialflowError(
+            f"trial {trial} is being trained by {holder}; wait until that has ended, or stop it, "
+            "or train another trial"
+        ) from None
+    except OSError:
+        return  # a file system without locks
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+    lock.flush()
+
+
+def _release(lock: BinaryIO) -> None:
+    """Give the lock back, also where a process that was just forked has it open still."""
+    if lock in _held:
+        _held.discard(lock)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+def _let_go() -> None:
+    """In a process that has just been forked: leave the locks to its parent."""
+    for lock in _held:
+        lock.close()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)

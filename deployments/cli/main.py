@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
-from deployments.cli import checkpoints, doctor, experiment, messages, train
+from deployments.cli import checkpoints, doctor, experiment, export, messages, train
 from trial_core.errors import TrialflowError
 
 app = App(
@@ -33,6 +33,7 @@ app = App(
 app.command(train.train)
 app.command(experiment.config)
 app.command(checkpoints.app)
+app.command(export.export)
 app.command(doctor.doctor)
 
 

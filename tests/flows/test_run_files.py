@@ -16,13 +16,13 @@ pytestmark = [pytest.mark.slots, pytest.mark.server]
 
 def train(config: Any) -> Any:
     """Run the flow, then send the server all that it has to say of it."""
-    from flows.embedded import _flush
+    from flows.embedded import flush
     from flows.train import train as flow
 
     try:
         return flow(config)
     finally:
-        _flush()
+        flush()
 
 
 def stage_names(server: PrefectServer, flow_run_id: str) -> list[str]:

@@ -2,86 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from datetime import datetime
+import time
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.flow import (
+    breaking,
+    descendants_named,
+    one_slot,
+    resumption,
+    stages,
+    train,
+)
 from tests.support.prefect import PrefectServer
-from tests.support.processes import descendants
 from tests.support.s3 import S3Server
 from tests.support.slots import lines, toy_config
+from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer import verify_files
 from trial_core.errors import RankFailed, StorageError, TrialError
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
-
-@pytest.fixture
-def here(
-    prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Path]:
-    """A folder that runs keep everything in, while flows of this process use the real server."""
-    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
-    with prefect_server.configured():
-        yield tmp_path
+LIMIT_SECONDS = 60.0
 
 
-@dataclass
-class Stage:
-    """A task run as the server has recorded it."""
+def hold_the_first_commit(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep the first upload under way until batch 10 has been trained; a file that says it is."""
+    commit, under_way = CheckpointStore.commit, here / "upload-under-way"
 
-    name: str
-    state: str
-    began: datetime
-    ended: datetime
+    def held(store: CheckpointStore, manifest: Manifest) -> None:
+        under_way.touch()
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while len(lines(here, "samples", 0)) <= 10:
+            assert time.monotonic() < deadline, "training waits for the upload"
+            time.sleep(0.01)
+        commit(store, manifest)
 
-
-def stages(server: PrefectServer, flow_run_id: str | None) -> list[Stage]:
-    """The task runs of a flow run, in the order of their start."""
-    found = server.query(
-        "task_runs/filter",
-        {"flow_runs": {"id": {"any_": [flow_run_id]}}, "limit": 200},
-    )
-    known = [
-        Stage(
-            run["name"], run["state_name"],
-            datetime.fromisoformat(run["start_time"]), datetime.fromisoformat(run["end_time"]),
-        )
-        for run in found
-    ]  # fmt: skip
-    return sorted(known, key=lambda stage: stage.began)
+    monkeypatch.setattr(CheckpointStore, "commit", held)
+    return under_way
 
 
-def train(config: Any, trial: str | None = None, retries: int = 0) -> Any:
-    """Run the flow, then send the server all that it has to say of it."""
-    from flows.embedded import _flush
-    from flows.train import train as flow
-
-    try:
-        return flow.with_options(retries=retries)(config, trial)
-    finally:
-        _flush()
-
-
-def test_the_story_of_a_run(here: Path, prefect_server: PrefectServer) -> None:
+def test_the_story_of_a_run(
+    here: Path, prefect_server: PrefectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One run, as the server shows it: its stages in order and by name, the upload beside the
     training that follows it, a callback stage only where the trial overrides the hook, the report,
     and a checkpoint that verifies."""
+    under_way = hold_the_first_commit(here, monkeypatch)
     config = toy_config(
         here, 20, scheduling_unit=10, min_validation_period={"batches": 10},
-        checkpoint_policy="all", hyperparameters={"record": str(here), "ballast_mib": 300},
+        checkpoint_policy="all", hyperparameters={
+            "record": str(here), "at_batch": 19, "do": "wait", "wait_for": str(under_way),
+        },
     )  # fmt: skip
     result = train(config)
 
     seen = stages(prefect_server, result.flow_run_id)
     by_name = {stage.name: stage for stage in seen}
     assert {stage.state for stage in seen} == {"Completed"}
-    assert [s.name for s in seen if s.name != "callbacks on_checkpoint_upload_end @10"] == [
+    assert [stage.name for stage in seen if "upload" not in stage.name] == [
         "build-trial",
         "callbacks on_trial_startup @0",
         "build-loaders @0",
@@ -92,17 +75,20 @@ def test_the_story_of_a_run(here: Path, prefect_server: PrefectServer) -> None:
         "callbacks on_validation_end @10",
         "checkpoint-save @10",
         "callbacks on_checkpoint_write_end @10",
-        "checkpoint-upload @10",
         "train-workload [10→20]",
         "callbacks on_training_workload_end @20",
         "validate @20",
         "callbacks on_validation_end @20",
         "checkpoint-save @20",
         "callbacks on_checkpoint_write_end @20",
-        "checkpoint-upload @20",
-        "callbacks on_checkpoint_upload_end @20",
         "callbacks on_trial_shutdown @20",
     ]
+    assert Counter(stage.name for stage in seen if "upload" in stage.name) == {
+        "checkpoint-upload @10": 1,
+        "callbacks on_checkpoint_upload_end @10": 1,
+        "checkpoint-upload @20": 1,
+        "callbacks on_checkpoint_upload_end @20": 1,
+    }
     upload, training = by_name["checkpoint-upload @10"], by_name["train-workload [10→20]"]
     assert upload.began < training.ended
     assert training.began < upload.ended
@@ -131,48 +117,32 @@ def test_the_story_of_a_run(here: Path, prefect_server: PrefectServer) -> None:
     assert descendants_named("trial_core.slots.worker") == []
 
 
-def descendants_named(word: str) -> list[int]:
-    """Processes started by this one whose command line has `word` in it."""
-    import os
-
-    import psutil
-
-    return [
-        pid for pid in descendants(os.getpid())
-        if psutil.pid_exists(pid) and word in " ".join(psutil.Process(pid).cmdline())
-    ]  # fmt: skip
-
-
-def one_slot(here: Path, batches: int, **changes: Any) -> Any:
-    """A run on a single rank, which saves every 4 batches."""
-    changes = {"scheduling_unit": 4, "min_checkpoint_period": {"batches": 4}, **changes}
-    return toy_config(here, batches, resources={"slots_per_trial": 1}, **changes)
-
-
-def breaking(here: Path, do: str, at_batch: int, **more: Any) -> dict[str, Any]:
-    """Hyperparameters of a toy that breaks once, and records what it sees."""
-    return {
-        "record": str(here), "do": do, "at_batch": at_batch, "once": str(here / "once"), **more
-    }  # fmt: skip
-
-
-def resumption(here: Path, broke_at: int, end: int) -> int:
-    """The batch from which a run that broke went on; checkpoints are due every 4.
-
-    The last one but one is committed for certain when a rank breaks; the last may be on its way.
-    """
-    seen = [line[0] for line in lines(here, "samples", 0)]
-    assert seen[:broke_at] == list(range(broke_at))
-    resumed_at = int(seen[broke_at])
-    assert resumed_at in (broke_at // 4 * 4, broke_at // 4 * 4 - 4)
-    assert seen[broke_at:] == list(range(resumed_at, end))
-    return resumed_at
+def test_every_period_fires_when_due(here: Path, prefect_server: PrefectServer) -> None:
+    """Reports every 7, validations every 11, checkpoints every 13 batches: none hides another."""
+    config = one_slot(
+        here, 40, scheduling_unit=7, min_validation_period={"batches": 11},
+        min_checkpoint_period={"batches": 13}, checkpoint_policy="none",
+    )  # fmt: skip
+    result = train(config)
+    ends = [0, 7, 11, 13, 14, 21, 22, 26, 28, 33, 35, 39, 40]
+    saved = [13, 26, 39, 40]
+    assert Counter(stage.name for stage in stages(prefect_server, result.flow_run_id)) == Counter(
+        [
+            "build-trial",
+            "build-loaders @0",
+            *(f"train-workload [{begin}→{end}]" for begin, end in pairwise(ends)),
+            *(f"validate @{batches}" for batches in (11, 22, 33, 40)),
+            *(f"checkpoint-save @{batches}" for batches in saved),
+            *(f"checkpoint-upload @{batches}" for batches in saved),
+        ]
+    )
 
 
 def test_a_lost_rank_costs_only_what_was_not_saved(
     here: Path, prefect_server: PrefectServer
 ) -> None:
-    """SIGKILL of a rank at batch 13: a new rank goes on from the last committed checkpoint."""
+    """SIGKILL of a rank at batch 13: a new rank goes on from the last committed checkpoint, and
+    nothing that the lost one had staged is left."""
     config = one_slot(here, 16, max_restarts=1, hyperparameters=breaking(here, "kill", 13))
     result = train(config)
     assert result.batches_trained == 16
@@ -180,6 +150,10 @@ def test_a_lost_rank_costs_only_what_was_not_saved(
     names = [stage.name for stage in stages(prefect_server, result.flow_run_id)]
     assert f"fetch-checkpoint @{resumed_at}" in names
     assert f"build-loaders @{resumed_at}" in names
+    manifests = CheckpointStore(config.checkpoint_storage.url).list()
+    of_the_new_rank = {m.uuid for m in manifests if m.attempt == manifests[-1].attempt}
+    staged = {folder.name for folder in (Path(result.run_dir) / "staging").iterdir()}
+    assert staged <= of_the_new_rank
 
 
 def test_without_restarts_a_lost_rank_fails_the_run(here: Path) -> None:

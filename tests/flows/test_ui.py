@@ -20,7 +20,7 @@ def test_the_page_of_a_run(
     prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The timeline names every stage with its batches; the report shows metrics and curves."""
-    from flows.embedded import _flush as flush
+    from flows.embedded import flush
     from flows.train import train
 
     monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))

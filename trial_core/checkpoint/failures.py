@@ -95,7 +95,18 @@ _SECRET_OPTION = re.compile(
     r"key|secret|token|pass|cred|sas|sign|auth|cookie|connection_string", re.IGNORECASE
 )
 _SHORTEST_SECRET = 4  # masking every "a" would only garble the text
-_USER_AND_PASSWORD = re.compile(r"(?<=://)([^/@:]*):([^/@]*)@")
+_USER_AND_PASSWORD = re.compile(r"(?<=://)[^/@:]*:([^/]*)@")
+
+
+def without_credentials(url: str) -> str:
+    """The URL as it may be shown: without a password and its user, and without a signed query.
+
+    A name alone stays (``sftp://me@host``, ``abfs://container@account``): it is part of the place.
+    """
+    if url.partition("://")[0] == "file":
+        return url  # a path, in which every character stands for itself
+    address = _USER_AND_PASSWORD.sub("", url)
+    return address.partition("?")[0] if "://" in address else address
 
 
 def storage_exceptions() -> tuple[type[BaseException], ...]:
@@ -122,7 +133,7 @@ class Explainer:
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
         self._secrets = _secrets_in(url, options or {})
-        self.url = self.hide(_without_password(url))
+        self.url = self.hide(without_credentials(url))
 
     def hide(self, text: str) -> str:
         """The text without any of the storage's credentials."""
@@ -178,12 +189,6 @@ def _diagnosis(error: BaseException) -> str:
     return next((words for cls, words in _BY_TYPE if isinstance(error, cls)), "it failed")
 
 
-def _without_password(url: str) -> str:
-    """``ftp://me:secret@host`` shown as ``ftp://me:***@host``; signatures in a query as well."""
-    address, mark, query = _USER_AND_PASSWORD.sub(r"\1:***@", url).partition("?")
-    return address + mark + ("***" if _SECRET_OPTION.search(query) else query)
-
-
 def _secrets_in(url: str, options: Mapping[str, Any]) -> list[str]:
     """Texts that must never be shown, longest first."""
     found = {*_passwords(url), *_leaves(options, is_secret=False)}
@@ -193,8 +198,8 @@ def _secrets_in(url: str, options: Mapping[str, Any]) -> list[str]:
 def _passwords(url: str) -> Iterator[str]:
     """The password in a URL, as written and as meant."""
     for match in _USER_AND_PASSWORD.finditer(url):
-        yield match[2]
-        yield unquote(match[2])
+        yield match[1]
+        yield unquote(match[1])
 
 
 def _leaves(value: Any, is_secret: bool) -> Iterator[str]:

@@ -10,11 +10,11 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
+from trial_core.checkpoint.failures import without_credentials
 from trial_core.config.base import Section
 from trial_core.config.values import PlainMapping, Text
 from trial_core.config.words import did_you_mean, refusal, shown
 
-_CONTAINER_AT_ACCOUNT = ("abfs", "abfss", "adl", "az")
 _RETENTION = "every checkpoint is kept; there are no retention rules yet"
 
 
@@ -22,17 +22,6 @@ def home_folder() -> Path:
     """Where runs are kept: ``$TRIALFLOW_HOME``, else ``./trialflow-runs``; absolute."""
     named = os.environ.get("TRIALFLOW_HOME") or "trialflow-runs"
     return Path(os.path.abspath(os.path.expanduser(named)))
-
-
-def without_credentials(url: str) -> str:
-    """The URL without user, password and query, any of which may be a secret."""
-    scheme, separator, rest = url.partition("://")
-    if not separator or scheme == "file":
-        return url
-    bucket, slash, prefix = rest.partition("?")[0].partition("/")
-    if scheme not in _CONTAINER_AT_ACCOUNT:
-        bucket = bucket.rpartition("@")[2]
-    return f"{scheme}://{bucket}{slash}{prefix}"
 
 
 def _default_url() -> str:

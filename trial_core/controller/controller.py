@@ -25,7 +25,7 @@ from trial_core.controller.snapshot import Snapshots
 from trial_core.controller.state import restore_rng
 from trial_core.controller.training import Ticker, train_batches
 from trial_core.distributed import DistributedContext
-from trial_core.errors import CheckpointDamaged, SlotsError
+from trial_core.errors import CheckpointDamaged, SlotsError, StorageError
 from trial_core.messages import (
     AnyRequest,
     AnyResult,
@@ -146,18 +146,26 @@ class Controller:
         except CheckpointDamaged as damage:
             # No failure of this rank: the driver may choose an older checkpoint.
             return Fetched(damage=str(damage))
+        except StorageError as error:
+            return Fetched(problem=str(error))
         return Fetched()
 
     def build_loaders(self, request: BuildLoaders) -> LoadersBuilt:
         """Build the loaders, and restore from a fetched checkpoint. Collective."""
         engine, info = self._the_engine, self._the_info
-        seed = int((info.experiment.get("reproducibility") or {}).get("experiment_seed") or 0)
         info.batches_trained = request.batches_trained
-        self._loaders = build_loaders(engine, self._distributed, request.batches_trained, seed)
+        state = self._the_snapshots.read_state(request.checkpoint, request.restore)
+        own = (state if request.restore == "everything" else None) or {}
+        data = own.get("training_data")  # which checkpoints of earlier releases do not have
+        seed = info.experiment_seed
+        self._loaders = build_loaders(
+            engine, self._distributed, request.batches_trained, seed, data
+        )
         self._loaders.validation.limit = request.validation_limit
         info.epoch = self._loaders.epoch
         if request.checkpoint is not None:
-            self._rng = self._the_snapshots.restore(request.checkpoint, engine, request.restore)
+            self._the_snapshots.restore(request.checkpoint, engine, state)
+        self._rng = own.get("rng")
         return LoadersBuilt(epoch=self._loaders.epoch)
 
     def train(self, request: TrainBatches) -> Trained:
@@ -203,7 +211,8 @@ class Controller:
         """Stage a checkpoint. Collective."""
         began = time.monotonic()
         info = self._the_info
-        staging = self._the_snapshots.stage(request.uuid, self._the_engine, info.batches_trained)
+        snapshots, data = self._the_snapshots, self._the_loaders.state_dict()
+        staging = snapshots.stage(request.uuid, self._the_engine, info.batches_trained, data)
         for hook in ("on_checkpoint_write_end", "on_checkpoint_end"):
             self._hook_arguments[hook] = {"checkpoint_dir": str(staging)}
         return Saved(
@@ -215,9 +224,15 @@ class Controller:
     def persist_checkpoint(self, request: PersistCheckpoint) -> Persisted:
         """Upload a staged checkpoint, and what was written for TensorBoard. I/O lane."""
         began = time.monotonic()
-        files = self._the_snapshots.persist(request.uuid)
-        self._the_measured.upload()
-        return Persisted(files=files, seconds=time.monotonic() - began)
+        problem = None
+        try:
+            files = self._the_snapshots.persist(request.uuid)
+        except StorageError as error:
+            # No failure of this rank: the driver asks again, and training goes on meanwhile.
+            files, problem = [], str(error)
+        else:
+            self._the_measured.upload()
+        return Persisted(files=files, seconds=time.monotonic() - began, problem=problem)
 
     def release_staging(self, request: ReleaseStaging) -> Done:
         """Drop a staged checkpoint. I/O lane."""

@@ -56,7 +56,7 @@ def build_engine(info: RunInfo, distributed: DistributedContext) -> TrialEngine:
         The trial behind the controller's seam.
     """
     trial_class = load_trial_class(str(info.experiment["entrypoint"]))
-    seed = int((info.experiment.get("reproducibility") or {}).get("experiment_seed") or 0)
+    seed = info.experiment_seed
     claim_accelerator(distributed.get_local_rank())
     if not initialises_by_itself():
         _init_distributed()

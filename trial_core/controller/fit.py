@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import logging
 import uuid as uuids
-from dataclasses import dataclass
 from typing import Any
 
-from trial_core.checkpoint.manifest import FileEntry, Manifest, utc_now
+from trial_core.checkpoint.manifest import FileEntry, Manifest
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import merge_entries
 from trial_core.config import ExperimentConfig
 from trial_core.context import RunInfo
 from trial_core.controller.controller import Controller
 from trial_core.controller.together import on_every_rank, on_the_first_rank
 from trial_core.controller.upload import Upload, persistently
 from trial_core.distributed import DistributedContext
-from trial_core.errors import CheckpointDamaged
+from trial_core.errors import CheckpointDamaged, StorageError
 from trial_core.messages import (
     BuildLoaders,
     FetchCheckpoint,
+    Fetched,
     FinishRunFiles,
     PersistCheckpoint,
     ReleaseStaging,
@@ -35,6 +34,7 @@ from trial_core.messages import (
 )
 from trial_core.searcher import searcher_metric
 from trial_core.sequencer import Progress
+from trial_core.staged import StagedCheckpoint
 from trial_core.start import Start
 from trial_core.units import EpochLength
 
@@ -42,16 +42,6 @@ logger = logging.getLogger(__name__)
 
 # How often ranks that wait for each other's uploads say so: well within a collective's deadline.
 POLL_SECONDS = 30.0
-
-
-@dataclass(frozen=True)
-class Staged:
-    """A checkpoint that every rank has staged, and what its manifest will say."""
-
-    uuid: str
-    saved_at: str
-    progress: Progress
-    metrics: dict[str, dict[str, Any]]
 
 
 class Fit:
@@ -92,7 +82,7 @@ class Fit:
         self.metrics: dict[str, dict[str, Any]] = {}
         self.newest: str | None = None
         self._stop_requested = False
-        self._pending: tuple[Staged, Upload] | None = None
+        self._pending: tuple[StagedCheckpoint, Upload] | None = None
 
     # ---------------------------------------------------------------------------- the stages
 
@@ -150,21 +140,18 @@ class Fit:
         self._say("validation at %d: %s", batches_trained, metrics)
         return None if self._metric is None else searcher_metric(metrics, self._metric)
 
-    def save(self, progress: Progress) -> Staged:
+    def save(self, progress: Progress) -> StagedCheckpoint:
         """Stage a checkpoint; training may go on when this returns."""
         uuid = self._distributed.broadcast(str(uuids.uuid4()))
         self._controller.save_checkpoint(SaveCheckpoint(uuid=uuid))
-        metrics = {kind: dict(values) for kind, values in self.metrics.items()}
-        return Staged(uuid, utc_now(), progress.after_checkpoint(), metrics)
+        return StagedCheckpoint.now(uuid, progress, self.metrics)
 
-    def start_upload(self, staged: Staged) -> None:
+    def start_upload(self, staged: StagedCheckpoint) -> None:
         """Begin to store what was staged, beside training. In test mode drop it instead."""
         if self.test_mode:
             self._controller.release_staging(ReleaseStaging(uuid=staged.uuid))
             return
-        request = PersistCheckpoint(uuid=staged.uuid)
-        upload = Upload(lambda: self._controller.persist_checkpoint(request).files)
-        self._pending = staged, upload
+        self._pending = staged, Upload(lambda: self._persist(staged.uuid))
 
     def settle(self) -> bool:
         """Exchange what may have happened on some rank; whether any has asked for a stop.
@@ -216,27 +203,31 @@ class Fit:
     def _fetch(self, manifest: Manifest) -> str | None:
         """Bring a checkpoint to this machine; what is wrong with it, if something is."""
         request = FetchCheckpoint(uuid=manifest.uuid, files=manifest.files)
-        fetched = on_every_rank(
-            self._distributed, lambda: self._controller.fetch_checkpoint(request)
-        )
-        return next((rank.damage for rank in fetched if rank.damage), None)
 
-    def _commit(self, staged: Staged, files: list[list[FileEntry]]) -> int:
-        config = self._config
-        manifest = Manifest(
-            uuid=staged.uuid,
+        def fetch() -> Fetched:
+            fetched = self._controller.fetch_checkpoint(request)
+            if fetched.problem:
+                raise StorageError(fetched.problem)
+            return fetched
+
+        everybody = on_every_rank(self._distributed, fetch)
+        return next((rank.damage for rank in everybody if rank.damage), None)
+
+    def _persist(self, uuid: str) -> list[FileEntry]:
+        """Store what this rank has staged. No collective."""
+        persisted = self._controller.persist_checkpoint(PersistCheckpoint(uuid=uuid))
+        if persisted.problem:
+            raise StorageError(persisted.problem)
+        return persisted.files
+
+    def _commit(self, staged: StagedCheckpoint, files: list[list[FileEntry]]) -> int:
+        manifest = staged.manifest(
+            dict(enumerate(files)),
             trial=self._info.trial,
-            experiment=config.name,
             attempt=self._attempt,
-            created_at=staged.saved_at,
-            progress=staged.progress,
-            metrics=staged.metrics,
+            config=self._config,
             topology=self._built.topology,
             versions=self._built.versions,
-            config_digest=config.digest(),
-            files=merge_entries(dict(enumerate(files))),
-            entrypoint=config.entrypoint,
-            hyperparameters=config.hyperparameters,
         )
         persistently(lambda: self.store.commit(manifest))
         return manifest.total_bytes

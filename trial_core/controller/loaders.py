@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +19,40 @@ logger = logging.getLogger(__name__)
 
 
 class MicroBatches(Iterator[Any]):
-    """A training loader's micro-batches, counted as the trial takes them."""
+    """A training loader's micro-batches, counted as the trial takes them.
 
-    def __init__(self, source: Iterator[Any], per_batch: int) -> None:
+    Args:
+        source: micro-batches without end. Loads none ahead.
+        per_batch: how many of them are one batch's.
+        drawn: how many this rank has taken before these, over the whole life of the trial.
+        loader: where they come from, if it carries its own state; None otherwise.
+    """
+
+    def __init__(
+        self, source: Iterator[Any], per_batch: int, drawn: int = 0, loader: Any = None
+    ) -> None:
         self._source = source
         self._per_batch = per_batch
+        self._drawn = drawn
+        self._loader = loader
         self._warned = False
         self.taken = 0
 
     def __next__(self) -> Any:
+        micro_batch = next(self._source)
         self.taken += 1
-        return next(self._source)
+        self._drawn += 1
+        return micro_batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank's data stands, for `build_loaders`. To be called between batches."""
+        # Before anything was drawn there is nothing to keep, and asking would begin a pass.
+        keeps = self._loader is not None and self._drawn > 0
+        return {
+            "drawn": self._drawn,
+            "per_batch": self._per_batch,
+            "loader": self._loader.state_dict() if keeps else None,
+        }
 
     def batch_ended(self) -> None:
         """Warn, once, if the trial has taken more or fewer than one batch's."""
@@ -37,9 +60,9 @@ class MicroBatches(Iterator[Any]):
             self._warned = True
             logger.warning(
                 "train_batch took %d micro-batches from its loader for one batch, where "
-                "gradient_accumulation_steps makes it %d: epochs are counted by the latter, and "
-                "a resumed trial goes on at another place in the data. If a batch needs more, "
-                "load larger micro-batches and divide them in train_batch",
+                "gradient_accumulation_steps makes it %d: epochs are counted by the latter, and so "
+                "they begin and end elsewhere than the passes over the data. If a batch needs "
+                "more, load larger micro-batches and divide them in train_batch",
                 self.taken,
                 self._per_batch,
             )
@@ -60,14 +83,27 @@ class Loaders:
     validation: ValidationSet
     epoch: EpochLength | None
 
+    def state_dict(self) -> dict[str, Any] | None:
+        """Where this rank's training data stands; None on a rank that needs none."""
+        return None if self.training is None else self.training.state_dict()
+
 
 def build_loaders(
-    engine: TrialEngine, distributed: DistributedContext, batches_trained: int, seed: int
+    engine: TrialEngine,
+    distributed: DistributedContext,
+    batches_trained: int,
+    seed: int,
+    saved: Mapping[str, Any] | None = None,
 ) -> Loaders:
     """Build both loaders. Collective: every rank calls this.
 
+    What building and setting them draws from the global generators is no part of training's random
+    state: restore that after this.
+
     Args:
-        batches_trained: where training goes on; that many batches of micro-batches are skipped.
+        batches_trained: where training goes on.
+        saved: what `Loaders.state_dict` gave there; None at the beginning, and for a checkpoint
+            that does not have it: then that many whole batches of micro-batches are skipped.
 
     Raises:
         TrialError: a loader of the wrong type, an empty one, one missing where data is needed, or
@@ -88,7 +124,7 @@ def build_loaders(
             training_length, engine.micro_batches_per_batch * engine.data_parallel_size
         )
     return Loaders(
-        training=_endless(engine, training, distributed, batches_trained, seed),
+        training=_endless(engine, training, distributed, batches_trained, seed, saved),
         validation=validation_set(engine, validation, seed, distributed),
         epoch=epoch,
     )
@@ -140,27 +176,70 @@ def _endless(
     distributed: DistributedContext,
     batches_trained: int,
     seed: int,
+    saved: Mapping[str, Any] | None,
 ) -> MicroBatches | None:
     if loader is None:
         return None
-    skip = batches_trained * engine.micro_batches_per_batch
+    drawn = _drawn_before(batches_trained, engine.micro_batches_per_batch, saved)
     endless: Iterable[Any]
     if isinstance(loader, DataLoader):
         endless = loader.get_data_loader(
             repeat=True,
-            skip=skip,
+            skip=drawn,
             num_replicas=engine.data_parallel_size,
             rank=engine.data_parallel_rank,
             seed=seed,
         )
     else:
-        endless = _again_and_again(loader)
-    endless = drawn_alike(endless, engine, distributed, seed, skip)
-    return MicroBatches(iter(endless), engine.micro_batches_per_batch)
+        endless = _again_and_again(loader, _rest_of_pass(engine, loader, drawn, saved))
+    endless = drawn_alike(endless, engine, distributed, seed, drawn)
+    carries = not isinstance(loader, DataLoader) and carries_state(loader)
+    per_batch = engine.micro_batches_per_batch
+    return MicroBatches(iter(endless), per_batch, drawn, loader if carries else None)
 
 
-def _again_and_again(loader: Any) -> Iterator[Any]:
+def _drawn_before(batches_trained: int, per_batch: int, saved: Mapping[str, Any] | None) -> int:
+    if saved is None:
+        return batches_trained * per_batch
+    # A batch may be cut into more or fewer micro-batches now than when the checkpoint was saved.
+    return int(saved["drawn"]) * per_batch // int(saved["per_batch"])
+
+
+def carries_state(loader: Any) -> bool:
+    """Whether a loader of the trial's own can tell where it stands, and be set there."""
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _rest_of_pass(
+    engine: TrialEngine, loader: Any, drawn: int, saved: Mapping[str, Any] | None
+) -> Iterator[Any] | None:
+    """What is left of the pass that `loader` was saved in; None if it begins with a new one."""
+    state = None if saved is None else saved["loader"]
+    if state is not None and carries_state(loader):
+        loader.load_state_dict(state)
+        # Begun at once: what that draws at random, the uninterrupted run did not draw here, and
+        # the random state is restored after this.
+        rest: Iterator[Any] = iter(loader)
+        return rest
+    if drawn > 0 and engine.data_parallel_rank == 0:  # the others would say the same
+        logger.warning(
+            "the training loader (%s.%s) begins again with its first micro-batch, although %d have "
+            "been trained on: %s",
+            type(loader).__module__,
+            type(loader).__qualname__,
+            drawn,
+            "the checkpoint holds no state of it"
+            if carries_state(loader)
+            else "it has no state_dict and load_state_dict. Return a trial_core.pytorch.DataLoader "
+            "or, for instance, torchdata's StatefulDataLoader to go on in the middle of an epoch",
+        )
+    return None
+
+
+def _again_and_again(loader: Any, rest: Iterator[Any] | None) -> Iterator[Any]:
     """A custom loader that ends starts over: an epoch's end is not the run's."""
+    if rest is not None:
+        yield from rest  # nothing, if it was saved with the last micro-batch of a pass
     while True:
         count = 0
         for count, micro_batch in enumerate(loader, start=1):  # noqa: B007 - read after the loop

@@ -8,7 +8,9 @@ committed the manifest.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.store import CheckpointStore
@@ -40,11 +42,17 @@ class Snapshots:
         """Where this machine's ranks keep the files of `uuid` that they have fetched."""
         return self._run_dir / "restored" / uuid
 
-    def stage(self, uuid: str, engine: TrialEngine, batches_trained: int) -> Path:
+    def stage(
+        self,
+        uuid: str,
+        engine: TrialEngine,
+        batches_trained: int,
+        training_data: Mapping[str, Any] | None,
+    ) -> Path:
         """Write this rank's shards and state. Collective: every rank calls this."""
         folder = self.staging(uuid)
         folder.mkdir(parents=True, exist_ok=True)
-        state = rank_state(batches_trained, engine.callbacks)
+        state = rank_state(batches_trained, engine.callbacks, training_data)
         for callback in engine.callbacks.values():
             callback.on_checkpoint_save_start(state)
         engine.save(folder)
@@ -71,22 +79,28 @@ class Snapshots:
         own = share[self._distributed.get_local_rank() :: every]
         fetch_files(self._store, uuid, own, self.restored(uuid))
 
-    def restore(self, uuid: str, engine: TrialEngine, restore: Restore) -> dict[str, object] | None:
-        """Load from fetched files, as much as `restore` says.
+    def read_state(self, uuid: str | None, restore: Restore) -> dict[str, Any] | None:
+        """This rank's own state in a fetched checkpoint; None where no more is restored than
+        weights, or nothing at all.
 
-        Collective: every rank calls this, after all have fetched.
+        Raises:
+            CheckpointDamaged: the checkpoint has no state of this rank.
+        """
+        if uuid is None or restore == "weights":
+            return None
+        return read_rank_state(self.restored(uuid), self._distributed.get_rank())
 
-        Returns:
-            This rank's random state, where the trial goes on; None where it begins.
+    def restore(self, uuid: str, engine: TrialEngine, state: dict[str, Any] | None) -> None:
+        """Load from fetched files. Collective: every rank calls this, after all have fetched.
+
+        Args:
+            state: what `read_state` gave, for the callbacks; None loads weights alone.
         """
         folder = self.restored(uuid)
-        if restore == "weights":
+        if state is None:
             engine.load_weights(folder)
-            return None
-        state = read_rank_state(folder, self._distributed.get_rank())
+            return
         for callback in engine.callbacks.values():
             callback.on_checkpoint_load_start(state)
         engine.load(folder)
         restore_callbacks(state, engine.callbacks)
-        rng: dict[str, object] = state["rng"]
-        return rng if restore == "everything" else None

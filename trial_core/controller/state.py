@@ -49,10 +49,19 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         get_accelerator().set_rng_state(state["accelerator"])
 
 
-def rank_state(batches_trained: int, callbacks: Mapping[str, PyTorchCallback]) -> dict[str, Any]:
-    """This rank's own state, the dictionary that `on_checkpoint_save_start` sees."""
+def rank_state(
+    batches_trained: int,
+    callbacks: Mapping[str, PyTorchCallback],
+    training_data: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """This rank's own state, the dictionary that `on_checkpoint_save_start` sees.
+
+    Args:
+        training_data: where the training data stands; None on a rank that needs none.
+    """
     return {
         "batches_trained": batches_trained,
+        "training_data": training_data,
         "rng": capture_rng(),
         "callbacks": {name: callback.state_dict() for name, callback in callbacks.items()},
     }
@@ -77,8 +86,8 @@ def read_rank_state(folder: Path, rank: int) -> dict[str, Any]:
             f"the checkpoint has no {path.relative_to(folder)}: was it saved with fewer ranks? "
             "Resume with the slots_per_trial that it was saved with"
         )
-    # A callback's state may be any object, hence no weights_only; the file's digest has been
-    # checked against the manifest before it came here.
+    # A callback's or a loader's state may be any object, hence no weights_only; the file's digest
+    # has been checked against the manifest before it came here.
     state: dict[str, Any] = torch.load(path, weights_only=False)
     return state
 

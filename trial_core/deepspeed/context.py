@@ -116,7 +116,10 @@ class DeepSpeedTrialContext(TrialContext):
     def disable_dataset_reproducibility_checks(self) -> None:
         """Allow data loaders other than `trial_core.pytorch.DataLoader`.
 
-        Sharding, shuffling and where to go on after a restart are then the trial's business.
+        Sharding and shuffling are then the trial's business. A training loader with ``state_dict``
+        and ``load_state_dict``, such as torchdata's ``StatefulDataLoader``, is saved and restored
+        with every checkpoint, on each rank; any other begins with its first micro-batch again
+        after a restart, with a warning.
         """
         self.reproducible_loaders = False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -18,7 +19,7 @@ from trial_core.controller.together import on_every_rank, on_the_first_rank
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.errors import ConfigError, TrialError
-from trial_core.runs import prepare_run_dir
+from trial_core.runs import prepare_run_dir, run_folder
 from trial_core.sequencer import CheckpointPolicy, Schedule
 from trial_core.start import Start
 from trial_core.units import Batch, Epoch, TrainUnit
@@ -108,6 +109,7 @@ class Trainer:
             CheckpointNotFound: there is no `latest_checkpoint`.
             CheckpointDamaged: it cannot be restored; names the file.
             CheckpointError: a checkpoint could not be stored.
+            TrialflowError: another run trains the trial.
         """
         if self._has_fitted:
             raise TrialError(
@@ -131,8 +133,9 @@ class Trainer:
             self._context.distributed, lambda: _starts(store, config, latest_checkpoint)
         )
         self._has_fitted = True
-        fit = self._take_over(store, starts[0], config, metric, test_mode)
-        return follow_schedule(fit, schedule, starts)
+        with ExitStack() as held:
+            fit = self._take_over(held, store, starts[0], config, metric, test_mode)
+            return follow_schedule(fit, schedule, starts)
 
     # ----------------------------------------------------------------------------- internals
 
@@ -152,18 +155,20 @@ class Trainer:
 
     def _take_over(
         self,
+        held: ExitStack,
         store: CheckpointStore,
         start: Start,
         config: ExperimentConfig,
         metric: str | None,
         test_mode: bool,
     ) -> Fit:
-        """Put the trial behind a controller, in the run's folder."""
+        """Put the trial behind a controller, in the run's folder; rank 0 holds that in `held`."""
         distributed, info = self._context.distributed, self._context.run_info
         if start.checkpoint is not None and start.restore == "everything":
             info.trial = start.checkpoint.trial
         else:
             info.trial = distributed.broadcast(info.trial)
+        on_the_first_rank(distributed, lambda: str(held.enter_context(run_folder(info.trial))))
         is_first_here = distributed.get_local_rank() == 0
         on_every_rank(distributed, lambda: prepare_run_dir(info.trial) if is_first_here else None)
         controller = Controller(emit=lambda _: None, distributed=distributed)

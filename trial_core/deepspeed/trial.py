@@ -10,8 +10,10 @@ from typing import Any, ClassVar
 import torch
 
 from trial_core.deepspeed.context import DeepSpeedTrialContext
+from trial_core.deepspeed.controller_class import ControllerClass
 from trial_core.deepspeed.weights import load_weights
 from trial_core.errors import TrialError
+from trial_core.pytorch.batch_length import batch_length
 from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.pytorch.reducer import Reducer
 
@@ -23,6 +25,8 @@ class DeepSpeedTrial(ABC):
     """
 
     trial_context_class: ClassVar[type[DeepSpeedTrialContext]] = DeepSpeedTrialContext
+    trial_controller_class: ClassVar = ControllerClass()
+    """The class that drives the trial on every rank. To be read: overriding it changes nothing."""
 
     @abstractmethod
     def __init__(self, context: DeepSpeedTrialContext) -> None:
@@ -50,7 +54,8 @@ class DeepSpeedTrial(ABC):
             return {"loss": loss}
 
         Args:
-            dataloader_iter: micro-batches without end; None on ranks that need no data.
+            dataloader_iter: micro-batches without end; None on ranks that need no data. What is
+                taken from it is counted: a resumed run goes on with the one after the last.
             epoch_idx: the epoch in which this batch begins.
             batch_idx: batches trained before this one, over the whole life of the trial.
 
@@ -63,7 +68,15 @@ class DeepSpeedTrial(ABC):
     def build_training_data_loader(self) -> Any:
         """The training data: a `trial_core.pytorch.DataLoader` of micro-batches.
 
-        May be None on ranks whose `ModelParallelUnit` says that they need no data.
+        May be None on ranks whose `ModelParallelUnit` says that they need no data. After
+        ``context.disable_dataset_reproducibility_checks()`` it may be any iterable of this rank's
+        micro-batches, which is iterated over again whenever it ends. If it has ``state_dict`` and
+        ``load_state_dict``, as torchdata's ``StatefulDataLoader`` has, checkpoints hold its state:
+
+        * ``state_dict()`` is called on every rank between two batches, and must tell what comes
+          after the last micro-batch that the loader gave, whatever it has loaded ahead;
+        * after ``load_state_dict(state)``, ``iter(loader)`` must go on from there; it may give
+          nothing if the pass was over. What `iter` itself draws at random then does not count.
         """
 
     @abstractmethod
@@ -113,6 +126,18 @@ class DeepSpeedTrial(ABC):
     def evaluation_reducer(self) -> Reducer | dict[str, Reducer]:
         """How per-batch validation metrics become one: for all, or by metric name."""
         return Reducer.AVG
+
+    def get_batch_length(self, batch: Any) -> int:
+        """The number of records in `batch`, which the training or validation loader gave.
+
+        By default the length of the first tensor or array in it, through dicts, lists and tuples.
+        To be overridden for batches of other types. Batches are trained, counted and reported
+        without it: it is there for the trial's own code.
+
+        Raises:
+            TrialError: there is no tensor or array with a first dimension.
+        """
+        return batch_length(batch)
 
     def build_callbacks(self) -> dict[str, PyTorchCallback]:
         """Callbacks by name; under that name their state is saved and restored."""

@@ -81,7 +81,8 @@ class ToyTrial(DeepSpeedTrial):
 
     Hyperparameters: micro_batch_size, accumulation, zero_stage, train_samples, validation_samples,
     record (a folder for what each rank sees), ballast_mib (of a file that each rank adds to its
-    checkpoints), and at_batch + do: what happens there, on do_rank, once if the file `once` is new.
+    checkpoints), and at_batch + do: what happens there, on do_rank, once if the file `once` is new
+    (`wait`: until there is a file `wait_for`).
     """
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
@@ -151,6 +152,11 @@ class ToyTrial(DeepSpeedTrial):
             self.context.set_stop_requested(True)
         if do == "sleep":
             time.sleep(3600)
+        if do == "wait":
+            deadline = time.monotonic() + 60
+            while not Path(self.hparams["wait_for"]).exists():
+                assert time.monotonic() < deadline, "nobody made the file"
+                time.sleep(0.01)
 
     def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
         inputs, index = self.context.to_device(next(dataloader_iter))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.s3 import S3Server
-from trial_core.checkpoint.failures import Explainer
+from trial_core.checkpoint.failures import Explainer, without_credentials
 from trial_core.checkpoint.store import CheckpointStore, StorageSpec
 from trial_core.errors import StorageError
 
@@ -80,6 +80,23 @@ def test_a_wrong_option_is_named(moto_s3: S3Server) -> None:
     store = CheckpointStore(moto_s3.new_bucket(), {**moto_s3.options, "endpont": "x"})
     with pytest.raises(StorageError, match=r"option .* not one it knows.*endpont"):
         store.check_writable()
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("s3://bucket/a@b", "s3://bucket/a@b"),
+        ("s3://me:p@ss@bucket/x", "s3://bucket/x"),
+        ("https://host:80/x?sig=1", "https://host:80/x"),
+        ("sftp://me@host/x", "sftp://me@host/x"),
+        ("abfs://box@me.dfs.core.windows.net/p?st=1", "abfs://box@me.dfs.core.windows.net/p"),
+        ("file:///what?/me:you@here", "file:///what?/me:you@here"),
+        ("/what?", "/what?"),
+    ],
+)
+def test_what_is_shown_of_a_url(url: str, shown: str) -> None:
+    """The place whole; a password with its user, and a query, not at all."""
+    assert without_credentials(url) == shown
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_an_epoch_of_a_loader_that_shards_by_itself(
 def test_taking_other_than_one_batchs_micro_batches_is_warned_of_once(
     caplog: pytest.LogCaptureFixture, taken: int, warnings: int
 ) -> None:
-    """A resumed trial skips one batch's for each batch, so it would go on at another place."""
+    """Epochs are counted by one batch's for each batch, so theirs would end at another place."""
     micro_batches = MicroBatches(itertools.count(), per_batch=3)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

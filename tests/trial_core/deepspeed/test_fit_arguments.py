@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from trial_core.context import RunInfo
 from trial_core.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext, Trainer
 from trial_core.deepspeed.trainer import _schedule
 from trial_core.distributed import DistributedContext
-from trial_core.errors import ConfigError, TrialError
+from trial_core.errors import ConfigError, TrialError, TrialflowError
 from trial_core.pytorch import Batch, Epoch
+from trial_core.runs import run_folder
 from trial_core.sequencer import Schedule
 
 
@@ -125,3 +127,19 @@ def test_an_experiment_of_determineds_is_understood_as_far_as_it_matters() -> No
     assert config.searcher.max_length == Epoch(3)
     assert named_metric(exp_conf) == "accuracy"
     assert named_metric({}) is None
+
+
+def test_a_trial_that_another_process_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused before anything is built; afterwards the folder is free."""
+    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path))
+    with (
+        run_folder("toy-0000beef"),
+        pytest.raises(TrialflowError, match="toy-0000beef is being trained by process"),
+    ):
+        trainer().fit(max_length=Batch(1))
+    with pytest.raises(TrialError, match="wrap_model_engine"):  # as far as this trial gets
+        trainer().fit(max_length=Batch(1))
+    with run_folder("toy-0000beef"):
+        pass

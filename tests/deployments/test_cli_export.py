@@ -1,0 +1,155 @@
+"""`trialflow export` on checkpoints in a real local store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from deployments.cli.main import main
+from tests.support.cli import trialflow
+from tests.support.slots import drive, toy_config
+from tests.trial_core.checkpoint.helpers import FILES, new_manifest, upload
+from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.slots.group import SlotGroup
+
+pytestmark = pytest.mark.slots
+WEIGHTS = {"0.weight": (16, 2), "0.bias": (16,), "3.weight": (2, 16), "3.bias": (2,)}
+
+
+@pytest.fixture(scope="module")
+def folder(
+    warm_slots: Callable[[int], SlotGroup], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Where ``checkpoints`` holds the toy's, after three batches on two ranks."""
+    folder = tmp_path_factory.mktemp("export")
+    config = toy_config(folder, 3, hyperparameters={"zero_stage": 2})
+    run = drive(warm_slots(2), config, folder, persist=True)
+    uuid = run.checkpoints[-1]
+    store = CheckpointStore(config.checkpoint_storage.url)
+    store.commit(new_manifest(3, uuid=uuid, trial="toy-0000beef", files=run.files[uuid]))
+    return folder
+
+
+@pytest.fixture
+def manifest(folder: Path) -> Manifest:
+    """Of that checkpoint."""
+    return CheckpointStore(f"file://{folder}/checkpoints").list()[0]
+
+
+def run(folder: Path, *arguments: str) -> int:
+    return main(["export", *arguments, "--storage", str(folder / "checkpoints")])
+
+
+def test_a_checkpoint_becomes_one_file(folder: Path, manifest: Manifest, tmp_path: Path) -> None:
+    """All of stdout is the JSON asked for; the file is readable by others, and says whose it is."""
+    arguments = ("--to", "model.safetensors", "--storage", str(folder / "checkpoints"), "--json")
+    done = trialflow(tmp_path, "export", manifest.uuid[:8], *arguments)
+    assert done.returncode == 0, done.stderr
+    target = tmp_path / "model.safetensors"
+    assert json.loads(done.stdout) == {
+        "uuid": manifest.uuid,
+        "file": str(target),
+        "names": 4,
+        "size_bytes": target.stat().st_size,
+        "dtype": "fp32",
+        "engine": 0,
+    }
+    with safe_open(target, "pt") as opened:
+        assert {name: opened.get_tensor(name).shape for name in opened.keys()} == WEIGHTS  # noqa: SIM118
+        assert opened.metadata()["trialflow.checkpoint"] == manifest.uuid
+    (tmp_path / "plain").touch()
+    assert target.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_the_newest_of_a_trial_as_a_state_dict(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--trial` finds it; .pt is for torch.load, without unpickling anything but tensors."""
+    target = tmp_path / "new" / "model.pt"
+    assert run(folder, "--trial", "toy-0000beef", "--to", str(target)) == 0
+    weights = torch.load(target, weights_only=True)
+    assert {name: tensor.shape for name, tensor in weights.items()} == WEIGHTS
+    assert (
+        f"4 names, {target.stat().st_size / 1024:.1f} KiB, in {target}" in capsys.readouterr().out
+    )
+
+
+def test_a_file_is_replaced_only_by_force(
+    folder: Path, manifest: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is there stays, until `--force` says otherwise."""
+    target = tmp_path / "model.bin"
+    target.write_text("precious")
+    assert run(folder, manifest.uuid, "--to", str(target)) == 2
+    assert "it exists already; --force replaces it" in capsys.readouterr().err
+    assert target.read_text() == "precious"
+    assert run(folder, manifest.uuid, "--to", str(target), "--force") == 0
+    assert torch.load(target, weights_only=True).keys() == WEIGHTS.keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("0123 --to x.pt", "no checkpoint in file://"),
+        ("--to x.pt", "give either a checkpoint or --trial, and not both"),
+        ("0123 --trial t --to x.pt", "give either a checkpoint or --trial, and not both"),
+        ("--trial toy --to x.pt", "trial 'toy' has no checkpoint in file://"),
+        ("--trial toy-0000beef --to x.onnx", "expected a name that ends in .safetensors, .pt, .bi"),
+        ("--trial toy-0000beef --to file/x.pt", "cannot write"),
+        ("--trial toy-0000beef --to folder.pt", "this is a folder"),
+        (
+            "--trial toy-0000beef --to x.pt --engine 1",
+            "for engine 1 (model1/…model_states.pt): its",
+        ),
+        ("--trial toy-0000beef --to x.pt --dtype 16bit", "engine 0 was trained in fp32"),
+        ("--trial toy-0000beef --to x.pt --dtype int8", 'Choose from: "fp32", "16bit"'),
+    ],
+)
+def test_what_cannot_be_done_is_refused(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: str,
+    message: str,
+) -> None:
+    """Exit code 2, the reason, and no file, whole or part."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.pt").mkdir()
+    assert run(folder, *arguments.split()) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.pt"]
+
+
+def test_a_save_of_the_trials_own_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its files are the trial's; the command that brings them is said."""
+    store = CheckpointStore(f"file://{tmp_path}/checkpoints")
+    own = upload(store, tmp_path / "staging", FILES)
+    store.commit(own)
+    assert run(tmp_path, own.uuid, "--to", str(tmp_path / "x.pt")) == 2
+    message = capsys.readouterr().err
+    assert "it has been written by a save of the trial's own" in message
+    assert f"trialflow checkpoints download {own.uuid} --to FOLDER" in message
+
+
+def test_a_damaged_checkpoint_is_not_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What differs from its manifest is never unpickled: exit code 1, the file is named."""
+    store = CheckpointStore(f"file://{tmp_path}/checkpoints")
+    damaged = upload(store, tmp_path / "staging", {"model0/mp_rank_00_model_states.pt": b"good"})
+    store.commit(damaged)
+    path = tmp_path / "checkpoints" / "checkpoints" / damaged.uuid / damaged.files[0].path
+    path.write_bytes(b"evil")
+    assert run(tmp_path, damaged.uuid, "--to", str(tmp_path / "x.pt")) == 1
+    assert "mp_rank_00_model_states.pt" in capsys.readouterr().err
+    assert not (tmp_path / "x.pt").exists()

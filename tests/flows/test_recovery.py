@@ -1,0 +1,89 @@
+"""What the flow `train` tries again, with the ranks warm or with new ones, and what it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flows.train
+from tests.support.flow import one_slot, stages, train
+from tests.support.prefect import PrefectServer
+from tests.support.slots import lines
+from trial_core.errors import RankFailed, TrialflowError
+from trial_core.runs import run_folder
+
+pytestmark = [pytest.mark.slots, pytest.mark.server]
+
+
+def repaired_before_the_retry(
+    monkeypatch: pytest.MonkeyPatch, stage: str, repair: Callable[[], None]
+) -> None:
+    """Have `stage` of the flow tried again without delay, after `repair`."""
+    task = getattr(flows.train, stage)
+
+    def condition(task: Any, task_run: Any, state: Any) -> bool:
+        repair()
+        return bool(original(task, task_run, state))
+
+    original = task.retry_condition_fn
+    quick = task.with_options(retry_delay_seconds=0, retry_condition_fn=condition)
+    monkeypatch.setattr(flows.train, stage, quick)
+
+
+def test_a_failed_upload_is_tried_again_with_the_ranks_warm(
+    here: Path, prefect_server: PrefectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The storage fails once: the server shows one retry of that upload; the ranks, of which none
+    may be lost here, train on, and both checkpoints are committed."""
+    in_the_way = here / "checkpoints" / "checkpoints"
+    in_the_way.parent.mkdir()
+    in_the_way.write_text("no folder")
+    repaired_before_the_retry(monkeypatch, "checkpoint_upload", in_the_way.unlink)
+    result = train(one_slot(here, 8, max_restarts=0))
+    seen = stages(prefect_server, result.flow_run_id)
+    tries = {stage.name: stage.tries for stage in seen}
+    assert (tries["checkpoint-upload @4"], tries["checkpoint-upload @8"]) == (2, 1)
+    assert {stage.state for stage in seen} == {"Completed"}
+    assert [stage.name for stage in seen].count("build-trial") == 1
+    assert len(list((here / "checkpoints" / "manifests" / result.trial).iterdir())) == 2
+
+
+def test_a_failed_fetch_is_tried_again_with_the_ranks_warm(
+    here: Path, prefect_server: PrefectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk that a checkpoint is fetched to fails once: it is fetched on the second try."""
+    first = train(one_slot(here, 4))
+    in_the_way = Path(first.run_dir) / "restored"
+    in_the_way.write_text("no folder")
+    repaired_before_the_retry(monkeypatch, "fetch_checkpoint", in_the_way.unlink)
+    result = train(one_slot(here, 8, hyperparameters={"record": str(here)}), first.trial)
+    tries = {stage.name: stage.tries for stage in stages(prefect_server, result.flow_run_id)}
+    assert tries["fetch-checkpoint @4"] == 2
+    assert tries["build-trial"] == 1
+    assert [line[0] for line in lines(here, "samples", 0)] == [4, 5, 6, 7]
+
+
+def test_an_exception_that_comes_back_is_not_tried_a_third_time(here: Path) -> None:
+    """The same exception at the same batch after a restart: no further restart is spent on it."""
+    config = one_slot(here, 16, max_restarts=5, hyperparameters={"at_batch": 5, "do": "raise"})
+    with pytest.raises(RankFailed, match="RuntimeError: the toy was told to break"):
+        train(config)
+    logs = (next((here / "home").glob("toy-*")) / "logs" / "rank-0.log").read_text()
+    assert logs.count("RuntimeError: the toy was told to break") == 2
+
+
+def test_two_drivers_do_not_train_one_trial(here: Path) -> None:
+    """The second is told who trains it, and starts nothing."""
+    with run_folder("toy-0000beef") as run_dir:
+        with pytest.raises(TrialflowError, match="toy-0000beef is being trained by process"):
+            train(one_slot(here, 4), "toy-0000beef")
+        assert not (run_dir / "logs").exists()
+
+
+def test_restarts_are_ever_further_apart() -> None:
+    """At once at first, a minute at most."""
+    pauses = [flows.train.pause_seconds(restart) for restart in range(1, 9)]
+    assert pauses == [0, 2, 4, 8, 16, 32, 60, 60]

@@ -1,0 +1,103 @@
+"""The flow `train` run by a test, and what the server has recorded of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.prefect import PrefectServer
+from tests.support.processes import descendants
+from tests.support.slots import lines, toy_config
+
+
+@pytest.fixture
+def here(
+    prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    """A folder that runs keep everything in, while flows of this process use the real server."""
+    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
+    with prefect_server.configured():
+        yield tmp_path
+
+
+@dataclass
+class Stage:
+    """A task run as the server has recorded it."""
+
+    name: str
+    state: str
+    tries: int
+    began: datetime
+    ended: datetime
+
+
+def stages(server: PrefectServer, flow_run_id: str | None) -> list[Stage]:
+    """The task runs of a flow run, in the order of their start."""
+    found = server.query(
+        "task_runs/filter",
+        {"flow_runs": {"id": {"any_": [flow_run_id]}}, "limit": 200},
+    )
+    known = [
+        Stage(
+            run["name"], run["state_name"], run["run_count"],
+            datetime.fromisoformat(run["start_time"]), datetime.fromisoformat(run["end_time"]),
+        )
+        for run in found
+    ]  # fmt: skip
+    return sorted(known, key=lambda stage: stage.began)
+
+
+def train(config: Any, trial: str | None = None, retries: int = 0) -> Any:
+    """Run the flow, then send the server all that it has to say of it."""
+    from flows.embedded import flush
+    from flows.train import train as flow
+
+    try:
+        return flow.with_options(retries=retries)(config, trial)
+    finally:
+        flush()
+
+
+def one_slot(here: Path, batches: int, **changes: Any) -> Any:
+    """A run on a single rank, which saves every 4 batches."""
+    changes = {"scheduling_unit": 4, "min_checkpoint_period": {"batches": 4}, **changes}
+    return toy_config(here, batches, resources={"slots_per_trial": 1}, **changes)
+
+
+def breaking(here: Path, do: str, at_batch: int, **more: Any) -> dict[str, Any]:
+    """Hyperparameters of a toy that breaks once, and records what it sees."""
+    return {
+        "record": str(here), "do": do, "at_batch": at_batch, "once": str(here / "once"), **more
+    }  # fmt: skip
+
+
+def resumption(here: Path, broke_at: int, end: int) -> int:
+    """The batch from which a run that broke went on; checkpoints are due every 4.
+
+    The last one but one is committed for certain when a rank breaks; the last may be on its way.
+    """
+    seen = [line[0] for line in lines(here, "samples", 0)]
+    assert seen[:broke_at] == list(range(broke_at))
+    resumed_at = int(seen[broke_at])
+    assert resumed_at in (broke_at // 4 * 4, broke_at // 4 * 4 - 4)
+    assert seen[broke_at:] == list(range(resumed_at, end))
+    return resumed_at
+
+
+def descendants_named(word: str) -> list[int]:
+    """Processes started by this one whose command line has `word` in it."""
+    return [pid for pid in descendants(os.getpid()) if word in _command(pid)]
+
+
+def _command(pid: int) -> str:
+    try:
+        return " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:  # it has just ended
+        return ""

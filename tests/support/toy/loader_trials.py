@@ -1,0 +1,129 @@
+"""Toy trials whose training data is not drawn one `DataLoader`'s micro-batch a call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, Subset
+from toy_trial import ToyTrial, samples
+
+from trial_core.deepspeed import DeepSpeedTrialContext
+from trial_core.pytorch import PyTorchCallback
+
+
+class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Samples that are augmented: each look at one draws from the global generator."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, label = self.dataset[index]
+        return inputs + 0.1 * torch.rand(2), label
+
+
+class Unchecked(ToyTrial):
+    """Takes care of sharding by itself."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        context.disable_dataset_reproducibility_checks()
+
+    def shard(self) -> Any:
+        everything = samples(self.hparams["train_samples"])
+        ranks = self.context.distributed
+        return Subset(everything, range(ranks.get_rank(), len(everything), ranks.get_size()))
+
+
+class Torchdatas(Unchecked):
+    """torchdata's loader, shuffling by itself; with workers, it loads ahead."""
+
+    def build_training_data_loader(self) -> Any:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        workers = self.hparams.get("workers", 0)
+        return StatefulDataLoader(
+            self.shard() if workers else Noisy(self.shard()),
+            batch_size=self.hparams["micro_batch_size"],
+            shuffle=True,
+            num_workers=workers,
+            persistent_workers=bool(workers),
+        )
+
+
+class Drawing:
+    """A loader that draws its micro-batches with replacement, and ends after `length` of them."""
+
+    def __init__(self, dataset: Any, length: int) -> None:
+        self.dataset, self.length = dataset, length
+        self.given = 0
+        self.generator = torch.Generator()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        torch.rand(1)  # beginning a pass costs the global generator a number, as torch's does
+        return self._rest()
+
+    def _rest(self) -> Iterator[Any]:
+        while self.given < self.length:
+            self.given += 1
+            picked = torch.randint(len(self.dataset), (2,), generator=self.generator).tolist()
+            parts = zip(*(self.dataset[i] for i in picked), strict=True)
+            yield tuple(torch.stack(part) for part in parts)
+        self.given = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state["given"]
+        self.generator.set_state(state["generator"])
+
+
+class Own(Unchecked):
+    """A loader of the trial's own that carries its state."""
+
+    def build_training_data_loader(self) -> Any:
+        return Drawing(self.shard(), self.hparams.get("pass_length", 3))
+
+
+class TwoDraws(ToyTrial):
+    """Takes two micro-batches for a batch, and on even batches a third that it throws away."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        context.disable_auto_grad_accumulation()
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        parts = zip(next(dataloader_iter), next(dataloader_iter), strict=True)
+        inputs, index = (torch.cat(part) for part in parts)
+        if self.hparams.get("unevenly") and batch_idx % 2 == 0:
+            next(dataloader_iter)
+        loss = self._loss(inputs, index)
+        self.engine.backward(loss)
+        self.engine.step()
+        with self._file("samples").open("a") as file:
+            file.write(json.dumps([batch_idx, *index.flatten().tolist()]) + "\n")
+        return {"loss": loss}
+
+
+class Forget(PyTorchCallback):
+    """Makes a checkpoint look like one of an earlier release."""
+
+    def on_checkpoint_save_start(self, checkpoint: dict[str, Any]) -> None:
+        del checkpoint["training_data"]
+
+
+class Forgetful(ToyTrial):
+    """Its checkpoints do not say what was drawn."""
+
+    def build_callbacks(self) -> dict[str, PyTorchCallback]:
+        return {"forget": Forget()}

@@ -1,0 +1,237 @@
+"""Where the training data goes on after a restart, whoever loads it and however it is drawn."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.slots import Driven, drive, lines, toy_config
+from tests.trial_core.deepspeed.resuming import assert_resuming_is_bit_identical
+from trial_core.controller.loaders import Loaders, build_loaders
+from trial_core.errors import TrialError
+from trial_core.pytorch import DataLoader
+from trial_core.slots.group import SlotGroup
+
+Warm = Callable[[int], SlotGroup]
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("trial", "hparams"),
+    [
+        ("Torchdatas", {"train_samples": 50, "accumulation": 2}),  # in the first pass
+        ("Torchdatas", {"train_samples": 12}),  # in a later pass, with 2 ranks
+        ("Torchdatas", {"train_samples": 16}),  # with 2 ranks, after the pass's last micro-batch
+        ("Torchdatas", {"train_samples": 20, "workers": 2}),  # which have loaded ahead
+        ("Own", {}),  # in the second pass
+        ("Own", {"pass_length": 4}),  # after the pass's last micro-batch
+        ("TwoDraws", {}),
+        ("TwoDraws", {"unevenly": True}),
+    ],
+)
+def test_resuming_is_bit_identical(
+    warm_slots: Warm, tmp_path: Path, ranks: int, trial: str, hparams: dict[str, Any]
+) -> None:
+    """4 + 5 batches are 9: the same micro-batches and augmentations, and so the same weights."""
+    if trial == "Torchdatas":
+        pytest.importorskip("torchdata")
+    assert_resuming_is_bit_identical(
+        warm_slots(ranks), tmp_path, f"loader_trials:{trial}", min_tensors=8, **hparams
+    )
+
+
+@pytest.mark.slots
+def test_a_checkpoint_without_the_number_goes_on_by_batches(
+    warm_slots: Warm, tmp_path: Path
+) -> None:
+    """Checkpoints of earlier releases do not say what was drawn: a batch's for each batch."""
+
+    def run(batches: int, resume: Driven | None = None) -> Driven:
+        config = toy_config(
+            tmp_path, batches, entrypoint="loader_trials:Forgetful",
+            hyperparameters={"accumulation": 3, "train_samples": 50, "record": str(tmp_path)},
+        )  # fmt: skip
+        return drive(warm_slots(2), config, tmp_path, resume=resume, persist=True)
+
+    run(9, resume=run(4))
+    rest = [line for line in lines(tmp_path, "samples", 1) if line[0] >= 4]
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    config = toy_config(
+        whole, 9, hyperparameters={
+            "accumulation": 3, "train_samples": 50, "record": str(whole)
+        },
+    )  # fmt: skip
+    drive(warm_slots(2), config, whole)
+    assert rest == [line for line in lines(whole, "samples", 1) if line[0] >= 4]
+
+
+# --------------------------------------------------------------------------- on a single rank
+
+
+class OneRank:
+    """A DistributedContext of a single rank, or of one that has `others` just like it."""
+
+    def __init__(self, others: int = 0) -> None:
+        self.size = 1 + others
+
+    def allgather(self, mine: Any) -> list[Any]:
+        return [mine] * self.size
+
+    def get_rank(self) -> int:
+        return 0
+
+    def get_size(self) -> int:
+        return self.size
+
+
+def loaders(
+    loader: Any,
+    batches: int = 0,
+    saved: dict[str, Any] | None = None,
+    per_batch: int = 1,
+    others: int = 0,
+) -> Loaders:
+    engine: Any = SimpleNamespace(
+        training_loader=lambda: loader,
+        validation_loader=lambda: [0],
+        needs_data=True,
+        requires_reproducible_loaders=False,
+        micro_batches_per_batch=per_batch,
+        micro_batches_per_evaluation=1,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        evaluates_in_lockstep=False,
+        pads_evaluation=True,
+    )
+    ranks: Any = OneRank(others)
+    return build_loaders(engine, ranks, batches, seed=0, saved=saved)
+
+
+def take(data: Loaders, count: int) -> list[Any]:
+    assert data.training is not None
+    return list(itertools.islice(data.training, count))
+
+
+class Counting:
+    """0 … length-1, by a loader that carries its state."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.next = length, 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.next < self.length:
+            self.next += 1
+            yield self.next - 1
+        self.next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+@given(st.integers(1, 5), st.integers(0, 12), st.integers(0, 12))
+def test_a_loader_with_state_goes_on_anywhere(length: int, before: int, between: int) -> None:
+    """Saved and restored twice at any place, also at a pass's end: as if it never had been."""
+    first = loaders(Counting(length))
+    seen = take(first, before)
+    second = loaders(Counting(length), batches=before, saved=first.state_dict())
+    seen += take(second, between)
+    third = loaders(Counting(length), batches=before + between, saved=second.state_dict())
+    seen += take(third, 7)
+    assert seen == [i % length for i in range(before + between + 7)]
+
+
+def test_ranks_that_load_the_same_draw_the_same_after_a_restart() -> None:
+    """Two ranks of one model: random numbers belong to a micro-batch's place, also then."""
+
+    class Random(Counting):
+        def __iter__(self) -> Iterator[Any]:
+            return ((i, torch.rand(1).item()) for i in super().__iter__())
+
+    straight = take(loaders(Random(4), others=1), 9)
+    first = loaders(Random(4), others=1)
+    take(first, 5)
+    torch.rand(3)  # a model's business
+    assert take(loaders(Random(4), 5, first.state_dict(), others=1), 4) == straight[5:]
+
+
+@given(st.lists(st.integers(0, 4), max_size=6))
+def test_what_was_drawn_is_skipped(draws: list[int]) -> None:
+    """However many micro-batches each batch took, the next one is the one after the last."""
+    dataset: Any = torch.arange(40)
+    straight = take(loaders(DataLoader(dataset, shuffle=True)), sum(draws) + 5)
+    first = loaders(DataLoader(dataset, shuffle=True), per_batch=2)
+    for count in draws:
+        take(first, count)
+    resumed = loaders(
+        DataLoader(dataset, shuffle=True), len(draws), first.state_dict(), per_batch=2
+    )
+    assert take(resumed, 5) == straight[sum(draws) :]
+
+
+def test_other_micro_batches_a_batch_are_accounted_for() -> None:
+    """6 micro-batches at 2 a batch are 3 batches; at 4 a batch, they are 12."""
+    dataset: Any = torch.arange(40)
+    first = loaders(DataLoader(dataset), per_batch=2)
+    take(first, 6)
+    resumed = loaders(DataLoader(dataset), 3, first.state_dict(), per_batch=4)
+    assert take(resumed, 1) == [torch.tensor([12])]
+
+
+def test_nothing_is_asked_of_a_loader_that_has_not_begun() -> None:
+    """torchdata's begins a pass when asked for its state, which would draw random numbers."""
+
+    class Untouched(Counting):
+        def state_dict(self) -> dict[str, int]:
+            raise AssertionError("asked before its first micro-batch")
+
+    assert loaders(Untouched(3)).state_dict() == {"drawn": 0, "per_batch": 1, "loader": None}
+
+
+@pytest.mark.parametrize(
+    ("loader", "saved", "said"),
+    [
+        ([0, 1, 2], {"drawn": 2, "per_batch": 1, "loader": None}, "has no state_dict"),
+        ([0, 1, 2], {"drawn": 2, "per_batch": 1, "loader": {"next": 2}}, "has no state_dict"),
+        (Counting(3), {"drawn": 2, "per_batch": 1, "loader": None}, "holds no state of it"),
+        (Counting(3), None, "holds no state of it"),
+    ],
+)
+def test_a_loader_that_must_begin_again_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture, loader: Any, saved: dict[str, Any] | None, said: str
+) -> None:
+    """It starts from its beginning after a restart, which is said, with what to do instead."""
+    with caplog.at_level(logging.WARNING):
+        assert take(loaders(loader, 2, saved), 6) == [0, 1, 2, 0, 1, 2]
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert said in message
+    assert "although 2 have been trained on" in message
+
+
+def test_a_loader_that_begins_for_the_first_time_is_not_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Neither kind of loader has anything to go on with at the beginning."""
+    with caplog.at_level(logging.WARNING):
+        take(loaders([0, 1]), 3)
+        take(loaders(Counting(2)), 3)
+    assert caplog.records == []
+
+
+def test_a_loader_with_state_that_gives_nothing_is_refused() -> None:
+    """The rest of a pass may be empty; a whole pass may not."""
+    with pytest.raises(TrialError, match="yielded nothing in a whole pass"):
+        take(loaders(Counting(0), 3, {"drawn": 3, "per_batch": 1, "loader": {"next": 0}}), 1)

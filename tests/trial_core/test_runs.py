@@ -1,0 +1,73 @@
+"""The folder of a run: one driver at a time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trial_core.errors import TrialflowError
+from trial_core.runs import run_folder
+
+TRIAL = "toy-0000beef"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_a_trial_is_trained_by_one_at_a_time() -> None:
+    """Another is told by whom, and what is staged there stays; afterwards it may go on."""
+    with run_folder(TRIAL) as run_dir:
+        staged = run_dir / "staging" / "file"
+        staged.parent.mkdir()
+        staged.touch()
+        with (
+            pytest.raises(TrialflowError, match=f"being trained by process {os.getpid()} on "),
+            run_folder(TRIAL),
+        ):
+            pass
+        assert staged.exists()
+    with run_folder(TRIAL) as run_dir:
+        assert not (run_dir / "staging").exists()
+
+
+def test_a_killed_process_holds_nothing() -> None:
+    """The kernel gives the folder back at once, although a process that it forked (a data loader's
+    worker) lives on for a while."""
+    program = (
+        "import os, signal, sys\n"
+        "from trial_core.runs import run_folder\n"
+        f"with run_folder({TRIAL!r}):\n"
+        "    if os.fork():\n"
+        "        signal.pause()\n"
+        "    print('forked', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "forked\n"
+        with pytest.raises(TrialflowError, match=f"process {holder.pid} "), run_folder(TRIAL):
+            pass
+        holder.kill()
+        holder.wait()
+        with run_folder(TRIAL):
+            pass
+
+
+def test_a_home_that_cannot_be_written(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is named, and what to set."""
+    (home / "file").touch()
+    monkeypatch.setenv("TRIALFLOW_HOME", str(home / "file"))
+    with (
+        pytest.raises(TrialflowError, match=f"file/{TRIAL}: .*set TRIALFLOW_HOME"),
+        run_folder(TRIAL),
+    ):
+        pass

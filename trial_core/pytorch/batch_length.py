@@ -1,0 +1,41 @@
+"""How many records a batch holds, however it is nested. Follows Determined's `get_batch_length`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from trial_core.errors import TrialError
+
+
+def batch_length(batch: Any) -> int:
+    """The first dimension of the first tensor or array in `batch`, depth first.
+
+    Goes into dicts, lists and tuples. Those of no dimension, numbers by another name, are passed
+    over.
+
+    Raises:
+        TrialError: there is none.
+    """
+    for found in _tensors(batch):
+        if found.ndim > 0:
+            return int(found.shape[0])
+    raise TrialError(
+        f"get_batch_length found no tensor or array with a first dimension in a batch of type "
+        f"{type(batch).__module__}.{type(batch).__qualname__} (it looks into dicts, lists and "
+        "tuples); override get_batch_length to count the records of such a batch"
+    )
+
+
+def _tensors(data: Any) -> Iterator[torch.Tensor | np.ndarray[Any, Any]]:
+    if isinstance(data, (torch.Tensor, np.ndarray)):
+        yield data
+    elif isinstance(data, Mapping):
+        for value in data.values():
+            yield from _tensors(value)
+    elif isinstance(data, (list, tuple)):
+        for item in data:
+            yield from _tensors(item)
