@@ -193,7 +193,7 @@ def _endless(
     else:
         endless = _again_and_again(loader, _rest_of_pass(engine, loader, drawn, saved))
     endless = drawn_alike(endless, engine, distributed, seed, drawn)
-    carries = not isinstance(loader, DataLoader) and carries_state(loader)
+    carries = not isinstance(loader, DataLoader) and _carries_state(loader)
     per_batch = engine.micro_batches_per_batch
     return MicroBatches(iter(endless), per_batch, drawn, loader if carries else None)
 
@@ -205,7 +205,7 @@ def _drawn_before(batches_trained: int, per_batch: int, saved: Mapping[str, Any]
     return int(saved["drawn"]) * per_batch // int(saved["per_batch"])
 
 
-def carries_state(loader: Any) -> bool:
+def _carries_state(loader: Any) -> bool:
     """Whether a loader of the trial's own can tell where it stands, and be set there."""
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
@@ -215,7 +215,7 @@ def _rest_of_pass(
 ) -> Iterator[Any] | None:
     """What is left of the pass that `loader` was saved in; None if it begins with a new one."""
     state = None if saved is None else saved["loader"]
-    if state is not None and carries_state(loader):
+    if state is not None and _carries_state(loader):
         loader.load_state_dict(state)
         # Begun at once: what that draws at random, the uninterrupted run did not draw here, and
         # the random state is restored after this.
@@ -229,7 +229,7 @@ def _rest_of_pass(
             type(loader).__qualname__,
             drawn,
             "the checkpoint holds no state of it"
-            if carries_state(loader)
+            if _carries_state(loader)
             else "it has no state_dict and load_state_dict. Return a trial_core.pytorch.DataLoader "
             "or, for instance, torchdata's StatefulDataLoader to go on in the middle of an epoch",
         )

@@ -72,7 +72,7 @@ def test_requests_and_answers_cross(channel: tuple[Channel, Hearing]) -> None:
 
 
 def test_a_rank_that_ends_is_noticed(channel: tuple[Channel, Hearing]) -> None:
-    """Closing a rank's connection, as the kernel does for a dead process, is heard at once, with nothing wrong to tell."""
+    """Closing the connection, as the kernel does for a dead process, is heard at once."""
     driver, hearing = channel
     RankConnection(driver.address, driver.secret, hello(0)).close()
     assert hearing.next() == ("joined", 0)
