@@ -109,8 +109,10 @@ def build_loaders(
         TrialError: a loader of the wrong type, an empty one, one missing where data is needed, or
             a validation set too small for a pipeline.
     """
-    training = _checked(engine, engine.training_loader(), "training")
-    validation = _checked(engine, engine.validation_loader(), "validation")
+    # A rank that needs no data is not asked for any: its trial may build loaders all the same.
+    needed = engine.needs_data
+    training = _checked(engine, engine.training_loader() if needed else None, "training")
+    validation = _checked(engine, engine.validation_loader() if needed else None, "validation")
     # Agreed over all ranks before anything is refused, so that all refuse alike.
     sizes = distributed.allgather(
         (_micro_batches(engine, training), _micro_batches(engine, validation))

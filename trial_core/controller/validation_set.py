@@ -64,6 +64,7 @@ class ValidationSet:
     shard: Any
     seed: int
     group: int
+    data_parallel_rank: int
     in_lockstep: bool
     pads: bool
     own_evaluations: int | None
@@ -85,13 +86,18 @@ class ValidationSet:
             TrialError: not a single whole group of micro-batches, where groups cannot be padded.
         """
         for index in itertools.count() if self.limit is None else range(self.limit):
-            own = None if batches is None else self._has_own(batches, index)
+            own = self._has_own(batches, index)
             if not self.in_lockstep:
                 goes_on = bool(own)
             elif self.all_evaluations is not None:
                 goes_on = index < self.all_evaluations
             else:
-                goes_on = self._agree(distributed.allgather(own), index)
+                everyone = distributed.allgather((self.data_parallel_rank, own))
+                goes_on = self._agree([answer for _, answer in everyone], index)
+                if own is None:  # a rank without data goes by those that share its shard
+                    own = any(
+                        answer for rank, answer in everyone if rank == self.data_parallel_rank
+                    )
             if not goes_on:
                 return
             yield own is not False
@@ -104,11 +110,20 @@ class ValidationSet:
 
     def padding(self) -> Any:
         """A micro-batch to keep step with. Not of the shard, which may be empty."""
-        return next(iter(self.whole()))
+        for micro_batch in self.whole():
+            return micro_batch
+        raise TrialError(
+            "a rank has no validation batch left to keep in step with: the loader that "
+            "build_validation_data_loader returned there yields nothing more. Return a loader "
+            "that can be read again, with at least one batch on every rank that needs data"
+        )
 
-    def _has_own(self, batches: Lookahead, index: int) -> bool:
+    def _has_own(self, batches: Lookahead | None, index: int) -> bool | None:
+        """Whether this evaluation is of this rank's own shard; None where others must say."""
         if self.own_evaluations is not None and index >= self.own_evaluations:
             return False
+        if batches is None:
+            return None if self.own_evaluations is None else True
         # Where the number is agreed on, a loader that ends early is a mistake to be shown.
         return self.all_evaluations is not None or batches.has(self.group)
 
@@ -133,9 +148,13 @@ def validation_set(
     own = length(shard)
     if shard is not None:
         shard = drawn_alike(shard, engine, distributed, seed)
-    lengths = distributed.allgather((shard is not None, own))
-    known = [size for has_data, size in lengths if has_data and size is not None]
-    unknown = any(has_data and size is None for has_data, size in lengths)
+    lengths = distributed.allgather((shard is not None, own, engine.data_parallel_rank))
+    known = [size for has_data, size, _ in lengths if has_data and size is not None]
+    unknown = any(has_data and size is None for has_data, size, _ in lengths)
+    if shard is None:  # what counts on a rank without data is what those of its shard evaluate
+        peers = [size for has_data, size, rank in lengths
+                 if has_data and rank == engine.data_parallel_rank]  # fmt: skip
+        own = next((size for size in peers if size is not None), None)
     together = None
     if engine.evaluates_in_lockstep and known and not unknown:
         counts = [size // group for size in known]
@@ -147,6 +166,7 @@ def validation_set(
         shard=shard,
         seed=seed,
         group=group,
+        data_parallel_rank=engine.data_parallel_rank,
         in_lockstep=engine.evaluates_in_lockstep,
         pads=engine.pads_evaluation,
         own_evaluations=None if own is None else own // group,

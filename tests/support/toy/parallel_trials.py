@@ -30,7 +30,7 @@ def ds_config(hparams: dict[str, Any]) -> dict[str, Any]:
 
 
 class _SplitTrial(ToyTrial):
-    """Notes what a rank draws from its loaders, and gives loaders to ranks that need them."""
+    """Notes what a rank draws from its loaders. Builds them everywhere, whoever needs them."""
 
     def _prepare(self, context: DeepSpeedTrialContext) -> None:
         self.context = context
@@ -63,14 +63,6 @@ class _SplitTrial(ToyTrial):
         if self.record:
             with self._file("samples").open("a") as file:
                 file.write(json.dumps([*what, self.drawn]) + "\n")
-
-    def build_training_data_loader(self) -> Any:
-        needed = self.context.mpu.should_build_data_loader
-        return super().build_training_data_loader() if needed else None
-
-    def build_validation_data_loader(self) -> Any:
-        needed = self.context.mpu.should_build_data_loader
-        return super().build_validation_data_loader() if needed else None
 
 
 def _loss(outputs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

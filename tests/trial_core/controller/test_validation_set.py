@@ -25,7 +25,7 @@ class Ranks:
         self.sizes = sizes
 
     def allgather(self, mine: Any) -> list[Any]:
-        return [(True, size) for size in self.sizes]
+        return [(True, size, rank) for rank, size in enumerate(self.sizes)]
 
     def get_rank(self) -> int:
         return 0
@@ -107,3 +107,15 @@ def test_going_on_is_having_no_more() -> None:
     batches.go_on_with(7)
     assert not batches.has(1)
     assert [next(batches), next(batches)] == [7, 7]
+
+
+def test_a_rank_without_data_counts_what_its_peer_counts() -> None:
+    """Shards of 4 and 3 in step: a rank that reports for the shorter shard, but reads no data,
+    leaves the padding out just as the rank that reads it does."""
+    engine: Any = SimpleNamespace(
+        data_parallel_rank=1, data_parallel_size=2, micro_batches_per_evaluation=1,
+        evaluates_in_lockstep=True, pads_evaluation=True,
+    )  # fmt: skip
+    ranks: Any = Ranks([4, 3])
+    validation = validation_set(engine, None, 0, ranks)
+    assert list(validation.evaluations(validation.begin(), ranks)) == [True, True, True, False]
