@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 # Before anything imports deepspeed or prefect: tests run on CPU ranks, and speak to nobody.
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
@@ -15,3 +17,9 @@ pytest_plugins = [
     "tests.support.prefect",
     "tests.support.flow",
 ]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Flows last. Quick tests say first what is broken; and a process that has run a Prefect flow
+    keeps exit hooks of its threads, over which a data loader's forked workers stumble."""
+    items.sort(key=lambda item: item.get_closest_marker("server") is not None)

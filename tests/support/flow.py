@@ -91,9 +91,9 @@ def resumption(here: Path, broke_at: int, end: int) -> int:
     return resumed_at
 
 
-def descendants_named(word: str) -> list[int]:
-    """Processes started by this one whose command line has `word` in it."""
-    return [pid for pid in descendants(os.getpid()) if word in _command(pid)]
+def ranks() -> set[int]:
+    """Rank processes that this one has started; those of warm groups are among them."""
+    return {pid for pid in descendants(os.getpid()) if "trial_core.slots.worker" in _command(pid)}
 
 
 def _command(pid: int) -> str:
