@@ -31,6 +31,7 @@ from trial_core.messages import (
     encode,
 )
 from trial_core.slots.framing import (
+    HANDSHAKE_SECONDS,
     HEADER,
     NONCE_BYTES,
     PROOF_BYTES,
@@ -44,7 +45,6 @@ from trial_core.slots.framing import (
 
 logger = logging.getLogger(__name__)
 
-HANDSHAKE_SECONDS = 10.0
 HELLO_MAX_BYTES = 4096
 MAX_SOCKET_FOLDER_CHARACTERS = 90  # of about 108 for the whole path
 

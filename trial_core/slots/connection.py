@@ -8,6 +8,7 @@ import threading
 from trial_core.errors import SlotsError
 from trial_core.messages import Message, encode
 from trial_core.slots.framing import (
+    HANDSHAKE_SECONDS,
     HEADER,
     NONCE_BYTES,
     PROOF_BYTES,
@@ -18,8 +19,6 @@ from trial_core.slots.framing import (
     new_nonce,
     proof,
 )
-
-HANDSHAKE_SECONDS = 10.0
 
 
 class RankConnection:

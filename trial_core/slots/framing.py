@@ -15,6 +15,8 @@ import hmac
 import secrets
 import struct
 
+# Either end gives the other so long for the whole handshake.
+HANDSHAKE_SECONDS = 10.0
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 HEADER = struct.Struct(">I")
