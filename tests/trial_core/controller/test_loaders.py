@@ -6,11 +6,13 @@ import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.support.slots import drive, lines, toy_config
-from trial_core.controller.loaders import MicroBatches
+from trial_core.controller.loaders import MicroBatches, build_loaders
 from trial_core.slots.group import SlotGroup
 
 
@@ -48,3 +50,21 @@ def test_taking_other_than_one_batchs_micro_batches_is_warned_of_once(
     if warnings:
         assert f"took {taken} micro-batches" in messages[0]
         assert "makes it 3" in messages[0]
+
+
+def test_a_rank_that_needs_no_data_is_not_asked_for_any() -> None:
+    """A trial may build loaders whoever needs them: an exempt rank gets None in their place."""
+
+    def asked() -> None:
+        raise AssertionError("a loader was built on a rank that needs none")
+
+    engine: Any = SimpleNamespace(
+        needs_data=False, training_loader=asked, validation_loader=asked,
+        requires_reproducible_loaders=True, micro_batches_per_batch=1,
+        micro_batches_per_evaluation=1, data_parallel_rank=0, data_parallel_size=1,
+        evaluates_in_lockstep=False, pads_evaluation=True,
+    )  # fmt: skip
+    alone: Any = SimpleNamespace(allgather=lambda mine: [mine], get_rank=lambda: 0)
+    loaders = build_loaders(engine, alone, 0, seed=0)
+    assert loaders.training is None
+    assert loaders.validation.begin() is None
