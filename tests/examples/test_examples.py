@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.support.flow import train
 from tests.support.slots import Driven, drive
-from trial_core.config import load_config
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config import ExperimentConfig, load_config
 from trial_core.slots.group import SlotGroup
 
 pytest.importorskip("sklearn", reason="these examples read scikit-learn's data sets")
@@ -16,37 +21,73 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.slots
 
 
+def example(name: str, folder: Path, *changes: str) -> ExperimentConfig:
+    """An example's YAML with its checkpoints below `folder`, and with some `changes`."""
+    storage = f"checkpoint_storage=file://{folder}/checkpoints"
+    return load_config(EXAMPLES / name / "experiment.yaml", [storage, *changes])
+
+
 def run(name: str, folder: Path, batches: int) -> Driven:
-    """An example's YAML with another length, and with its checkpoints below `folder`."""
-    config = load_config(
-        EXAMPLES / name / "experiment.yaml",
-        [
-            f"searcher.max_length={{batches: {batches}}}",
-            f"checkpoint_storage=file://{folder}/checkpoints",
-            "scheduling_unit=20",
-            "min_validation_period={batches: 20}",
-            "checkpoint_policy=none",
-        ],
-    )
+    """An example with another length."""
+    config = example(
+        name, folder, f"searcher.max_length={{batches: {batches}}}", "scheduling_unit=20",
+        "min_validation_period={batches: 20}", "checkpoint_policy=none",
+    )  # fmt: skip
     with SlotGroup(int(config.resources.slots_per_trial), working_dir=config.code) as slots:
         return drive(slots, config, folder)
 
 
 @pytest.mark.parametrize(
-    ("name", "batches", "metric", "direction"),
-    [
-        ("gan", 300, "nearest_distance", -1),
-        ("pipeline", 60, "loss", -1),
-        ("roc_auc", 60, "roc_auc", 1),
-    ],
+    ("name", "batches", "metric"), [("gan", 300, "nearest_distance"), ("pipeline", 60, "loss")]
 )
-def test_an_example_learns(
-    tmp_path: Path, name: str, batches: int, metric: str, direction: int
-) -> None:
+def test_an_example_learns(tmp_path: Path, name: str, batches: int, metric: str) -> None:
     """It trains, validates and saves, and its searcher's metric gets better."""
     driven = run(name, tmp_path, batches)
     first, last = driven.validation[0], driven.validation[-1]
-    assert (last[metric] - first[metric]) * direction > 0
+    assert last[metric] < first[metric]
     assert driven.stages[-1] == f"checkpoint @{batches}"
-    if name == "roc_auc":
-        assert abs(last["roc_auc"] - last["mean_of_ranks"]) > 1e-6
+
+
+PATIENCE, PERIOD = 2, 6
+
+
+@pytest.mark.server
+def test_roc_auc_stops_when_its_area_stays_the_same(here: Path) -> None:
+    """Through the flow: its callbacks end the run early, save what they have counted, and keep a
+    journal on rank 0; and the area of all is no average of the ranks' own areas."""
+    config = example(
+        "roc_auc", here,
+        f"hyperparameters.patience={PATIENCE}", f"min_validation_period={{batches: {PERIOD}}}",
+    )  # fmt: skip
+    result = train(config)
+    manifests = CheckpointStore(config.checkpoint_storage.url).list(result.trial)
+    # The best so far are saved, and then the one that the stop leads to.
+    *best, last = [manifest.progress.batches_trained for manifest in manifests]
+    assert len(best) > 1
+    assert all(then - before <= PATIENCE * PERIOD for before, then in pairwise(best))
+    assert last - best[-1] == PATIENCE * PERIOD
+    assert result.stopped_early
+    assert result.batches_trained == last
+
+    best_area = manifests[-2].metrics["validation"]["roc_auc"]
+    files = here / "checkpoints" / "checkpoints" / result.checkpoint_uuid
+    for rank in (0, 1):
+        state = torch.load(files / f"trialflow/rank-{rank:05d}.pt", weights_only=False)
+        counted = {"best": best_area, "since_best": PATIENCE}
+        assert state["callbacks"] == {"patience": counted, "journal": {}}
+
+    journal, other = (
+        re.findall(r"INFO trial: (.*)", (Path(result.run_dir, "logs", log)).read_text())
+        for log in ("rank-0.log", "rank-1.log")
+    )
+    metrics = result.validation_metrics
+    areas = [line for line in journal if line.startswith("area")]
+    assert len(areas) == last // PERIOD
+    assert (
+        areas[-1] == f"area {metrics['roc_auc']:.4f}, mean of ranks {metrics['mean_of_ranks']:.4f}"
+    )
+    assert [line for line in journal if line not in areas] == [
+        f"checkpoint {manifest.uuid} is safe" for manifest in manifests
+    ]
+    assert other == []
+    assert 1e-4 < abs(metrics["roc_auc"] - metrics["mean_of_ranks"]) < 0.05

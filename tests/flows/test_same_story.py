@@ -8,58 +8,90 @@ from typing import Any
 import pytest
 
 from tests.support.fitting import fit_toys
-from tests.support.prefect import PrefectServer
-from tests.support.slots import lines, toy_config
+from tests.support.flow import train
+from tests.support.hook_story import (
+    CHECKPOINT,
+    FRESH,
+    FRESH_BATCHES,
+    RESUMED,
+    RESUMED_BATCHES,
+    UPLOAD_END,
+    VALIDATION,
+    WORKLOAD,
+    assert_uploads_end_in_time,
+    calls,
+    hparams,
+    spelt,
+    told,
+    without_uploads,
+)
+from tests.support.slots import toy_config
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
-# When an upload ends beside training is chance, so is where its hook falls.
-BY_CHANCE = "on_checkpoint_upload_end"
-DIFFERENT_EACH_TIME = ("at", "uuid", "folder")
+DIFFERENT_EACH_TIME = ("uuid", "folder")
 
 
-def story(folder: Path) -> list[dict[str, Any]]:
-    """Every hook that ran, with its arguments, on rank 0."""
+def story(record: Path, rank: int) -> list[dict[str, Any]]:
+    """Every call on a rank, with its arguments; but not when uploads end, which is chance."""
     return [
         {name: value for name, value in line.items() if name not in DIFFERENT_EACH_TIME}
-        for line in lines(folder, "hooks", 0)
+        for line in told(record, rank)
+        if line["call"] != UPLOAD_END
     ]
 
 
-def test_every_hook_runs_at_the_same_place(
-    prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Mutually prime periods, a validation before the first batch, epochs that end in between: the
-    same hooks with the same arguments in the same order."""
-    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
-    flow_folder, fit_folder = tmp_path / "flow", tmp_path / "fit"
-    flow_folder.mkdir()
-    hparams = {"train_samples": 14}
+def test_every_hook_has_its_place_in_the_flow(here: Path) -> None:
+    """On both ranks, in a run and in one that goes on from its checkpoint; and the uuid that
+    callbacks are told is the one that the flow gives."""
+
+    def run(name: str, batches: int, trial: str | None = None) -> Any:
+        config = toy_config(
+            here, batches, entrypoint="hook_trials:Told", scheduling_unit=WORKLOAD,
+            min_validation_period={"batches": VALIDATION}, perform_initial_validation=True,
+            min_checkpoint_period={"batches": CHECKPOINT}, checkpoint_policy="none",
+            hyperparameters=hparams(2, here / name),
+        )  # fmt: skip
+        return train(config, trial)
+
+    first = run("fresh", FRESH_BATCHES)
+    run("resumed", RESUMED_BATCHES, first.trial)
+    for rank in (0, 1):
+        for name, expected in (("fresh", FRESH), ("resumed", RESUMED)):
+            seen = calls(here / name, rank)
+            assert without_uploads(seen) == without_uploads(spelt(expected))
+            assert_uploads_end_in_time(seen)
+        assert told(here / "fresh", rank, UPLOAD_END)[-1]["uuid"] == first.checkpoint_uuid
+        (started,) = told(here / "resumed", rank, "on_trial_startup")
+        assert started["uuid"] == first.checkpoint_uuid
+
+
+def test_everything_is_told_the_same(here: Path) -> None:
+    """Mutually prime periods, a validation before the first batch, the best ones saved, epochs that
+    end in between: the same calls with the same arguments in the same order, on both ranks."""
     config = toy_config(
-        flow_folder, 16, resources={"slots_per_trial": 1}, scheduling_unit=7,
+        here, 16, entrypoint="hook_trials:Told", scheduling_unit=7,
         min_validation_period={"batches": 3}, min_checkpoint_period={"batches": 5},
         perform_initial_validation=True, checkpoint_policy="best",
-        hyperparameters={**hparams, "record": str(flow_folder)},
+        hyperparameters=hparams(2, here / "flow"),
     )  # fmt: skip
-    with prefect_server.configured():
-        from flows.train import train
-
-        train(config)
+    train(config)
     fit = {
         "max_length": {"batches": 16}, "reporting_period": {"batches": 7},
         "validation_period": {"batches": 3}, "checkpoint_period": {"batches": 5},
         "step_zero_validation": True,
     }  # fmt: skip
     init = {
-        "hparams": {**hparams, "record": str(fit_folder)},
+        "hparams": hparams(2, here / "fit"),
         "exp_conf": {"searcher": {"metric": "loss"}},
     }
-    fit_toys("python", fit_folder, {"init": init, "fit": fit}, ranks=1)
+    fit_toys("torchrun", here / "fit", {"trial": "hook_trials:Told", "init": init, "fit": fit})
 
-    expected, seen = story(flow_folder), story(fit_folder)
-    assert len(expected) > 30
-    assert [e for e in seen if e["hook"] != BY_CHANCE] == [
-        e for e in expected if e["hook"] != BY_CHANCE
-    ]
-    assert seen.count({"hook": BY_CHANCE}) == expected.count({"hook": BY_CHANCE}) > 3
-    assert seen[-2:] == expected[-2:] == [{"hook": BY_CHANCE}, {"hook": "on_trial_shutdown"}]
+    for rank in (0, 1):
+        expected, seen = story(here / "flow", rank), story(here / "fit", rank)
+        assert len(expected) > 100
+        assert seen == expected
+        flow_uploads, fit_uploads = (
+            told(here / each, rank, UPLOAD_END) for each in ("flow", "fit")
+        )
+        assert len(flow_uploads) == len(fit_uploads) > 3

@@ -38,11 +38,12 @@ class PyTorchCallback:
 
         on_trial_startup(first_batch_idx, checkpoint_uuid)
         build the data loaders
-        if there is a checkpoint to start from:
+        if there is a checkpoint to start from, and not for its weights alone:
             on_checkpoint_load_start(checkpoint)
-            restore the trial and the generators
+            restore the trial
             load_state_dict(state_dict)
         on_training_start()
+        restore the random generators               if the trial goes on
 
         until max_length is reached or a stop is asked for:
 
@@ -53,26 +54,29 @@ class PyTorchCallback:
                     on_training_epoch_end(epoch_idx)        if an epoch ends with it
                 on_training_workload_end(avg_metrics, batch_metrics)
 
-            a validation, when one is due:
+            a validation, when one is due and no stop is asked for; maybe also before all training:
                 on_validation_start()
                 on_validation_epoch_start()
                 for each batch:
-                    evaluate_batch(...)
+                    evaluate_batch(...)                     or evaluate_full_dataset, on rank 0
                 on_validation_epoch_end(outputs)
                 on_validation_end(metrics)
 
-            a checkpoint, when one is due:
+            a checkpoint, when one is due, and after a stop:
                 state_dict()
                 on_checkpoint_save_start(checkpoint)
                 save the trial to checkpoint_dir
                 on_checkpoint_write_end(checkpoint_dir)
                 on_checkpoint_end(checkpoint_dir)           deprecated
-                upload it, beside the next train-workload
-                on_checkpoint_upload_end(uuid)
+                upload it, beside what follows; when that has ended, between two of the above, at
+                the latest before the next checkpoint or the end:
+                    on_checkpoint_upload_end(uuid)
 
         on_trial_shutdown()
 
-    Every rank has its own instance and calls every hook (in a PyTorchTrial, only the chief calls
+    A hook is called of every callback, in the order in which `build_callbacks` names them, before
+    the next hook is. Every rank has its own instances and calls every hook, those ranks too that
+    load no data or report no metrics (in a PyTorchTrial, only the chief calls
     `on_checkpoint_write_end` and `on_checkpoint_end`). To act on one rank only, ask
     ``context.distributed.get_rank()``. A hook may use collectives if all ranks do.
 
@@ -103,7 +107,8 @@ class PyTorchCallback:
         """Before a checkpoint is restored.
 
         Args:
-            checkpoint: this rank's own state as it was saved; may be changed.
+            checkpoint: this rank's own state as it was saved. What is changed in it, is restored
+                as changed; but the data loaders stand where they stood.
         """
 
     def on_training_start(self) -> None:
@@ -120,7 +125,8 @@ class PyTorchCallback:
 
         Args:
             avg_metrics: averaged over all its batches and ranks; and the reducers' metrics.
-            batch_metrics: this rank's, a list with a dict for each batch.
+            batch_metrics: this rank's, a list with a dict for each batch; empty on a rank that
+                reports no metrics.
         """
 
     def on_validation_start(self) -> None:
@@ -133,7 +139,8 @@ class PyTorchCallback:
         """After the last batch of a validation.
 
         Args:
-            outputs: this rank's metrics, a dict for each batch; no reducers' metrics.
+            outputs: this rank's metrics, a dict for each batch; no reducers' metrics. Empty on a
+                rank that reports none, or where another validates the whole set.
         """
 
     def on_validation_end(self, metrics: dict[str, Any]) -> None:
@@ -151,7 +158,12 @@ class PyTorchCallback:
         """
 
     def on_checkpoint_write_end(self, checkpoint_dir: str) -> None:
-        """After a checkpoint was written to `checkpoint_dir`, before it is uploaded."""
+        """After a checkpoint was written to `checkpoint_dir`, before it is uploaded.
+
+        Args:
+            checkpoint_dir: this rank's own part of it, on its machine; files put there are
+                uploaded with it. Ranks must not give different files the same name.
+        """
 
     def on_checkpoint_end(self, checkpoint_dir: str) -> None:
         """Deprecated: override `on_checkpoint_write_end`, after which this is called."""
@@ -162,7 +174,7 @@ class PyTorchCallback:
     def on_trial_shutdown(self) -> None:
         """Before the trial's processes end; the trial may be resumed later.
 
-        Not called when a process is killed.
+        Not called when a run fails, is cancelled or is killed.
         """
 
     def state_dict(self) -> dict[str, Any]:

@@ -174,15 +174,11 @@ class ReducerRegistry:
             The `MetricReducer` itself; for a function, an object with ``update(value)``.
 
         Raises:
-            TrialError: neither a function nor a `MetricReducer`, wrapped before, or for nothing.
+            TrialError: neither a function nor a `MetricReducer`, a `MetricReducer` that was wrapped
+                before, or for nothing.
         """
-        known = {id(wrapped.reducer) for wrapped in self._wrapped}
-        functions = [
-            wrapped.reducer.function
-            for wrapped in self._wrapped
-            if isinstance(wrapped.reducer, FunctionReducer)
-        ]
-        if id(reducer) in known or any(reducer is function for function in functions):
+        # A function may be: it has no values of its own, those are in what is returned each time.
+        if any(reducer is wrapped.reducer for wrapped in self._wrapped):
             raise TrialError(
                 f"{_name_of(reducer)} was passed to wrap_reducer twice; wrap each reducer once, "
                 "with for_training and for_validation saying where it counts"

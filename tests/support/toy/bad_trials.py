@@ -6,10 +6,12 @@ import contextlib
 import os
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+from parallel_trials import PipelineTrial, ds_config, pipeline
 from toy_trial import ToyTrial, samples
 
 from trial_core.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext
@@ -71,6 +73,65 @@ class PlainLoader(ToyTrial):
 
     def build_training_data_loader(self) -> Any:
         return torch.utils.data.DataLoader(samples(8))
+
+
+class UnequalEngines(ToyTrial):
+    """A second engine, which takes larger micro-batches than the first."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        model = torch.nn.Linear(2, 2)
+        larger = {**self.hparams, "micro_batch_size": self.hparams["micro_batch_size"] + 3}
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=ds_config(larger)
+        )
+        context.wrap_model_engine(engine)
+
+
+class LatePipeline(ToyTrial):
+    """A pipeline, after an engine that is none."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        context.wrap_model_engine(pipeline(self.hparams, stages=2))
+
+
+class UnequalPipelines(PipelineTrial):
+    """A pipeline of two stages, and one of a single stage."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        context.wrap_model_engine(pipeline(self.hparams, stages=1))
+
+
+class NamesTwoLoss(ToyTrial):
+    """Gives a reducer the name of a metric that it returns as well."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        context.wrap_reducer(len, name="loss", for_validation=False)
+
+
+class LoadsNothing(ToyTrial):
+    """Has no data for a rank that needs some."""
+
+    def build_training_data_loader(self) -> Any:
+        return None
+
+
+class SavesInItsOwnWay(ToyTrial):
+    """Overrides save, and neither load nor load_weights."""
+
+    def save(self, context: DeepSpeedTrialContext, path: Path) -> None:
+        torch.save(self.engine.module.state_dict(), path / "weights.pt")
+
+
+class SavesUnderATakenName(ToyTrial):
+    """Its checkpoints have a file that is called like the manifest."""
+
+    def save(self, context: DeepSpeedTrialContext, path: Path) -> None:
+        super().save(context, path)
+        (path / "manifest.json").write_text("{}")
 
 
 class RaisesInEvaluation(ToyTrial):

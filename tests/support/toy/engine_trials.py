@@ -41,7 +41,7 @@ class SeveralEngines(ToyTrial):
         self.first, self.second = self._wrapped(self.models())
 
     def models(self) -> tuple[torch.nn.Module, torch.nn.Module]:
-        return perceptron(2, 2), perceptron(2, 2)
+        return perceptron(2, 4), perceptron(2, 4)
 
     def _wrapped(self, models: tuple[torch.nn.Module, ...]) -> list[Any]:
         engines = [
@@ -116,6 +116,9 @@ class Adversarial(SeveralEngines):
 class Joint(SeveralEngines):
     """One loss through two engines: the second one's input is what the first one gives."""
 
+    def models(self) -> tuple[torch.nn.Module, torch.nn.Module]:
+        return perceptron(2, 4), perceptron(4, 4)
+
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         inputs, index = self._next(dataloader_iter, batch_idx)
         loss = error(self.second(self.first(inputs)), index)
@@ -157,7 +160,7 @@ class OwnConfig(ToyTrial):
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         super().__init__(context)
         context.models.clear()
-        model = perceptron(2, 2)
+        model = perceptron(2, 4)
         engine, *_ = deepspeed.initialize(
             model=model,
             model_parameters=model.parameters(),
@@ -171,10 +174,10 @@ class OwnConfig(ToyTrial):
 
 
 class Experts(SeveralEngines):
-    """A model with a mixture-of-experts layer, its experts shared out over the ranks."""
+    """A model with a mixture-of-experts layer, its `experts` shared out over the ranks."""
 
     def models(self) -> tuple[torch.nn.Module, ...]:
-        return (Mixture(self.context.distributed.get_size()),)
+        return (Mixture(self.hparams.get("experts", 2), self.context.distributed.get_size()),)
 
     def _wrapped(self, models: tuple[torch.nn.Module, ...]) -> list[Any]:
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
@@ -200,14 +203,15 @@ class Experts(SeveralEngines):
 
 
 class Mixture(torch.nn.Module):
-    """Two experts between two linear layers."""
+    """Experts between two linear layers."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, experts: int, ranks: int) -> None:
         super().__init__()
         from deepspeed.moe.layer import MoE
 
         self.before, self.after = torch.nn.Linear(2, 8), torch.nn.Linear(8, 2)
-        self.experts = MoE(8, torch.nn.Linear(8, 8), num_experts=2, ep_size=ranks, min_capacity=0)
+        expert, groups = torch.nn.Linear(8, 8), min(experts, ranks)
+        self.experts = MoE(8, expert, num_experts=experts, ep_size=groups, min_capacity=0)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         mixed, _, _ = self.experts(self.before(inputs))

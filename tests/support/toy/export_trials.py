@@ -40,13 +40,21 @@ class Tied(torch.nn.Module):
 
 
 class ExportTrial(ToyTrial):
-    """Beside each checkpoint, in the folder `record`, keeps the weights as the engine has them."""
+    """Beside each checkpoint, in the folder `record`, keeps the weights as the engine has them, and
+    the file that DeepSpeed's save_16bit_model makes of them."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         super().__init__(context)
         context.models.clear()
         model = Tied(self.hparams.get("twice", False))
-        own = {"bf16": {"enabled": self.hparams.get("bf16", False)}}
+        zero = {
+            "stage": self.hparams["zero_stage"],
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
+        own = {
+            "bf16": {"enabled": self.hparams.get("bf16", False)},
+            "zero_optimization": zero,
+        }
         engine, *_ = deepspeed.initialize(
             model=model,
             model_parameters=[each for each in model.parameters() if each.requires_grad],
@@ -61,6 +69,7 @@ class ExportTrial(ToyTrial):
 
     def save(self, context: DeepSpeedTrialContext, path: Path) -> None:
         super().save(context, path)
+        self.engine.save_16bit_model(self.hparams["record"], "deepspeed.bin")
         module = self.engine.module
         masters = {id(each): safe_get_full_fp32_param(each) for each in module.parameters()}
         live: dict[str, Any] = {}

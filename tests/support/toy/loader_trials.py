@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset
 from toy_trial import ToyTrial, samples
 
 from trial_core.deepspeed import DeepSpeedTrialContext
-from trial_core.pytorch import PyTorchCallback
+from trial_core.pytorch import DataLoader, PyTorchCallback
 
 
 class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -26,6 +26,39 @@ class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, label = self.dataset[index]
         return inputs + 0.1 * torch.rand(2), label
+
+
+class Stream(IterableDataset[Any]):
+    """The samples of a dataset, one after the other, in another order in each epoch."""
+
+    def __init__(self, dataset: Noisy) -> None:
+        self.dataset = dataset
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(self.epoch))
+        return (self.dataset[i] for i in order.tolist())
+
+
+class Epochs(ToyTrial):
+    """Augmented samples, by a `DataLoader` of ours that has `workers`."""
+
+    def build_training_data_loader(self) -> DataLoader:
+        everything = Noisy(samples(self.hparams["train_samples"]))
+        is_iterable = self.hparams.get("iterable", False)
+        return DataLoader(
+            Stream(everything) if is_iterable else everything,
+            batch_size=self.hparams["micro_batch_size"],
+            shuffle=self.hparams["shuffle"] and not is_iterable,
+            num_workers=self.hparams.get("workers", 0),
+            persistent_workers=self.hparams.get("persistent_workers", False),
+        )
 
 
 class Unchecked(ToyTrial):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Iterator
@@ -69,31 +70,37 @@ def _loss(outputs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.mse_loss(outputs.sum(1, keepdim=True), index / 64)
 
 
+def pipeline(hparams: dict[str, Any], stages: int) -> Any:
+    """The engine of a pipeline, with dropout in the first stage."""
+    model = PipelineModule(
+        layers=[
+            LayerSpec(torch.nn.Linear, 2, 16),
+            LayerSpec(torch.nn.Dropout, 0.2),
+            LayerSpec(torch.nn.Linear, 16, 16),
+            LayerSpec(torch.nn.Tanh),
+            LayerSpec(torch.nn.Linear, 16, 16),
+            LayerSpec(torch.nn.Tanh),
+            LayerSpec(torch.nn.Linear, 16, 8),
+            LayerSpec(torch.nn.Linear, 8, 2),
+        ],
+        num_stages=stages,
+        loss_fn=_loss,
+        partition_method="uniform",
+    )
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=[p for p in model.parameters() if p.requires_grad],
+        config=ds_config(hparams),
+    )
+    return engine
+
+
 class PipelineTrial(_SplitTrial):
-    """A pipeline of `stages` stages, with dropout in the first."""
+    """A pipeline of `stages` stages."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self._prepare(context)
-        model = PipelineModule(
-            layers=[
-                LayerSpec(torch.nn.Linear, 2, 16),
-                LayerSpec(torch.nn.Dropout, 0.2),
-                LayerSpec(torch.nn.Linear, 16, 16),
-                LayerSpec(torch.nn.Tanh),
-                LayerSpec(torch.nn.Linear, 16, 16),
-                LayerSpec(torch.nn.Tanh),
-                LayerSpec(torch.nn.Linear, 16, 8),
-                LayerSpec(torch.nn.Linear, 8, 2),
-            ],
-            num_stages=self.hparams.get("stages", 2),
-            loss_fn=_loss,
-            partition_method="uniform",
-        )
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            model_parameters=[p for p in model.parameters() if p.requires_grad],
-            config=ds_config(self.hparams),
-        )
+        engine = pipeline(self.hparams, self.hparams.get("stages", 2))
         self.engine = context.wrap_model_engine(engine)
         self.seen_indices = context.wrap_reducer(sorted, name="indices", for_training=False)
 
@@ -108,6 +115,19 @@ class PipelineTrial(_SplitTrial):
             for index in micro_batch:
                 self.seen_indices.update(index)
         return {"loss": loss, "stage": float(self.engine.stage_id)}
+
+
+class TwoPipelines(PipelineTrial):
+    """Two pipelines with the same stages, of the same data."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        self.second = context.wrap_model_engine(pipeline(self.hparams, stages=2))
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        batch = list(itertools.islice(dataloader_iter, self.hparams["accumulation"]))
+        metrics = super().train_batch(iter(batch), epoch_idx, batch_idx)
+        return {**metrics, "second": self.second.train_batch(iter(batch))}
 
 
 class NoisyPipeline(PipelineTrial):

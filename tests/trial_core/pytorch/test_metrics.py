@@ -152,7 +152,7 @@ def test_graphs_are_let_go() -> None:
     """What is kept of a loss does not hold on to its graph."""
     metrics = BatchMetrics()
     metrics.add_batch([torch.ones(1, requires_grad=True) * 2])
-    assert metrics._on_device[0]["loss"].requires_grad is False  # type: ignore[union-attr]
+    assert metrics._columns["loss"][0].requires_grad is False  # type: ignore[index,union-attr]
 
 
 def test_calls_of_a_batch_become_one() -> None:

@@ -1,0 +1,111 @@
+"""The values of metrics: whatever a trial returns as one, as numbers on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from trial_core.errors import TrialError
+
+# A metric's value: one number, or numbers in nested lists. Plain Python, so JSON takes it.
+Value = float | int | list[Any]
+Array = np.ndarray[Any, Any]
+
+
+def numbers(name: str, value: Any, source: str) -> Array:
+    """A metric's value as an array of float64 or int64, on the host.
+
+    Args:
+        source: what returned the value, for the message.
+
+    Raises:
+        TrialError: it is neither a number nor an array (or nested lists) of numbers.
+    """
+    if isinstance(value, torch.Tensor) and not value.is_complex():
+        return _host_array(value.detach())
+    array = None
+    nested = isinstance(value, (list, tuple)) and _holds_numbers(value)
+    if nested or isinstance(value, (bool, int, float, np.generic, np.ndarray)):
+        array = np.asarray(value)
+    if array is None or array.dtype.kind not in "fiub":
+        raise TrialError(
+            f'metric "{name}" returned by {source} is {type_of(value)}; a metric is a number, or '
+            "an array or list of numbers (equally long lists, if nested): a Python number, a torch "
+            "tensor, a numpy array or scalar"
+        )
+    # A copy: the trial may go on writing to its array.
+    return array.astype(np.float64 if array.dtype.kind == "f" else np.int64)
+
+
+def plain(value: Array) -> Value:
+    """An array as plain Python: a number, or numbers in nested lists."""
+    result: Value = value.tolist()
+    return result
+
+
+def to_host(columns: Mapping[str, list[torch.Tensor | Array]], method: str) -> dict[str, Array]:
+    """Each column as one array: one transfer for each device, type and shape, usually one in all.
+
+    Raises:
+        TrialError: values of one column differ in shape.
+    """
+    alike: dict[Any, list[str]] = {}
+    hosted: dict[str, Array] = dict.fromkeys(columns, np.empty(0))  # in their order
+    for name, column in columns.items():
+        kinds = set(map(_kind, column))
+        if len(kinds) == 1 and None not in kinds:
+            alike.setdefault(kinds.pop(), []).append(name)
+        else:
+            hosted[name] = _stacked(name, [numbers(name, v, method) for v in column], method)
+    for names in alike.values():
+        values = [value for name in names for value in columns[name]]
+        together = _host_array(torch.stack(values))  # type: ignore[arg-type]  # tensors, by _kind
+        # All columns are equally long: every call returns every metric.
+        calls = len(values) // len(names)
+        parts = together.reshape(len(names), calls, *together.shape[1:])
+        hosted.update(zip(names, parts, strict=True))
+    return hosted
+
+
+def _kind(value: torch.Tensor | Array) -> Any:
+    """Equal for tensors that can come to the host together; None for an array, which is there."""
+    if isinstance(value, torch.Tensor):
+        return value.device, value.dtype, value.shape
+    return None
+
+
+def _stacked(name: str, values: list[Array], method: str) -> Array:
+    for index, value in enumerate(values):
+        if value.shape != values[0].shape:
+            raise TrialError(
+                f'metric "{name}" has shape {value.shape} in call {index} of {method}, but '
+                f"{values[0].shape} in the first; return its mean over the samples, or compute it "
+                "in a reducer (context.wrap_reducer)"
+            )
+    return np.stack(values)
+
+
+def _host_array(tensor: torch.Tensor) -> Array:
+    # Widened on the host: not every accelerator has float64, and numpy has no bfloat16.
+    array: Array = (
+        tensor.cpu().to(torch.float64 if tensor.is_floating_point() else torch.int64).numpy()
+    )
+    return array
+
+
+def _holds_numbers(value: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether nested lists hold only numbers, and as many at each place of a level."""
+    if all(isinstance(item, (list, tuple)) for item in value):
+        return len({len(item) for item in value}) <= 1 and all(map(_holds_numbers, value))
+    return all(isinstance(item, (bool, int, float, np.generic)) for item in value)
+
+
+def type_of(value: Any) -> str:
+    """The type of a value, for a message."""
+    kind = f"of type {type(value).__name__}"
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        return f"{kind} with dtype {value.dtype}"
+    return kind
