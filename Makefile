@@ -1,4 +1,4 @@
-# Five words: run, test, check, bench, clean. Everything happens in .venv, made when first needed.
+# Six words: run, test, test-long, check, bench, clean. Everything happens in .venv, made when first needed.
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 HOME_OF_RUNS ?= trialflow-runs
 export TRIALFLOW_HOME ?= $(abspath $(HOME_OF_RUNS))
 
-.PHONY: run test check bench clean
+.PHONY: run test test-long check bench clean
 
 # Trains the example through the whole DAG, then shows what it has learnt.
 run: $(VENV)/.installed
@@ -15,6 +15,10 @@ run: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(ARGS)
+
+# What `test` leaves out because it takes minutes: every fault at every request, kill -9 with 20 seeds.
+test-long: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m 'faults or long' $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

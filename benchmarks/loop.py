@@ -24,7 +24,7 @@ from trial_core.messages import RunValidation, TrainBatches, Trained, Validated
 from trial_core.slots.group import SlotGroup
 
 MODELS = ("tiny", "small")
-TARGET_MODEL, TARGET_RATIO = "small", 1.05
+TARGET_MODEL, TARGET_RATIO = "small", 1.02
 
 
 @dataclass(frozen=True)

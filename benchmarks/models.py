@@ -61,4 +61,10 @@ class Small(nn.Module):
         return TensorDataset(torch.randint(256, (SAMPLES, cls.window + 1)))
 
 
-MODELS: dict[str, type[Tiny] | type[Small]] = {"tiny": Tiny, "small": Small}
+class Medium(Small):
+    """The same with 3.3 million parameters: more than half a second a batch on one core."""
+
+    window, width, layers = 128, 256, 4
+
+
+MODELS: dict[str, type[Tiny] | type[Small]] = {"tiny": Tiny, "small": Small, "medium": Medium}

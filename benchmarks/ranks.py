@@ -72,8 +72,14 @@ def processor_seconds(pids: list[int]) -> float:
 
 
 @contextmanager
-def built(slots: SlotGroup, model: str, bare_batches: int) -> Iterator[None]:
-    """Build a `LoopTrial` and its loaders, in place of any earlier one: ranks ready to train."""
+def built(
+    slots: SlotGroup, model: str, bare_batches: int, store: CheckpointStore | None = None
+) -> Iterator[None]:
+    """Build a `LoopTrial` and its loaders, in place of any earlier one: ranks ready to train.
+
+    Args:
+        store: where its checkpoints go; by default a temporary folder.
+    """
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         config = experiment(
             "LoopTrial",
@@ -86,7 +92,7 @@ def built(slots: SlotGroup, model: str, bare_batches: int) -> Iterator[None]:
                 trial="benchmark-00000000",
                 experiment=config.model_dump(mode="json"),
                 run_dir=folder,
-                storage=CheckpointStore(config.checkpoint_storage.url).spec,
+                storage=(store or CheckpointStore(config.checkpoint_storage.url)).spec,
             ),
             TrialBuilt,
         )

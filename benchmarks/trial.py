@@ -18,7 +18,7 @@ from trial_core.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext
 from trial_core.pytorch import DataLoader, Reducer
 
 
-def new_engine(model: torch.nn.Module, micro_batch_size: int) -> Any:
+def new_engine(model: torch.nn.Module, micro_batch_size: int, zero_stage: int = 1) -> Any:
     """A DeepSpeed engine as most users have it: ZeRO-1, Adam, a schedule of the learning rate."""
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -27,7 +27,7 @@ def new_engine(model: torch.nn.Module, micro_batch_size: int) -> Any:
             "train_micro_batch_size_per_gpu": micro_batch_size,
             "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
             "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
-            "zero_optimization": {"stage": 1},
+            "zero_optimization": {"stage": zero_stage},
         },
     )
     return engine
@@ -120,3 +120,29 @@ class TimedTrial(LoopTrial):
         began = time.perf_counter()
         metrics = super().train_batch(dataloader_iter, epoch_idx, batch_idx)
         return {**metrics, "seconds": time.perf_counter() - began}
+
+
+class ShardedTrial(DeepSpeedTrial):
+    """A model of `MODELS` under ZeRO-3. Hyperparameters: model."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        self.context = context
+        self.model = MODELS[context.get_hparam("model")]
+        self.engine = context.wrap_model_engine(new_engine(self.model(), 1, zero_stage=3))
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        (batch,) = self.context.to_device(next(dataloader_iter))
+        loss = self.engine(batch)
+        self.engine.backward(loss)
+        self.engine.step()
+        return {"loss": loss}
+
+    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+        (batch,) = self.context.to_device(next(dataloader_iter))
+        return {"loss": self.engine(batch)}
+
+    def build_training_data_loader(self) -> DataLoader:
+        return DataLoader(self.model.dataset(), batch_size=1)
+
+    def build_validation_data_loader(self) -> DataLoader:
+        return DataLoader(self.model.dataset(), batch_size=1)

@@ -8,28 +8,27 @@ is lost.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any
 
 from prefect import flow, runtime
-from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 
+from flows.uploads import Uploads
 from tasks.build import build_loaders, build_trial, fetch_checkpoint
 from tasks.callbacks import run_callbacks
-from tasks.checkpoint import checkpoint_save, checkpoint_upload
+from tasks.checkpoint import checkpoint_save, checkpoint_upload, sweep_leftovers
 from tasks.report import Report
 from tasks.run import TrialRun
 from tasks.run_files import upload_run_files
 from tasks.train_workload import train_workload
 from tasks.validate import validate
+from trial_core.checkpoint.claims import running
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
-from trial_core.errors import CheckpointDamaged, RankFailed
+from trial_core.errors import CheckpointDamaged, RankFailed, TrialError
 from trial_core.observer import current_observer
 from trial_core.runs import clear_leftovers, run_folder, trial_id
 from trial_core.sequencer import Checkpoint, Finish, Train, Validate, next_workload
@@ -88,9 +87,11 @@ def train(config: ExperimentConfig, trial: str | None = None) -> TrialResult:
     with (
         run_folder(trial) as run_dir,
         Report(config, trial, run_dir, current_observer()) as report,
+        running(store, trial, config.searcher.source_checkpoint_uuid) as claim,
     ):
         while True:
-            run = TrialRun(config, trial, run_dir, store, report)
+            run = TrialRun(config, trial, run_dir, store, report, claim)
+            sweep_leftovers(run)
             try:
                 # In this order: an upload ends with the ranks, or (memory://) soon after them.
                 with Uploads(run) as uploads, launch_slots(run) as run.slots:
@@ -126,7 +127,11 @@ def launch_slots(run: TrialRun) -> SlotGroup:
 
 
 def follow_schedule(run: TrialRun, uploads: Uploads) -> TrialResult:
-    """Train `run`'s trial on its slots: what the sequencer says, one stage after the other."""
+    """Train `run`'s trial on its slots: what the sequencer says, one stage after the other.
+
+    Raises:
+        TrialError: the trial does not report the searcher's metric. What it has learnt is saved.
+    """
     schedule = run.config.schedule()
     build_trial(run)
     start = fetch_start(run)
@@ -140,6 +145,7 @@ def follow_schedule(run: TrialRun, uploads: Uploads) -> TrialResult:
     run.observer.run_started(run.trial, end, progress.batches_trained, run.batch_samples)
     run_callbacks(run, "on_training_start", progress.batches_trained)
     uploads.newest = start.checkpoint if progress.batches_trained else None
+    mistake: TrialError | None = None
 
     while not isinstance(work := next_workload(progress, schedule, epoch), Finish):
         trained = progress.batches_trained
@@ -147,22 +153,30 @@ def follow_schedule(run: TrialRun, uploads: Uploads) -> TrialResult:
             progress = progress.after_training(train_workload(run, trained, work.until))
             run_callbacks(run, "on_training_workload_end", work.until)
         elif isinstance(work, Validate):
-            metric = validate(run, trained)
-            progress = progress.after_validation(metric, schedule.smaller_is_better)
+            try:
+                metric = validate(run, trained)
+            except TrialError as error:
+                mistake = error  # raised once what has been trained is saved
+            else:
+                progress = progress.after_validation(metric, schedule.smaller_is_better)
             run_callbacks(run, "on_validation_end", trained)
         elif isinstance(work, Checkpoint):
-            uploads.wait()  # one upload at a time, beside training
+            if not uploads.have_room(work.is_optional):
+                progress = progress.skipping_checkpoint()
+                continue
             staged = checkpoint_save(run, progress)
             run_callbacks(run, "on_checkpoint_write_end", trained)
             run_callbacks(run, "on_checkpoint_end", trained)
             uploads.start(checkpoint_upload.submit(run, staged))
             progress = progress.after_checkpoint()
         uploads.settle()
-        progress = progress.stopping(run.stop_requested)
+        progress = progress.stopping(run.stop_requested or mistake is not None)
 
-    uploads.wait()
+    uploads.finish()
     run_callbacks(run, "on_trial_shutdown", progress.batches_trained)
     tensorboard = upload_run_files(run, progress.batches_trained) if run.writes_run_files else None
+    if mistake is not None:
+        raise mistake
     newest = uploads.newest
     return TrialResult(
         trial=run.trial,
@@ -202,55 +216,9 @@ def fetch_start(run: TrialRun) -> Start:
 def fetch(run: TrialRun, start: Start, manifest: Manifest) -> str | None:
     """Bring what `start` restores to the ranks; what is wrong with it, if something is."""
     if run.topology is not None:
-        start.require_ranks(run.topology.world_size)
-    return fetch_checkpoint(run, manifest)
-
-
-class Uploads:
-    """The upload under way, if any, and the newest checkpoint that has been committed.
-
-    At the end of its block no upload is under way, however the block ends.
-    """
-
-    def __init__(self, run: TrialRun) -> None:
-        self._run = run
-        self._pending: PrefectFuture[Manifest] | None = None
-        self._has_ended = threading.Event()
-        self._has_ended.set()
-        self.newest: Manifest | None = None
-
-    def __enter__(self) -> Uploads:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._has_ended.wait()
-
-    def start(self, upload: PrefectFuture[Manifest]) -> None:
-        """`upload` is under way."""
-        # Known here: the future's own `state` would ask the server, over HTTP.
-        self._pending, self._has_ended = upload, (has_ended := threading.Event())
-        upload.add_done_callback(lambda _: has_ended.set())
-
-    def settle(self) -> None:
-        """If the upload has ended by now, tell the trial's callbacks; else leave it be."""
-        if self._has_ended.is_set():
-            self.wait()
-
-    def wait(self) -> None:
-        """Wait for the upload under way. Raises what it failed of."""
-        if self._pending is None:
-            return
-        pending, self._pending = self._pending, None
-        self.newest = pending.result()
-        run_callbacks(
-            self._run, "on_checkpoint_upload_end", self.newest.progress.batches_trained,
-            uuid=self.newest.uuid,
-        )  # fmt: skip
+        start.require_convertible(run.topology)
+    run.claim.needs(manifest.uuid)  # before: it must not be pruned while it is fetched
+    return fetch_checkpoint(run, manifest, weights_only=start.restore == "weights")
 
 
 def pause_seconds(restart: int) -> int:

@@ -51,20 +51,23 @@ def build_trial(run: TrialRun) -> None:
     retry_delay_seconds=STORAGE_RETRY_SECONDS,
     retry_condition_fn=storage_failed,
 )
-def fetch_checkpoint(run: TrialRun, manifest: Manifest) -> str | None:
-    """Bring a checkpoint to the ranks' machine, every file verified; what is wrong, if so.
+def fetch_checkpoint(run: TrialRun, manifest: Manifest, weights_only: bool = False) -> str | None:
+    """Bring a checkpoint to the ranks' machines, every file verified; what is wrong, if so.
+
+    Args:
+        weights_only: whether the models' weights are all that will be restored.
 
     Raises:
         StorageError: the storage failed; what is here already is not fetched again.
     """
     with run.stage("fetch-checkpoint", f"@{manifest.progress.batches_trained}"):
-        damage = _fetch(run, manifest)
+        damage = _fetch(run, manifest, weights_only)
     if damage:
         get_run_logger().error("checkpoint %s cannot be used: %s", manifest.uuid, damage)
     return damage
 
 
-def _fetch(run: TrialRun, manifest: Manifest) -> str | None:
+def _fetch(run: TrialRun, manifest: Manifest, weights_only: bool) -> str | None:
     if run.store.is_process_local:
         # Only this process can see that storage; the ranks find the files where they look first.
         try:
@@ -73,7 +76,12 @@ def _fetch(run: TrialRun, manifest: Manifest) -> str | None:
         except CheckpointDamaged as damage:
             return str(damage)
         return None
-    fetched = run.slots.request(FetchCheckpoint(uuid=manifest.uuid, files=manifest.files), Fetched)
+    request = FetchCheckpoint(
+        uuid=manifest.uuid,
+        files=manifest.files,
+        saved_by=None if weights_only else manifest.topology,
+    )
+    fetched = run.slots.request(request, Fetched)
     for rank, result in enumerate(fetched):
         if result.problem:
             raise StorageError(f"rank {rank}: {result.problem}")
@@ -91,7 +99,13 @@ def build_loaders(run: TrialRun, start: Start) -> EpochLength | None:
     run.batches_trained = begin
     with run.stage("build-loaders", f"@{begin}"):
         built = run.slots.request(
-            BuildLoaders(batches_trained=begin, checkpoint=start.uuid, restore=start.restore),
+            BuildLoaders(
+                batches_trained=begin,
+                checkpoint=start.uuid,
+                restore=start.restore,
+                saved_by=start.saved_by,
+            ),
             LoadersBuilt,
         )[0]
+    run.epoch = built.epoch
     return built.epoch

@@ -17,7 +17,7 @@ from tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_faile
 from tasks.run import TrialRun
 from trial_core.checkpoint.manifest import FileEntry, Manifest
 from trial_core.checkpoint.transfer import upload_files
-from trial_core.errors import SlotsError, StorageError
+from trial_core.errors import CheckpointError, SlotsError, StorageError
 from trial_core.messages import (
     Done,
     PersistCheckpoint,
@@ -28,6 +28,19 @@ from trial_core.messages import (
 )
 from trial_core.sequencer import Progress
 from trial_core.staged import StagedCheckpoint
+
+
+def sweep_leftovers(run: TrialRun) -> None:
+    """Delete what dead attempts at the trial have stored and never committed.
+
+    A storage that fails here is no reason not to train: the next run tries again.
+    """
+    logger = get_run_logger()
+    try:
+        for swept in run.store.sweep(run.trial):
+            logger.info("deleted what a dead attempt has left: %s", swept)
+    except StorageError as error:
+        logger.warning("what dead attempts have left is not deleted: %s", error)
 
 
 @task(
@@ -41,6 +54,7 @@ def checkpoint_save(run: TrialRun, progress: Progress) -> StagedCheckpoint:
     with run.stage("checkpoint-save", f"@{progress.batches_trained}"):
         saved = run.slots.request(SaveCheckpoint(uuid=uuid), Saved)
     run.writes_run_files |= any(rank.writes_run_files for rank in saved)
+    run.stop_requested |= any(rank.stop_requested for rank in saved)
     folders = tuple(rank.staging for rank in saved)
     return StagedCheckpoint.now(uuid, progress, run.metrics, folders)
 
@@ -58,11 +72,13 @@ def checkpoint_upload(run: TrialRun, staged: StagedCheckpoint) -> Manifest:
 
     Raises:
         StorageError: the storage failed on some rank, or here; what was staged is still there.
-        CheckpointError: several ranks wrote different files under one name.
+        CheckpointError: several ranks wrote different files under one name, or a rank's files
+            cannot be a checkpoint's. To try again would not help.
     """
     if run.topology is None:
         raise SlotsError("a checkpoint is saved only after the trial was built")
     with run.stage("checkpoint-upload", f"@{staged.progress.batches_trained}"):
+        run.store.begin(run.trial, staged.uuid, run.attempt)
         manifest = staged.manifest(
             _upload(run, staged),
             trial=run.trial,
@@ -70,6 +86,7 @@ def checkpoint_upload(run: TrialRun, staged: StagedCheckpoint) -> Manifest:
             config=run.config,
             topology=run.topology,
             versions=run.versions,
+            epoch=run.epoch,
         )
         run.store.commit(manifest)
         # Told at once: what is committed stays so, even if its ranks are lost in the next moment.
@@ -98,4 +115,6 @@ def _upload(run: TrialRun, staged: StagedCheckpoint) -> dict[int, list[FileEntry
     for rank, result in enumerate(persisted):
         if result.problem:
             raise StorageError(f"rank {rank}: {result.problem}")
+        if result.mistake:
+            raise CheckpointError(f"rank {rank}: {result.mistake}")
     return {rank: result.files for rank, result in enumerate(persisted)}

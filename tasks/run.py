@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from trial_core.checkpoint.claims import Running
 from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.observer import Observer
 from trial_core.slots.group import SlotGroup
+from trial_core.units import EpochLength
 
 
 class TrialRun:
@@ -27,9 +29,11 @@ class TrialRun:
         store: where its checkpoints are kept.
         slots: its ranks, once they are launched.
         observer: who watches.
+        claim: tells those who delete checkpoints what this run needs.
         metrics: the last ones of each kind.
         hooks: the callback hooks that the trial overrides, once it is built.
         topology, versions, batch_samples: what the ranks said of themselves, once it is built.
+        epoch: how long one is, once the loaders are built, if they have a length.
         stop_requested: whether the trial has asked to save and end.
         has_trained: whether this attempt has got through a train-workload.
         batches_trained: where the last train-workload ended, or this attempt began.
@@ -45,6 +49,7 @@ class TrialRun:
         run_dir: Path,
         store: CheckpointStore,
         observer: Observer,
+        claim: Running | None = None,
     ) -> None:
         self.config = config
         self.trial = trial
@@ -52,11 +57,13 @@ class TrialRun:
         self.run_dir = run_dir
         self.store = store
         self.observer = observer
+        self.claim = claim or Running(store, trial)
         self.metrics: dict[str, dict[str, Any]] = {}
         self.hooks: frozenset[str] = frozenset()
         self.topology: Topology | None = None
         self.versions: dict[str, str] = {}
         self.batch_samples = 0
+        self.epoch: EpochLength | None = None
         self.stop_requested = False
         self.has_trained = False
         self.batches_trained = 0

@@ -7,7 +7,7 @@ import os
 import pytest
 
 # Before anything imports deepspeed or prefect: tests run on CPU ranks, and speak to nobody.
-os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
 os.environ["DO_NOT_TRACK"] = "1"
 
@@ -16,6 +16,7 @@ pytest_plugins = [
     "tests.support.slots",
     "tests.support.prefect",
     "tests.support.flow",
+    "tests.support.faults.scene",
 ]
 
 

@@ -12,16 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trial_core import deepspeed, pytorch
+    from trial_core.checkpoint.store import CheckpointStore
     from trial_core.distributed import DistributedContext
 
-__all__ = ["DistributedContext", "deepspeed", "pytorch"]
+__all__ = ["CheckpointStore", "DistributedContext", "deepspeed", "pytorch"]
+
+_HOMES = {
+    "CheckpointStore": "trial_core.checkpoint.store",
+    "DistributedContext": "trial_core.distributed",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in ("deepspeed", "pytorch"):
         return importlib.import_module(f"trial_core.{name}")
-    if name == "DistributedContext":
-        return importlib.import_module("trial_core.distributed").DistributedContext
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -181,6 +181,12 @@ class DistributedContext:
         """Index of this process on its machine."""
         return self.local_rank
 
+    @property
+    def local_ranks(self) -> range:
+        """The ranks on this machine: every launcher numbers those of a machine in a row."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.local_size)
+
     def get_size(self) -> int:
         """Number of slots that the trial runs on."""
         return self.size

@@ -5,12 +5,13 @@ Neither torch nor TensorBoard is imported before a trial asks for what needs it.
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trial_core.errors import TrialError
+from trial_core.errors import TrialError, TrialflowError
 from trial_core.observer import MetricsKind
 
 
@@ -48,6 +49,34 @@ class Instruments:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._folder_was_asked_for = True
         return self._folder
+
+    def move_to(self, folder: Path) -> None:
+        """Have `folder` in place of the folder so far, with what has been written there.
+
+        A link takes the old one's place: the trial may know it, and its writer and profiler do.
+
+        Raises:
+            TrialflowError: the files cannot be moved.
+        """
+        old, self._folder = self._folder, folder
+        if old is None or old == folder or not self._folder_was_asked_for:
+            return
+        self.flush()
+        try:
+            for path in sorted(old.rglob("*")):
+                if path.is_dir():
+                    continue
+                place = folder / path.relative_to(old)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.move(path, place)
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(old)
+            old.symlink_to(folder.resolve())
+        except OSError as error:
+            raise TrialflowError(
+                f"cannot move the files for TensorBoard from {old} to {folder}, where the trial "
+                f"that is continued has its own: {error}"
+            ) from error
 
     def writer(self) -> Any:
         """This rank's one `torch.utils.tensorboard.SummaryWriter`.

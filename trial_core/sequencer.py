@@ -51,6 +51,7 @@ class Progress:
         best_metric: the searcher metric's best value so far.
         improved: whether the last validation is the best so far.
         stop_requested: whether somebody asked the run to save and end.
+        skipped_at: `batches_trained` at the last checkpoint that was due and not saved.
     """
 
     batches_trained: int = 0
@@ -59,6 +60,7 @@ class Progress:
     best_metric: float | None = None
     improved: bool = False
     stop_requested: bool = False
+    skipped_at: int | None = None
 
     def after_training(self, batches_trained: int) -> Progress:
         """Progress once training has reached `batches_trained`."""
@@ -85,6 +87,10 @@ class Progress:
         """Progress once a checkpoint of this very state exists."""
         return replace(self, checkpointed_at=self.batches_trained)
 
+    def skipping_checkpoint(self) -> Progress:
+        """Progress once a checkpoint that was due has been left out."""
+        return replace(self, skipped_at=self.batches_trained)
+
     def stopping(self, stop_requested: bool = True) -> Progress:
         """Progress once somebody has asked for a stop; `False` forgets that they did."""
         return replace(self, stop_requested=stop_requested)
@@ -104,7 +110,13 @@ class Validate:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Save a checkpoint."""
+    """Save a checkpoint.
+
+    Attributes:
+        is_optional: whether it is due only because a period is over, and the next one will do.
+    """
+
+    is_optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,8 +138,10 @@ def next_workload(
     end = in_batches(schedule.max_length, epoch)
     if not progress.stop_requested and _must_validate(progress, schedule, epoch, end):
         return Validate()
-    if _must_checkpoint(progress, schedule, epoch, end):
+    if _must_checkpoint(progress, schedule, end):
         return Checkpoint()
+    if _may_checkpoint(progress, schedule, epoch):
+        return Checkpoint(is_optional=True)
     if progress.stop_requested or progress.batches_trained >= end:
         return Finish()
     return Train(_next_stop(progress.batches_trained, schedule, epoch, end))
@@ -145,21 +159,23 @@ def _must_validate(
     return trained >= end or (period is not None and period.is_due(trained, epoch))
 
 
-def _must_checkpoint(
-    progress: Progress, schedule: Schedule, epoch: EpochLength | None, end: int
-) -> bool:
+def _must_checkpoint(progress: Progress, schedule: Schedule, end: int) -> bool:
     trained = progress.batches_trained
     if trained == 0 or progress.checkpointed_at == trained:
         return False
     if trained >= end or progress.stop_requested:
         return True
-    period = schedule.checkpoint_period
-    if period is not None and period.is_due(trained, epoch):
-        return True
     if progress.validated_at != trained:
         return False
     policy = schedule.checkpoint_policy
     return policy == "all" or (policy == "best" and progress.improved)
+
+
+def _may_checkpoint(progress: Progress, schedule: Schedule, epoch: EpochLength | None) -> bool:
+    trained, period = progress.batches_trained, schedule.checkpoint_period
+    if trained == 0 or trained in (progress.checkpointed_at, progress.skipped_at):
+        return False
+    return period is not None and period.is_due(trained, epoch)
 
 
 def _next_stop(trained: int, schedule: Schedule, epoch: EpochLength | None, end: int) -> int:

@@ -10,6 +10,7 @@ from trial_core.checkpoint.manifest import FileEntry, Manifest, Topology, utc_no
 from trial_core.checkpoint.transfer import merge_entries
 from trial_core.config import ExperimentConfig
 from trial_core.sequencer import Progress
+from trial_core.units import EpochLength
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,13 @@ class StagedCheckpoint:
         config: ExperimentConfig,
         topology: Topology,
         versions: dict[str, str],
+        epoch: EpochLength | None = None,
     ) -> Manifest:
         """The manifest to commit, once every rank has stored its `files`.
 
         Args:
             attempt: id of the writer.
-            topology, versions: what the ranks said of themselves.
+            topology, versions, epoch: what the ranks said of themselves.
 
         Raises:
             CheckpointError: several ranks wrote different files under one name.
@@ -76,4 +78,5 @@ class StagedCheckpoint:
             files=merge_entries(files),
             entrypoint=config.entrypoint,
             hyperparameters=config.hyperparameters,
+            epoch=epoch,
         )

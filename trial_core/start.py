@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.manifest import Manifest, Topology
 from trial_core.errors import CheckpointError
 from trial_core.sequencer import Progress
 
@@ -46,27 +46,69 @@ class Start:
         return self.checkpoint.uuid if self.checkpoint else None
 
     @property
+    def saved_by(self) -> Topology | None:
+        """How the ranks that saved the checkpoint divided the work."""
+        return self.checkpoint.topology if self.checkpoint else None
+
+    @property
     def metrics(self) -> dict[str, dict[str, Any]]:
         """The trial's own last metrics so far: those of another trial do not count."""
         if self.checkpoint is None or self.restore != "everything":
             return {}
         return {kind: dict(values) for kind, values in self.checkpoint.metrics.items()}
 
-    def require_ranks(self, world_size: int) -> None:
-        """Check that `world_size` ranks can restore the checkpoint.
+    def require_convertible(self, now: Topology) -> None:
+        """Check that ranks like these can restore the checkpoint, whoever saved it.
+
+        The number of data-parallel ranks and the ZeRO stage may be others. What only ranks know,
+        they refuse when they restore.
 
         Raises:
-            CheckpointError: its state is spread over another number of ranks.
+            CheckpointError: they cannot; says why, and what to resume with.
         """
         if self.checkpoint is None or self.restore == "weights":
             return
-        saved_by = self.checkpoint.topology.world_size
-        if saved_by == world_size:
+        saved = self.checkpoint.topology
+        if saved.spreads_like(now):
             return
-        advice = f"resume with resources.slots_per_trial={saved_by} (a script: with as many ranks)"
+        reason = _other_model_parts(saved, now)
+        if reason is None and self.restore == "everything":
+            reason = _other_batches(saved, now)
+        if reason is None:
+            return
         if self.restore == "state":
-            advice += ", or take its weights alone: searcher.source_weights_only=true"
-        raise CheckpointError(
-            f"checkpoint {self.checkpoint.uuid} was saved by {saved_by} slots, and this run has "
-            f"{world_size}; {advice}"
-        )
+            reason += ", or take its weights alone: searcher.source_weights_only=true"
+        raise CheckpointError(f"checkpoint {self.checkpoint.uuid} was saved by {reason}")
+
+
+def _other_model_parts(saved: Topology, now: Topology) -> str | None:
+    """What is wrong where a model is divided among ranks otherwise than it was."""
+    if (saved.pipeline_parallel_size, saved.model_parallel_size) == (
+        now.pipeline_parallel_size,
+        now.model_parallel_size,
+    ):
+        return None
+    return (
+        f"{saved.world_size} slots with {_model_parts(saved)}, and this run has {now.world_size} "
+        f"with {_model_parts(now)}: how a model is divided is known to the trial alone. Resume "
+        "with models divided as they were; how many copies of them are trained does not matter"
+    )
+
+
+def _other_batches(saved: Topology, now: Topology) -> str | None:
+    """What is wrong where a batch has more or fewer samples than it had."""
+    if not saved.batch_samples or saved.batch_samples == now.batch_samples:
+        return None
+    return (
+        f"{saved.world_size} slots in batches of {saved.batch_samples} samples, and this run's "
+        f"batches have {now.batch_samples} on {now.world_size} slots: schedules, learning rates "
+        "and the place in the data, all counted in batches, would mean something else. Resume "
+        f"with train_batch_size={saved.batch_samples} in DeepSpeed's configuration (micro-batch "
+        f"size x gradient_accumulation_steps x data-parallel slots), or with {saved.world_size} "
+        "slots"
+    )
+
+
+def _model_parts(topology: Topology) -> str:
+    stages, parts = topology.pipeline_parallel_size, topology.model_parallel_size
+    return f"{stages} pipeline stage(s) x {parts} model-parallel rank(s) a model"

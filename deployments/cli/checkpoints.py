@@ -1,35 +1,33 @@
-"""`trialflow checkpoints`: list, show and download what is stored."""
+"""`trialflow checkpoints`: list, show and download what is stored; the other commands' home."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from deployments.cli import words
+from deployments.cli import prune, verify, words
 from deployments.cli.experiment import ConfigFile, Storage, open_store
+from deployments.cli.tables import AsJson, local_time, print_table, shortest_unique
 from deployments.cli.terminal import is_interactive
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.manifest import Manifest
+    from trial_core.checkpoint.pins import Pin
     from trial_core.checkpoint.store import CheckpointStore
 
 app = App(
     name="checkpoints",
-    help="List, show and download checkpoints. They are looked for where --config or --storage "
-    "says, else in the folder of runs.",
+    help="List, show, verify, download, pin and prune checkpoints. They are looked for where "
+    "--config or --storage says, else in the folder of runs.",
 )
-
-SHORT_UUID = 8
-# Output that is piped has no width: lines must not be cut for a terminal that is not there.
-PIPED_WIDTH = 1000
-
-AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON, for programs.")]
+app.command(verify.verify)
+app.command(prune.pin)
+app.command(prune.unpin)
+app.command(prune.prune)
 
 
 @app.command(name="list")
@@ -41,15 +39,22 @@ def list_(
     json_: AsJson = False,
 ) -> int:
     """List checkpoints, oldest first."""
+    from trial_core.checkpoint.pins import pins
+
     store = open_store(config, storage)
     manifests = store.list(trial)
+    pinned = pins(store)
     if json_:
-        print(json.dumps([summary(store, manifest) for manifest in manifests], indent=2))
+        said = [
+            {**summary(store, manifest), "is_pinned": manifest.uuid in pinned}
+            for manifest in manifests
+        ]
+        print(json.dumps(said, indent=2))
     elif not manifests:
         of_trial = f" of trial {trial}" if trial else ""
         print(f"no checkpoints{of_trial} in {store.url}")
     else:
-        _print_table(manifests)
+        _print_table(manifests, pinned)
     return 0
 
 
@@ -64,12 +69,15 @@ def show(
     uuid
         The checkpoint's uuid, or its beginning.
     """
+    from trial_core.checkpoint.pins import read_pin
+
     store = open_store(config, storage)
     manifest = store.open(uuid)
     if json_:
         print(manifest.to_json().decode(), end="")
     else:
-        print("\n".join(words.clean(line) for line in description(store, manifest)))
+        pin = read_pin(store, manifest.uuid)
+        print("\n".join(words.clean(line) for line in description(store, manifest, pin)))
     return 0
 
 
@@ -120,7 +128,7 @@ def summary(store: CheckpointStore, manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def description(store: CheckpointStore, manifest: Manifest) -> list[str]:
+def description(store: CheckpointStore, manifest: Manifest, pin: Pin | None) -> list[str]:
     """All about a checkpoint, as lines."""
     topology = manifest.topology
     facts = {
@@ -128,6 +136,7 @@ def description(store: CheckpointStore, manifest: Manifest) -> list[str]:
         "trial": f"{manifest.trial} (experiment {manifest.experiment}, {manifest.entrypoint})",
         "batches": str(manifest.progress.batches_trained),
         "saved": local_time(manifest.created_at),
+        "kept": "" if pin is None else words.one_line(str(pin)),
         "training": words.metrics_line(manifest.metrics.get("training", {})),
         "validation": words.metrics_line(manifest.metrics.get("validation", {})),
         "ranks": f"{topology.world_size} (data {topology.data_parallel_size}, pipeline "
@@ -146,41 +155,20 @@ def description(store: CheckpointStore, manifest: Manifest) -> list[str]:
     return lines + [f"  {size:>{margin}}  rank {file.rank}  {file.path}" for size, file in files]
 
 
-def local_time(created_at: str) -> str:
-    """A manifest's time as the user's clock shows it."""
-    # Python 3.10 does not read the Z.
-    moment = datetime.fromisoformat(created_at.replace("Z", "+00:00"))
-    return moment.astimezone().strftime("%Y-%m-%d %H:%M:%S")
-
-
-def shortest_unique(uuids: Sequence[str]) -> int:
-    """How many characters of these uuids tell them apart; at least `SHORT_UUID`."""
-    length = SHORT_UUID
-    while len({uuid[:length] for uuid in uuids}) < len(set(uuids)):
-        length += 1
-    return length
-
-
-def _print_table(manifests: list[Manifest]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for name in ("uuid", "trial", "batches", "saved", "size"):
-        right = name in ("batches", "size")
-        table.add_column(name, no_wrap=True, justify="right" if right else "left")
-    table.add_column("validation")
+def _print_table(manifests: list[Manifest], pinned: dict[str, Pin]) -> None:
     length = shortest_unique([manifest.uuid for manifest in manifests])
+    has_pins = any(manifest.uuid in pinned for manifest in manifests)
+    columns = ["uuid", "trial", "batches", "saved", "size"]
+    rows = []
     for manifest in manifests:
-        cells = (
+        cells = [
             manifest.uuid[:length],
             manifest.trial,
             str(manifest.progress.batches_trained),
             local_time(manifest.created_at),
             words.size(manifest.total_bytes),
-            words.metrics_line(manifest.metrics.get("validation", {})),
-        )
-        table.add_row(*(Text(words.clean(cell)) for cell in cells))
-    Console(width=None if sys.stdout.isatty() else PIPED_WIDTH).print(table)
+        ]
+        if has_pins:
+            cells.append("pinned" if manifest.uuid in pinned else "")
+        rows.append([*cells, words.metrics_line(manifest.metrics.get("validation", {}))])
+    print_table([*columns, *(["kept"] if has_pins else []), "validation"], rows)

@@ -90,7 +90,8 @@ def open_store(config_file: Path | None, storage: str | None) -> CheckpointStore
 
 
 def moved(place: StorageConfig, url: str) -> StorageConfig:
-    """The storage at `url`. Options, credentials among them, are kept for the same kind only.
+    """The storage at `url`, with the same rules for what stays there. Options, credentials among
+    them, are kept for the same kind only.
 
     Raises:
         ConfigError: `url` is none.
@@ -99,7 +100,8 @@ def moved(place: StorageConfig, url: str) -> StorageConfig:
 
     from trial_core.config import StorageConfig, explain
 
-    given: dict[str, Any] = {"url": url}
+    given: dict[str, Any] = place.model_dump(exclude={"url", "options"}, exclude_none=True)
+    given["url"] = url
     if _scheme(url) == _scheme(place.url):
         given["options"] = place.options
     try:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,15 +115,20 @@ def test_config_prints_parameters_of_the_flow(
 def test_storage_of_the_same_kind_keeps_its_options(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--storage` moves within a service with its credentials, and never takes them elsewhere."""
+    """`--storage` moves within a service with its credentials, and never takes them elsewhere; the
+    rules for old checkpoints come along everywhere."""
     options = {"endpoint_url": "http://127.0.0.1:9", "secret": "only for S3"}
-    path = write_experiment(tmp_path, checkpoint_storage={"url": "s3://a/b", "options": options})
-    assert main(["config", str(path), "--storage", "s3://c/d"]) == 0
-    moved = json.loads(capsys.readouterr().out)["config"]["checkpoint_storage"]
-    assert moved == {"url": "s3://c/d", "options": options}
-    assert main(["config", str(path), "--storage", str(tmp_path)]) == 0
-    elsewhere = json.loads(capsys.readouterr().out)["config"]["checkpoint_storage"]
-    assert elsewhere == {"url": f"file://{tmp_path}", "options": {}}
+    storage = {"url": "s3://a/b", "options": options, "keep_every": {"batches": 7}}
+    path = write_experiment(tmp_path, checkpoint_storage=storage)
+
+    def moved(url: str) -> Any:
+        assert main(["config", str(path), "--storage", url]) == 0
+        place = json.loads(capsys.readouterr().out)["config"]["checkpoint_storage"]
+        return {name: value for name, value in place.items() if value is not None}
+
+    assert moved("s3://c/d") == {**storage, "url": "s3://c/d"}
+    elsewhere = {"url": f"file://{tmp_path}", "options": {}, "keep_every": {"batches": 7}}
+    assert moved(str(tmp_path)) == elsewhere
 
 
 def break_(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:

@@ -7,36 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from deployments.cli.checkpoints import shortest_unique
 from deployments.cli.main import main
+from deployments.cli.tables import shortest_unique
+from tests.deployments.stored import UUIDS, run
 from tests.support.cli import write_experiment
-from tests.trial_core.checkpoint.helpers import FILES, new_manifest, stage, stored_files
+from tests.trial_core.checkpoint.helpers import FILES, stored_files
 from trial_core.checkpoint.manifest import Manifest
-from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import upload_files
-
-UUIDS = ("aaaaaaaa-0000-4000-8000-000000000001", "aaaaaaab-0000-4000-8000-000000000002")
-
-
-@pytest.fixture
-def stored(tmp_path: Path) -> list[Manifest]:
-    """Two checkpoints in ``storage``, oldest first."""
-    store = CheckpointStore(f"file://{tmp_path}/storage")
-    manifests = []
-    for uuid, batches, worst in zip(UUIDS, (7, 11), (1.0, float("nan")), strict=True):
-        files = upload_files(store, uuid, stage(tmp_path / uuid, FILES), 3)
-        validation = {"val_loss": 0.25, "worst": worst}
-        manifest = new_manifest(
-            batches, uuid=uuid, trial=f"gpt-{batches}", files=files,
-            metrics={"training": {"loss": 0.5}, "validation": validation},
-        )  # fmt: skip
-        store.commit(manifest)
-        manifests.append(manifest)
-    return manifests
-
-
-def run(tmp_path: Path, *arguments: str) -> int:
-    return main(["checkpoints", *arguments, "--storage", str(tmp_path / "storage")])
 
 
 def test_list_is_a_table(

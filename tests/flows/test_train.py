@@ -200,13 +200,6 @@ def test_a_damaged_checkpoint_gives_way_to_an_older_one(here: Path) -> None:
     assert [line[0] for line in lines(here, "samples", 0)] == [*range(8), *range(4, 12)]
 
 
-def test_another_number_of_slots_is_refused_with_the_reason(here: Path) -> None:
-    """A checkpoint of one slot does not resume on two, and says what to ask for."""
-    first = train(one_slot(here, 4))
-    with pytest.raises(Exception, match=r"saved by 1 slots, and this run has 2; resume with"):
-        train(toy_config(here, 8), first.trial)
-
-
 def test_memory_storage(here: Path) -> None:
     """memory:// is the driver's own: it moves the bytes, and a lost rank resumes from them."""
     config = one_slot(

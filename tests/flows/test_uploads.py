@@ -10,18 +10,22 @@ from pathlib import Path
 
 import pytest
 from prefect.futures import PrefectConcurrentFuture
+from prefect.logging import disable_run_logger
 
 from flows.environment import environment
-from flows.train import Uploads
+from flows.uploads import Uploads
 from tasks.run import TrialRun
 from tests.support.prefect import free_port, isolated
 from tests.support.slots import toy_config
 from trial_core.checkpoint.manifest import FileEntry, Manifest, Topology
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config.checkpointing import CheckpointingConfig
 from trial_core.errors import SlotsError
 from trial_core.observer import Observer
 from trial_core.sequencer import Progress
 from trial_core.staged import StagedCheckpoint
+
+SKIP = CheckpointingConfig(when_busy="skip")
 
 
 @pytest.fixture
@@ -73,3 +77,18 @@ def test_no_upload_outlives_its_attempt(run: TrialRun) -> None:
     with pytest.raises(SlotsError), Uploads(run) as uploads:
         train(uploads)
     assert future.done()
+
+
+@pytest.mark.parametrize("is_optional", [True, False])
+def test_while_an_upload_is_under_way_only_optional_checkpoints_are_skipped(
+    run: TrialRun, is_optional: bool
+) -> None:
+    """With `when_busy: skip`, the next period's checkpoint will do; the best and last ones wait."""
+    run.config = run.config.model_copy(update={"checkpointing": SKIP})
+    future: Future[Manifest] = Future()
+    with disable_run_logger(), Uploads(run) as uploads:
+        uploads.start(PrefectConcurrentFuture(uuid.uuid4(), future))
+        timer = threading.Timer(0.2, lambda: future.set_result(manifest(run)))
+        timer.start()
+        assert uploads.have_room(is_optional) is not is_optional
+        assert future.done() is not is_optional

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Literal
+
+from tests.support.processes import descendants
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("scripts") / "fit_toy.py"
@@ -56,7 +59,11 @@ def start(launcher: Launcher, folder: Path, ranks: int, *command: str) -> str:
         return process.communicate(timeout=LIMIT_SECONDS)[0]
     finally:
         if process.poll() is None:
+            ranks = descendants(process.pid)  # torchrun gives each a session of its own
             os.killpg(process.pid, signal.SIGKILL)
+            for rank in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank, signal.SIGKILL)
             process.wait()
 
 

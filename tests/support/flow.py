@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,6 +16,8 @@ import pytest
 from tests.support.prefect import PrefectServer
 from tests.support.processes import descendants
 from tests.support.slots import lines, toy_config
+
+RECORD_SECONDS = 30.0
 
 
 @pytest.fixture
@@ -38,12 +41,26 @@ class Stage:
     ended: datetime
 
 
-def stages(server: PrefectServer, flow_run_id: str | None) -> list[Stage]:
-    """The task runs of a flow run, in the order of their start."""
-    found = server.query(
-        "task_runs/filter",
-        {"flow_runs": {"id": {"any_": [flow_run_id]}}, "limit": 200},
-    )
+def stages(server: PrefectServer, flow_run_id: str | None, last: str = "") -> list[Stage]:
+    """The task runs of a flow run, in the order of their start.
+
+    Args:
+        last: a stage to wait for. The server records what it is told a moment later.
+
+    Raises:
+        AssertionError: it has not recorded that, or the end of some stage, within 30 s.
+    """
+    deadline = time.monotonic() + RECORD_SECONDS
+    while True:
+        found = server.query(
+            "task_runs/filter",
+            {"flow_runs": {"id": {"any_": [flow_run_id]}}, "limit": 200},
+        )
+        names = [run["name"] for run in found]
+        if all(run["end_time"] for run in found) and (not last or last in names):
+            break
+        assert time.monotonic() < deadline, f"recorded: {names}, of which some have not ended"
+        time.sleep(0.1)
     known = [
         Stage(
             run["name"], run["state_name"], run["run_count"],

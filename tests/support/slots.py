@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trial_core.checkpoint.manifest import FileEntry
+from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.messages import (
     BuildLoaders,
     BuildTrial,
+    Done,
     FetchCheckpoint,
     Fetched,
     HookDone,
     LoadersBuilt,
     PersistCheckpoint,
     Persisted,
+    ReleaseStaging,
     RunHook,
     RunValidation,
     SaveCheckpoint,
@@ -38,6 +40,7 @@ from trial_core.messages import (
 )
 from trial_core.sequencer import Checkpoint, Finish, Progress, Train, Validate, next_workload
 from trial_core.slots.group import SlotGroup
+from trial_core.units import EpochLength
 
 TOY = Path(__file__).with_name("toy")
 
@@ -69,6 +72,7 @@ class Driven:
     """What a run has said of itself."""
 
     progress: Progress
+    topology: Topology | None = None
     stages: list[str] = field(default_factory=list)
     training: list[dict[str, Any]] = field(default_factory=list)
     validation: list[dict[str, Any]] = field(default_factory=list)
@@ -97,53 +101,97 @@ def drive(
     resume: Driven | None = None,
     persist: bool = False,
 ) -> Driven:
-    """Carry out a whole schedule, as the flow does, with neither Prefect nor manifests.
+    """Carry out a whole schedule, hooks included, as the flow does, with neither Prefect nor
+    manifests. Uploads end before training goes on, so that every hook has one place.
 
     Args:
         resume: an earlier run; goes on from its last checkpoint, which was persisted.
         persist: upload what is saved.
     """
     built = build(slots, config, run_dir)
-    run = Driven(resume.progress.stopping(False) if resume else Progress())
-    uuid_to_restore = resume.checkpoints[-1] if resume else None
-    if resume is not None and uuid_to_restore is not None:
-        request = FetchCheckpoint(uuid=uuid_to_restore, files=resume.files[uuid_to_restore])
-        assert slots.request(request, Fetched) == [Fetched()] * slots.world_size
-    begin = run.progress.batches_trained
-    loaders = BuildLoaders(batches_trained=begin, checkpoint=uuid_to_restore)
-    epoch = slots.request(loaders, LoadersBuilt)[0].epoch
-    schedule = config.schedule()
-    while not isinstance(work := next_workload(run.progress, schedule, epoch), Finish):
-        trained = run.progress.batches_trained
+    driver = _Driver(slots, config, built.hooks, persist)
+    driver.run.topology = built.topology
+    driver.run.progress = resume.progress.stopping(False) if resume else Progress()
+    schedule, epoch = config.schedule(), driver.start(resume)
+    while not isinstance(work := next_workload(driver.run.progress, schedule, epoch), Finish):
         if isinstance(work, Train):
-            results = slots.request(TrainBatches(until=work.until), Trained)
-            run.training.append(results[0].metrics)
-            run.stages.append(f"train [{trained}→{work.until}]")
-            run.progress = run.progress.after_training(results[0].batches_trained).stopping(
-                any(result.stop_requested for result in results)
-            )
-            _hook(slots, built, "on_training_workload_end")
+            driver.train(work.until)
         elif isinstance(work, Validate):
-            validated = slots.request(RunValidation(), Validated)
-            run.validation.append(validated[0].metrics)
-            run.stages.append(f"validate @{trained}")
-            metric = float(validated[0].metrics[config.searcher.metric])
-            run.progress = run.progress.after_validation(metric, schedule.smaller_is_better)
+            driver.validate()
         elif isinstance(work, Checkpoint):
-            checkpoint = str(uuid.uuid4())
-            slots.request(SaveCheckpoint(uuid=checkpoint), Saved)
-            if persist:
-                persisted = slots.request(PersistCheckpoint(uuid=checkpoint), Persisted)
-                run.files[checkpoint] = [entry for rank in persisted for entry in rank.files]
-            run.checkpoints.append(checkpoint)
-            run.stages.append(f"checkpoint @{trained}")
-            run.progress = run.progress.after_checkpoint()
-    return run
+            driver.save()
+        driver.run.progress = driver.run.progress.stopping(driver.stop_requested)
+    driver.hook("on_trial_shutdown")
+    return driver.run
 
 
-def _hook(slots: SlotGroup, built: TrialBuilt, hook: str) -> None:
-    if hook in built.hooks:
-        slots.request(RunHook(hook=hook), HookDone)
+class _Driver:
+    """The stages of a run, and what came of them."""
+
+    def __init__(
+        self, slots: SlotGroup, config: ExperimentConfig, hooks: Iterable[str], persist: bool
+    ) -> None:
+        self.run = Driven(progress=Progress())
+        self.stop_requested = False
+        self._slots = slots
+        self._config = config
+        self._hooks = frozenset(hooks)
+        self._persist = persist
+
+    def start(self, resume: Driven | None) -> EpochLength | None:
+        """Restore what `resume` has left, build the loaders; how long an epoch is."""
+        begin, uuid_to_restore = self.run.progress.batches_trained, None
+        if resume is not None:
+            uuid_to_restore = resume.checkpoints[-1]
+            request = FetchCheckpoint(uuid=uuid_to_restore, files=resume.files[uuid_to_restore])
+            assert self._slots.request(request, Fetched) == [Fetched()] * self._slots.world_size
+        self.hook("on_trial_startup", first_batch_idx=begin, checkpoint_uuid=uuid_to_restore)
+        saved_by = resume.topology if resume else None
+        loaders = BuildLoaders(batches_trained=begin, checkpoint=uuid_to_restore, saved_by=saved_by)
+        epoch = self._slots.request(loaders, LoadersBuilt)[0].epoch
+        self.hook("on_training_start")
+        return epoch
+
+    def train(self, until: int) -> None:
+        trained = self.run.progress.batches_trained
+        results = self._slots.request(TrainBatches(until=until), Trained)
+        self.run.training.append(results[0].metrics)
+        self.run.stages.append(f"train [{trained}→{until}]")
+        self.run.progress = self.run.progress.after_training(results[0].batches_trained)
+        self._heed(results)
+        self.hook("on_training_workload_end")
+
+    def validate(self) -> None:
+        results = self._slots.request(RunValidation(), Validated)
+        self.run.validation.append(results[0].metrics)
+        self.run.stages.append(f"validate @{self.run.progress.batches_trained}")
+        metric = float(results[0].metrics[self._config.searcher.metric])
+        smaller_is_better = self._config.searcher.smaller_is_better
+        self.run.progress = self.run.progress.after_validation(metric, smaller_is_better)
+        self._heed(results)
+        self.hook("on_validation_end")
+
+    def save(self) -> None:
+        checkpoint = str(uuid.uuid4())
+        self._slots.request(SaveCheckpoint(uuid=checkpoint), Saved)
+        self.hook("on_checkpoint_write_end")
+        self.hook("on_checkpoint_end")
+        if self._persist:
+            persisted = self._slots.request(PersistCheckpoint(uuid=checkpoint), Persisted)
+            self.run.files[checkpoint] = [entry for rank in persisted for entry in rank.files]
+            self._slots.request(ReleaseStaging(uuid=checkpoint), Done)
+            self.hook("on_checkpoint_upload_end", uuid=checkpoint)
+        self.run.checkpoints.append(checkpoint)
+        self.run.stages.append(f"checkpoint @{self.run.progress.batches_trained}")
+        self.run.progress = self.run.progress.after_checkpoint()
+
+    def hook(self, name: str, **arguments: Any) -> None:
+        """Run one hook on every rank, if any callback overrides it."""
+        if name in self._hooks:
+            self._heed(self._slots.request(RunHook(hook=name, arguments=arguments), HookDone))
+
+    def _heed(self, results: Sequence[Trained | Validated | HookDone]) -> None:
+        self.stop_requested |= any(result.stop_requested for result in results)
 
 
 def lines(folder: Path, name: str, rank: int) -> list[Any]:

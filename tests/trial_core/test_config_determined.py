@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from trial_core.checkpoint.retention import RetentionPolicy
 from trial_core.config import ExperimentConfig, IgnoredFieldWarning, load_config
 from trial_core.errors import ConfigError
 from trial_core.units import Batch, Epoch
@@ -78,8 +79,17 @@ def test_a_file_of_determined_works_as_it_is(tmp_path: Path) -> None:
     assert config.searcher.max_length == Batch(100)
     assert (config.min_validation_period, config.min_checkpoint_period) == (None, Epoch(2))
     assert config.checkpoint_storage.url == "file:///mnt/ckpt"
+    assert config.checkpoint_storage.save_trial_best == 2
     assert config.environment.environment_variables == {"NCCL_DEBUG": "INFO", "OPTIONS": "a=b,c"}
     assert config.description == ""
+
+
+def test_old_checkpoints_are_judged_by_the_searchers_metric() -> None:
+    """By its name and by its direction."""
+    searcher = {"metric": "accuracy", "smaller_is_better": False, "max_length": 100}
+    config = experiment(searcher=searcher, checkpoint_storage={"save_trial_best": 2})
+    expected = RetentionPolicy(2, 1, 0, metric="accuracy", smaller_is_better=False)
+    assert config.retention() == expected
 
 
 def test_every_ignored_field_warns_with_its_path(tmp_path: Path) -> None:
@@ -90,7 +100,6 @@ def test_every_ignored_field_warns_with_its_path(tmp_path: Path) -> None:
         load_config(path)
     assert sorted(str(warning.message).partition(":")[0] for warning in warned) == [
         "bind_mounts",
-        "checkpoint_storage.save_trial_best",
         "debug",
         "entrypoint",
         "environment.image",

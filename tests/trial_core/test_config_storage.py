@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import fsspec
 import pytest
 from pydantic import ValidationError
 
-from trial_core.config import IgnoredFieldWarning, StorageConfig, explain
+from trial_core.checkpoint.retention import RetentionPolicy
+from trial_core.config import StorageConfig, explain
+from trial_core.units import Batch, Epoch
 
 
 def problems(given: Any) -> list[str]:
@@ -147,11 +150,48 @@ def test_a_wrong_storage_is_said_without_its_secrets(given: Any, problem: str) -
     assert problems(given) == [problem]
 
 
-def test_retention_is_not_there_yet_and_says_so() -> None:
-    """Determined's counts of checkpoints to keep have no effect, with or without a type."""
-    for given in ({"url": "/x"}, {"type": "directory", "container_path": "/x"}):
-        with pytest.warns(IgnoredFieldWarning, match="^checkpoint_storage.save_trial_best: ign"):
-            StorageConfig.model_validate({**given, "save_trial_best": 3})
+@pytest.mark.parametrize(
+    "place", [{"url": "/x"}, {"type": "directory", "container_path": "/x"}, {}]
+)
+@pytest.mark.parametrize(
+    ("rules", "policy"),
+    [
+        ({}, None),
+        ({"save_trial_best": None, "keep_every": {"batches": 0}}, None),
+        ({"save_trial_best": 3}, RetentionPolicy(3, 1, 0)),
+        ({"save_trial_latest": 0}, RetentionPolicy(1, 0, 0)),
+        ({"save_experiment_best": 2}, RetentionPolicy(1, 1, 2)),
+        ({"keep_every": {"epochs": 7}}, RetentionPolicy(1, 1, 0, Epoch(7))),
+        ({"keep_every": 100}, RetentionPolicy(1, 1, 0, Batch(100))),
+    ],
+)
+def test_rules_for_old_checkpoints(
+    place: dict[str, Any], rules: dict[str, Any], policy: RetentionPolicy | None
+) -> None:
+    """In every form of storage. None is given: all stay. One is: the others are Determined's."""
+    storage = StorageConfig.model_validate({**place, **rules})
+    if policy is not None:
+        policy = replace(policy, metric="accuracy", smaller_is_better=False)
+    assert storage.retention("accuracy", smaller_is_better=False) == policy
+    travelled = StorageConfig.model_validate(storage.model_dump(mode="json"))
+    assert travelled.retention("accuracy", smaller_is_better=False) == policy
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"save_trial_best": -1}, "save_trial_best: expected an integer of at least 0, got -1"),
+        ({"save_trial_bst": 1}, 'save_trial_bst: unknown field; did you mean "save_trial_best"?'),
+        (
+            {"keep_every": {"batches": -1}},
+            "keep_every.batches: expected a positive integer, got -1",
+        ),
+    ],
+)
+def test_a_wrong_rule_is_said(given: Any, problem: str) -> None:
+    """One line with its path."""
+    assert problems(given) == [problem]
+    assert problems({"type": "directory", "container_path": "/x", **given}) == [problem]
 
 
 @pytest.mark.parametrize(

@@ -45,3 +45,9 @@ from trial_core.deepspeed import overwrite_deepspeed_config
 def test_the_references_imports_with_the_name_changed() -> None:
     """Determined's import lines, changed to ``trial_core``, in an interpreter of their own."""
     subprocess.run([sys.executable, "-W", "ignore", "-c", REFERENCE_LINES], check=True)
+
+
+def test_the_store_is_had_without_torch() -> None:
+    """Looking after checkpoints needs no training machine."""
+    look = "import sys, trial_core; trial_core.CheckpointStore; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", look], check=True)

@@ -267,3 +267,23 @@ def test_looking_ahead_stays_within_what_is_due_anyway() -> None:
     schedule = Schedule(Batch(10**9), Batch(100), validation_period=Batch(Counting({5})))
     assert next_workload(Progress(batches_trained=300), schedule) == Train(400)
     assert Counting.asked <= 101
+
+
+def test_only_a_periodic_checkpoint_may_be_skipped() -> None:
+    """The best and the last state are saved, whatever is under way; a period has a next time."""
+    schedule = Schedule(Batch(12), Batch(4), validation_period=Batch(8), checkpoint_period=Batch(4))
+    optional = {
+        step.progress.batches_trained: step.workload.is_optional
+        for step in simulate(schedule, metric=lambda _: 1.0)
+        if isinstance(step.workload, Checkpoint)
+    }
+    assert optional == {4: True, 8: False, 12: False}
+
+
+def test_a_skipped_checkpoint_is_skipped_once() -> None:
+    """Training goes on; what is due there later, because training ends there, is saved."""
+    schedule = Schedule(Batch(12), Batch(4), checkpoint_period=Batch(4), checkpoint_policy="none")
+    skipped = Progress(4).skipping_checkpoint()
+    assert next_workload(skipped, schedule, EPOCH) == Train(8)
+    assert next_workload(skipped.stopping(), schedule, EPOCH) == Checkpoint()
+    assert next_workload(skipped.after_training(8), schedule, EPOCH) == Checkpoint(is_optional=True)

@@ -79,7 +79,24 @@ _BY_TYPE_NAME = {
     "ConnectTimeoutError": f"the server does not answer: {_REACH}",
     "ReadTimeoutError": "the server stopped answering: try again later",
     "SSLError": "the server's certificate is not accepted: check the address, or AWS_CA_BUNDLE",
+    "PermissionDeniedError": f"access was refused: {_RIGHTS}",
+    "UnauthenticatedError": f"access was refused: {_CREDENTIALS}",
 }
+# obstore has one class for most of what goes wrong on the way to a server.
+_BY_WORDS = (
+    ("NoCredentialsError", f"no credentials were found: {_CREDENTIALS}"),
+    ("dns error", f"the server cannot be reached: {_REACH}"),
+    ("tcp connect error", f"the server cannot be reached: {_REACH}"),
+    (
+        "certificate",
+        "the server's certificate is not accepted: check the address, or AWS_CA_BUNDLE",
+    ),
+    ("TimedOut", "the server stopped answering: try again later"),
+    ("Http", "the connection broke: try again later"),
+)
+_DETAILS = "\n\nDebug source:"  # obstore's, many lines
+_REPLY = re.compile(r"<(\?xml|Error>).*", re.DOTALL)
+_CODE_IN_REPLY = re.compile(r"<Code>(\w+)</Code>")
 _BY_TYPE: tuple[tuple[type[BaseException], str], ...] = (
     (PermissionError, f"access was refused: {_RIGHTS}"),
     (FileNotFoundError, "it does not exist"),
@@ -125,6 +142,8 @@ def service_code(error: BaseException) -> str | None:
         if isinstance(response, Mapping) and isinstance(response.get("Error"), Mapping):
             code = response["Error"].get("Code")
             return None if code is None else str(code)
+        if reply := _CODE_IN_REPLY.search(str(link)):  # obstore gives it as it came
+            return reply[1]
     return None
 
 
@@ -173,7 +192,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def _text(error: BaseException) -> str:
     """What the error says; a server's code where it says nothing."""
-    text = str(error)
+    text = _REPLY.sub(service_code(error) or "", str(error).partition(_DETAILS)[0])
     return text if text not in ("", "None") else service_code(error) or "no further details"
 
 
@@ -186,6 +205,9 @@ def _diagnosis(error: BaseException) -> str:
     for cls in type(error).__mro__:
         if cls.__name__ in _BY_TYPE_NAME:
             return _BY_TYPE_NAME[cls.__name__]
+    if type(error).__module__.startswith("obstore"):
+        text = str(error)
+        return next((words for sign, words in _BY_WORDS if sign in text), "it failed")
     return next((words for cls, words in _BY_TYPE if isinstance(error, cls)), "it failed")
 
 

@@ -4,6 +4,10 @@
 
     manifests/{trial}/{batches:010d}-{uuid}.json   the commit: written last, once, create-only
     checkpoints/{uuid}/{path}                      files as the trial's save wrote them
+    uploads/{trial}/{uuid}.json                    that somebody uploads it, until the commit
+    pins/{uuid}.json                               that a checkpoint stays
+    claims/{trial}.json                            that a trial runs, and what it needs
+    deletions/{uuid}.json                          that a checkpoint is being deleted
     runs/{trial}/{path}                            what a run writes beside: TensorBoard, traces
     probes/{uuid}                                  written, read and deleted to try the storage
 
@@ -18,6 +22,7 @@ from typing import NamedTuple
 
 MANIFESTS = "manifests"
 CHECKPOINTS = "checkpoints"
+UPLOADS = "uploads"
 RUNS = "runs"
 PROBES = "probes"
 
@@ -29,6 +34,9 @@ _UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")
 _MANIFEST_KEY = re.compile(
     rf"{MANIFESTS}/(?P<trial>[^/]+)/(?P<batches>[0-9]{{10,}})-(?P<uuid>[^/]+)\.json"
 )
+
+
+_INTENT_KEY = re.compile(rf"{UPLOADS}/(?P<trial>[^/]+)/(?P<uuid>[^/]+)\.json")
 
 
 class ManifestName(NamedTuple):
@@ -64,9 +72,30 @@ def file_key(uuid: str, path: str) -> str:
     return f"{files_folder(uuid)}/{path}"
 
 
+def intents_folder(trial: str) -> str:
+    """The folder of what says which checkpoints of a trial are being uploaded."""
+    return f"{UPLOADS}/{trial}"
+
+
+def intent_key(trial: str, uuid: str) -> str:
+    """The key of what says that a checkpoint is being uploaded."""
+    return f"{intents_folder(trial)}/{uuid}.json"
+
+
+def parse_intent_key(key: str) -> str | None:
+    """The uuid of the checkpoint that is being uploaded; None where the key is another one."""
+    match = _INTENT_KEY.fullmatch(key)
+    return match["uuid"] if match is not None and is_uuid(match["uuid"]) else None
+
+
 def run_folder(trial: str) -> str:
     """The folder of what a trial's runs write beside checkpoints."""
     return f"{RUNS}/{trial}"
+
+
+def folders_of(trial: str) -> tuple[str, ...]:
+    """The folders that belong to a trial as a whole."""
+    return trial_folder(trial), intents_folder(trial), run_folder(trial)
 
 
 def run_file_key(trial: str, path: str) -> str:

@@ -6,56 +6,46 @@ appears under its name whole, and has reached the disk by then.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
+import re
 import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from trial_core.checkpoint.parallel import StopSignal
-from trial_core.checkpoint.storage import READ_BYTES, Storage, StorageSpec, connect, is_local
+from trial_core.checkpoint.storage import Cleared, Piece, Storage, chunks
 
+_TEMPORARY = re.compile(r"(^|/)\.[0-9a-f]{32}\.part$")
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 # The memory that memory:// stands for is one for the whole process, and so is the lock.
 _memory_lock = threading.Lock()
 
 
-def open_storage(url: str, options: dict[str, Any] | None = None) -> Storage:
-    """The storage under a fsspec URL, or a plain path. Sends no request yet.
-
-    Raises:
-        StorageError: the URL is none, or a package for it is not installed.
-    """
-    options = dict(options or {})
-    fs, root = connect(url, options)
-    if is_local(fs):
-        return LocalStorage(StorageSpec(f"file://{root}", options), fs, root)
-    storage = Storage(StorageSpec(url, options), fs, root)
-    return MemoryStorage(storage.spec, fs, root) if storage.is_process_local else storage
-
-
 class LocalStorage(Storage):
     """A folder of this machine."""
 
-    def upload(self, source: Path, key: str, stop: StopSignal) -> tuple[int, str]:
-        """As `Storage.upload`, in one pass: the digest is that of the bytes written."""
-        digest, size_bytes = hashlib.sha256(), 0
+    def read_into(
+        self, key: str, start: int, view: memoryview, stop: StopSignal, version: str | None = None
+    ) -> Piece:
+        """As `Storage.read_into`; the version tells any other file of that name apart."""
+        done = 0
         with (
-            self._explainer.explaining(f"upload {source} to {key} in"),
-            open(source, "rb") as file,
-            whole_file(Path(self._path(key)), is_durable=True) as copy,
+            self._explainer.explaining(f"read {key} in"),
+            open(self._path(key), "rb", buffering=0) as file,
         ):
-            while chunk := file.read(READ_BYTES):
-                stop.check()
-                digest.update(chunk)
-                copy.write(chunk)
-                size_bytes += len(chunk)
-        return size_bytes, f"sha256:{digest.hexdigest()}"
+            while done < len(view) and (
+                more := os.preadv(file.fileno(), [view[done:]], start + done)
+            ):
+                done += more
+            status = os.fstat(file.fileno())
+        return Piece(done, f"{status.st_ino}:{status.st_mtime_ns}:{status.st_size}")
 
     def sizes(self, folder: str) -> dict[str, int]:
         """As `Storage.sizes`. fsspec's own walk takes a folder that cannot be read for empty."""
@@ -70,9 +60,37 @@ class LocalStorage(Storage):
                         continue  # gone since it was listed
         return found
 
+    def clear(self, folder: str) -> Cleared:
+        """As `Storage.clear`, and the folder itself."""
+        cleared = super().clear(folder)
+        for parent, _, _ in os.walk(self._path(folder), topdown=False):
+            with contextlib.suppress(OSError):  # somebody has just put something in
+                os.rmdir(parent)
+        return cleared
+
+    def end_uploads(self, folder: str) -> int:
+        """As `Storage.end_uploads`: files that never got their name."""
+        begun = [key for key in self.sizes(folder) if _TEMPORARY.search(key)]
+        for key in begun:
+            self.remove(key)
+        return len(begun)
+
     def _create(self, path: str, data: bytes) -> None:
         with whole_file(Path(path), is_durable=True, is_new=True) as file:
             file.write(data)
+
+    def _store_file(self, source: Path, size_bytes: int, key: str, stop: StopSignal) -> str:
+        """In one pass: the digest is that of the bytes written."""
+        digest = hashlib.sha256()
+        with (
+            open(source, "rb") as file,
+            whole_file(Path(self._path(key)), is_durable=True) as copy,
+        ):
+            for chunk in chunks(file, size_bytes):
+                stop.check()
+                digest.update(chunk)
+                copy.write(chunk)
+        return digest.hexdigest()
 
 
 class MemoryStorage(Storage):
@@ -110,6 +128,32 @@ def whole_file(path: Path, *, is_durable: bool, is_new: bool = False) -> Iterato
         temporary.unlink(missing_ok=True)
     if is_durable:
         _sync_folder(path.parent)
+
+
+class PartFile:
+    """A file that is written in any order, and appears under its name when it is kept."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._temporary = path.with_name(f".{uuid.uuid4().hex}.part")
+        self._file = open(self._temporary, "xb", buffering=0)  # noqa: SIM115  # see `keep`, `drop`
+
+    def write_at(self, view: memoryview, offset: int) -> None:
+        """Write bytes to their place. Several threads may."""
+        while view:
+            done = os.pwrite(self._file.fileno(), view, offset)
+            view, offset = view[done:], offset + done
+
+    def keep(self) -> None:
+        """Give the file its name."""
+        self._file.close()
+        os.replace(self._temporary, self._path)
+
+    def drop(self) -> None:
+        """Leave nothing of it."""
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
 
 
 def _link(temporary: Path, path: Path) -> None:

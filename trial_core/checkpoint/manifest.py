@@ -20,6 +20,7 @@ import msgspec
 from trial_core.checkpoint import layout
 from trial_core.errors import CheckpointDamaged, CheckpointError
 from trial_core.sequencer import Progress
+from trial_core.units import EpochLength
 
 SCHEMA_VERSION = 1
 
@@ -50,13 +51,22 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
-    """Over how many ranks, and how, the state was spread when it was saved."""
+    """Over how many ranks, and how, the state was spread when it was saved.
+
+    Attributes:
+        batch_samples: samples in one batch, all ranks together; 0: not known.
+    """
 
     world_size: int
     data_parallel_size: int
     pipeline_parallel_size: int = 1
     model_parallel_size: int = 1
     zero_stage: int = 0
+    batch_samples: int = 0
+
+    def spreads_like(self, other: Topology) -> bool:
+        """Whether each rank has the same part of the state there: files can be used as they are."""
+        return msgspec.structs.replace(self, batch_samples=other.batch_samples) == other
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +86,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         files: every rank's files.
         entrypoint: the trial's class: ``module:Class``.
         hyperparameters: the trial's.
+        epoch: how long one was; None: the training loader had no length, or that was not noted.
         schema_version: of this very structure.
     """
 
@@ -92,6 +103,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     files: list[FileEntry]
     entrypoint: str
     hyperparameters: dict[str, Any]
+    epoch: EpochLength | None = None
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -157,6 +169,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             raise CheckpointDamaged(f"{where} is no manifest: {error}") from error
         _check_names(manifest, where)
         return manifest
+
+
+def is_json(data: bytes) -> bool:
+    """Whether that is a whole JSON value, as every manifest is."""
+    try:
+        msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
 
 
 def utc_now() -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from threading import Event
+from contextlib import contextmanager
+from threading import Event, Lock
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -20,10 +21,16 @@ class StopSignal:
 
     def __init__(self) -> None:
         self._event = Event()
+        self._lock = Lock()
+        self._calls: list[Callable[[], object]] = []
 
     def set(self) -> None:
-        """Ask all work to stop at its next `check`."""
-        self._event.set()
+        """Ask all work to stop at its next `check`, and wake what waits."""
+        with self._lock:
+            self._event.set()
+            calls, self._calls = self._calls, []
+        for call in calls:
+            call()
 
     def check(self) -> None:
         """Call between pieces of long work.
@@ -33,6 +40,23 @@ class StopSignal:
         """
         if self._event.is_set():
             raise Stopped
+
+    @contextmanager
+    def waking(self, call: Callable[[], object]) -> Iterator[None]:
+        """Have `call` called, once, if the signal is set before the block ends: to end a wait.
+
+        Raises:
+            Stopped: it is set already.
+        """
+        with self._lock:
+            self.check()
+            self._calls.append(call)
+        try:
+            yield
+        finally:
+            with self._lock:
+                if call in self._calls:
+                    self._calls.remove(call)
 
 
 def in_parallel(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.failures import Explainer
+from trial_core.checkpoint.images import is_image
 from trial_core.errors import CheckpointError
 
 _logger = logging.getLogger(__name__)
@@ -16,8 +17,8 @@ _logger = logging.getLogger(__name__)
 def staged_files(staging: Path, rank: int) -> list[str]:
     """All files below a rank's staging folder, as sorted POSIX paths relative to it.
 
-    Links that lead out of the folder, nowhere or in a circle are left out with a warning; other
-    links count as what they point to. Empty folders are not kept.
+    Links that lead out of the folder (save to images in memory), nowhere or in a circle are left
+    out with a warning; other links count as what they point to. Empty folders are not kept.
 
     Raises:
         CheckpointError: a file's name cannot be that of a checkpoint's file.
@@ -38,6 +39,9 @@ def _files_in(folder: Path, trail: tuple[Path, ...]) -> Iterator[Path]:
         trail: where the folders from the root to this one really lie, the root first.
     """
     for path in sorted(folder.iterdir()):
+        if is_image(path):
+            yield path
+            continue
         if path.is_symlink() and not _may_follow(path, trail):
             continue
         if path.is_dir():

@@ -8,41 +8,33 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 import time
-from difflib import get_close_matches
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
-import fsspec
 import msgspec
 from fsspec.asyn import AsyncFileSystem
-from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
-from fsspec.registry import known_implementations
 
 from trial_core.checkpoint.failures import Explainer, service_code, storage_exceptions
-from trial_core.checkpoint.parallel import StopSignal
+from trial_core.checkpoint.parallel import StopSignal, in_parallel
+from trial_core.checkpoint.window import Window
 from trial_core.errors import CheckpointError, StorageError
 
 READ_BYTES = 4 * 2**20
 """How much of a local file is in memory at once, a thread."""
 
-_S3_PROTOCOLS = ("s3", "s3a")
-_S3_CONCURRENCY = 4
-_S3_PART_BYTES = 16 * 2**20
-_S3_MAX_PARTS = 10_000
-_PACKAGES = {
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "az": "adlfs",
-    "abfs": "adlfs",
-    "abfss": "adlfs",
-}
 # AWS's answer to two conditional writes at once is that neither counts: "try again".
 _TRY_AGAIN_CODES = ("ConditionalRequestConflict", "OperationAborted")
 _CREATE_ATTEMPTS = 5
+_DELETE_THREADS = 8
+DELETED_IN_VAIN = (
+    "the storage may keep what was deleted for a time, or not allow it: look for a retention rule "
+    "or a legal hold, then delete again"
+)
+_SHOWN = 3
 
 
 class StorageSpec(msgspec.Struct, frozen=True):
@@ -61,11 +53,38 @@ class StorageSpec(msgspec.Struct, frozen=True):
         return f"StorageSpec(url={shown!r}, options=<{len(self.options)} not shown>)"
 
 
+class Piece(NamedTuple):
+    """What a ranged read has brought.
+
+    Attributes:
+        size_bytes: how much; less than was asked for where the object ends.
+        version: what tells this state of the object from others, where the storage says so.
+    """
+
+    size_bytes: int
+    version: str | None
+
+
+class Cleared(NamedTuple):
+    """What was deleted.
+
+    Attributes:
+        files: how many objects.
+        size_bytes: their size together.
+        uploads: how many uploads that somebody had begun and never ended.
+    """
+
+    files: int
+    size_bytes: int
+    uploads: int
+
+
 class Storage:
     """Named bytes below a URL. Safe to use from several threads.
 
     Attributes:
         url: the root as shown to people: without credentials.
+        window: bounds the memory of all that is under way.
     """
 
     def __init__(self, spec: StorageSpec, fs: Any, root: str) -> None:
@@ -74,6 +93,7 @@ class Storage:
         self._root = root.rstrip("/")
         self._explainer = Explainer(spec.url, spec.options)
         self.url = self._explainer.url.rstrip("/")
+        self.window = Window()
 
     @property
     def is_process_local(self) -> bool:
@@ -110,42 +130,51 @@ class Storage:
     def write(self, key: str, data: bytes) -> None:
         """Store a small object, whether or not the key is free."""
         with self._explainer.explaining(f"write {key} in"):
-            self._make_folder_of(self._path(key))
-            self._fs.pipe_file(self._path(key), data)
+            self._put_small(self._path(key), data)
 
-    def upload(self, source: Path, key: str, stop: StopSignal) -> tuple[int, str]:
+    def read_into(
+        self, key: str, start: int, view: memoryview, stop: StopSignal, version: str | None = None
+    ) -> Piece:
+        """Read the bytes from `start` on into `view`, as many as it takes.
+
+        Args:
+            version: of an earlier piece. A storage that can then reads that very state of the
+                object; others read what is there, so compare what the piece says.
+        """
+        data = self.read_range(key, start, start + len(view))
+        view[: len(data)] = data
+        return Piece(len(data), None)
+
+    def upload(
+        self, source: Path, key: str, stop: StopSignal, size_bytes: int | None = None
+    ) -> tuple[int, str]:
         """Store a file, whether or not the key is free; return its size and ``sha256:…`` digest.
 
+        However this ends, nothing of the file is left but the object, whole, or nothing at all.
+
+        Args:
+            size_bytes: how much of the file counts, from its start; None: all.
+
         Raises:
-            CheckpointError: the file changed meanwhile.
+            CheckpointError: the file changed meanwhile, or has less than that.
         """
-        digest = hashlib.sha256()
         with self._explainer.explaining(f"upload {source} to {key} in"):
             before = os.stat(source)
-            with open(source, "rb") as file:
-                while chunk := file.read(READ_BYTES):
-                    stop.check()
-                    digest.update(chunk)
-            self._fs.put_file(str(source), self._path(key), **self._upload_options(before.st_size))
+            wanted = before.st_size if size_bytes is None else size_bytes
+            if before.st_size < wanted:
+                raise changed(source)
+            digest = self._store_file(source, wanted, key, stop)
             after = os.stat(source)
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-            raise CheckpointError(
-                f"{source} changed while it was uploaded: a trial's save must have finished "
-                "writing when it returns"
-            )
-        return before.st_size, f"sha256:{digest.hexdigest()}"
+            raise changed(source)
+        return wanted, f"sha256:{digest}"
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Keys and sizes of all objects below a folder; empty where there is no such folder."""
         with self._explainer.explaining(f"list {folder} in"):
             # Another process may have written since: no listing may come from a cache.
             self._fs.invalidate_cache()
-            try:
-                found = self._fs.find(self._path(folder), detail=True)
-            except FileNotFoundError as error:
-                if service_code(error) == "NoSuchBucket":
-                    raise
-                return {}
+            found = self._find(self._path(folder))
         prefix = self._root.lstrip("/")
         keys = {name.lstrip("/")[len(prefix) :].lstrip("/"): name for name in found}
         return {
@@ -158,6 +187,38 @@ class Storage:
         """Delete an object."""
         with self._explainer.explaining(f"delete {key} in"):
             self._fs.rm_file(self._path(key))
+
+    def remove(self, key: str) -> None:
+        """Delete an object, if it is there; somebody else may be doing the same."""
+        try:
+            self.delete(key)
+        except StorageError:
+            if self.read(key) is not None:
+                raise
+
+    def clear(self, folder: str) -> Cleared:
+        """Delete all objects below a folder, and what unfinished uploads have left there.
+
+        Raises:
+            StorageError: the storage failed, or some are still there: which.
+        """
+        uploads = self.end_uploads(folder)
+        there = self.sizes(folder)
+        in_parallel(lambda key, _: self.remove(key), there, _DELETE_THREADS)
+        if there and (left := sorted(self.sizes(folder))):
+            raise StorageError(
+                f"{len(left)} of {len(there)} objects in {self.url}/{folder} are still there after "
+                f"they were deleted ({', '.join(left[:_SHOWN])}): {DELETED_IN_VAIN}"
+            )
+        return Cleared(len(there), sum(there.values()), uploads)
+
+    def end_uploads(self, folder: str) -> int:
+        """Drop what unfinished uploads have left below a folder; how many. Nobody may be uploading
+        there: that upload would fail.
+
+        Storages that keep no such things, or drop them by themselves, have none.
+        """
+        return 0
 
     def try_out(self, key: str) -> None:
         """Write, read back and delete an object; the first use of a storage shows what is amiss.
@@ -179,6 +240,31 @@ class Storage:
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
+
+    def _find(self, path: str) -> dict[str, dict[str, Any]]:
+        """What fsspec says of every object below a folder, by its full name."""
+        if not isinstance(self._fs, AsyncFileSystem):
+            return dict(self._walk(path))
+        try:
+            found: dict[str, dict[str, Any]] = self._fs.find(path, detail=True)
+        except FileNotFoundError as error:
+            if service_code(error) == "NoSuchBucket":
+                raise
+            return {}
+        return found
+
+    def _walk(self, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """As `_find`. fsspec's own walk takes a folder that cannot be listed for an empty one."""
+        try:
+            entries = self._fs.ls(path, detail=True)
+        except FileNotFoundError:
+            return  # there is none, or none any more
+        for entry in entries:
+            name = entry["name"].rstrip("/")
+            if entry["type"] == "directory" and name.lstrip("/") != path.strip("/"):
+                yield from self._walk(name)
+            elif entry["type"] != "directory":
+                yield name, entry
 
     def _read(self, path: str) -> bytes | None:
         try:
@@ -203,68 +289,59 @@ class Storage:
                 last = attempt == _CREATE_ATTEMPTS - 1
                 if existing is None and (last or service_code(error) not in _TRY_AGAIN_CODES):
                     raise
-                if existing is not None:
+                if existing is not None and not _is_half(existing, data):
                     return existing
+                if existing is not None:
+                    self._put_small(path, data)
+                    return None
             time.sleep(0.1 * 2**attempt)
         return None
 
     def _create(self, path: str, data: bytes) -> None:
         # One small PUT: over multipart uploads some servers ignore the condition.
+        self._put_small(path, data, mode="create")
+
+    def _put_small(self, path: str, data: bytes, **how: Any) -> None:
         self._make_folder_of(path)
-        self._fs.pipe_file(path, data, mode="create")
+        self._fs.pipe_file(path, data, **how)
 
     def _make_folder_of(self, path: str) -> None:
         """Object stores have no folders; on them, making one would make a bucket."""
         if not isinstance(self._fs, AsyncFileSystem):
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
-    def _upload_options(self, size_bytes: int) -> dict[str, Any]:
-        if not _is_s3(self._fs):
-            return {}
-        # Memory in use is parts x concurrency; s3fs's own 50 MiB x 10 a file is a lot.
-        smallest_allowed = -(-size_bytes // _S3_MAX_PARTS)
-        return {"chunksize": max(_S3_PART_BYTES, smallest_allowed)}
+    def _store_file(self, source: Path, size_bytes: int, key: str, stop: StopSignal) -> str:
+        """Store so many bytes of a file; their digest in hexadecimal digits."""
+        digest = hashlib.sha256()
+        with open(source, "rb") as file, tempfile.NamedTemporaryFile() as copy:
+            is_longer = os.fstat(file.fileno()).st_size > size_bytes
+            for chunk in chunks(file, size_bytes):
+                stop.check()
+                digest.update(chunk)
+                if is_longer:
+                    copy.write(chunk)
+            copy.flush()
+            self._fs.put_file(copy.name if is_longer else str(source), self._path(key))
+        return digest.hexdigest()
 
 
-def connect(url: str, options: dict[str, Any]) -> tuple[Any, str]:
-    """The fsspec file system of a URL, and the root within it. No request is sent yet.
-
-    Raises:
-        StorageError: the URL is none, or a package for it is not installed.
-    """
-    explainer = Explainer(url, options)
-    protocol = fsspec.core.split_protocol(url)[0] or "file"
-    if protocol in _S3_PROTOCOLS:
-        # Other processes write: a listing remembered is a listing that may be wrong.
-        options = {"use_listings_cache": False, "max_concurrency": _S3_CONCURRENCY, **options}
-    elif "://" not in url and "::" not in url:
-        url = os.path.abspath(os.path.expanduser(url))
-    if "::" not in protocol and protocol not in fsspec.available_protocols():
-        near = get_close_matches(protocol, ["file", "memory", *_PACKAGES], n=1)
-        hint = f"; did you mean {near[0]}://?" if near else ""
-        raise StorageError(
-            f"{explainer.url}: no kind of storage is called {protocol}://{hint} "
-            "(file://, memory://, s3://, gs://, az:// and what else fsspec knows)"
-        )
-    try:
-        with explainer.explaining("use", TypeError, ValueError, KeyError):
-            fs, root = fsspec.core.url_to_fs(url, **options)
-    except ImportError as error:
-        package = _PACKAGES.get(protocol)
-        advice = f"pip install {package}" if package else known_implementations[protocol]["err"]
-        raise StorageError(
-            f"{explainer.url}: {protocol}:// needs a package that is not installed: {advice}"
-        ) from error
-    if _is_s3(fs) and not root:
-        raise StorageError(f"{explainer.url} names no bucket: write s3://bucket/folder")
-    return fs, root
+def _is_half(existing: bytes, data: bytes) -> bool:
+    """Whether that is how far a connection got that broke while `data` was written, as storages
+    without a conditional write may leave it."""
+    return len(existing) < len(data) and data.startswith(existing)
 
 
-def is_local(fs: Any) -> bool:
-    """Whether it is this machine's own file system."""
-    return isinstance(fs, LocalFileSystem)
+def chunks(file: BinaryIO, size_bytes: int) -> Iterator[bytes]:
+    """What an open file holds, a little at a time, up to that size."""
+    left = size_bytes
+    while chunk := file.read(min(READ_BYTES, left)):
+        left -= len(chunk)
+        yield chunk
 
 
-def _is_s3(fs: Any) -> bool:
-    protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
-    return not set(_S3_PROTOCOLS).isdisjoint(protocols)
+def changed(source: Path) -> CheckpointError:
+    """What to raise of a file that somebody wrote to while it was uploaded."""
+    return CheckpointError(
+        f"{source} changed while it was uploaded: a trial's save must have finished writing when "
+        "it returns"
+    )

@@ -8,54 +8,49 @@ promises.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+import os
+import shutil
+import uuid as uuids
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.failures import Explainer
 from trial_core.checkpoint.local_storage import whole_file
 from trial_core.checkpoint.manifest import FileEntry, Manifest
 from trial_core.checkpoint.parallel import StopSignal, in_parallel
+from trial_core.checkpoint.reading import READ_THREADS, Damage, StoredFile, read_files
 from trial_core.checkpoint.staging import staged_files
 from trial_core.checkpoint.storage import READ_BYTES
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointDamaged, CheckpointError
 
-UPLOAD_THREADS = 2
-"""Files uploaded at once by one rank. On S3 each has up to 4 parts of 16 MiB in
-memory, and the client as much again."""
+_logger = logging.getLogger(__name__)
 
-FETCH_THREADS = 4
-"""Files fetched at once by one rank. Each has up to 16 MiB in memory, and the client
-as much again."""
+UPLOAD_THREADS = 4
+"""Files that one rank reads and hashes at once, while parts of theirs are sent. How much memory
+that takes altogether: see `window`."""
 
-FETCH_BYTES = 16 * 2**20
-"""Size of a ranged read."""
+LOCAL_THREADS = 4
+"""Local files that are hashed at once, to see whether they need not be fetched."""
 
 
 @dataclass(frozen=True)
-class Damage:
-    """How a stored file differs from what its manifest promises.
+class Source:
+    """A local file to upload.
 
     Attributes:
-        entry: what was promised.
-        seen_bytes: its size in the storage, None when it is missing.
-        seen_digest: its digest in the storage; None when the size alone tells.
+        path: what it is called in the checkpoint.
+        file: where it is.
+        size_bytes: how much of it counts, from its start.
     """
 
-    entry: FileEntry
-    seen_bytes: int | None
-    seen_digest: str | None = None
-
-    def __str__(self) -> str:
-        promised = self.entry
-        file = f"{promised.path}, written by rank {promised.rank},"
-        if self.seen_bytes is None:
-            return f"{file} is missing (expected {promised.size_bytes} bytes, {promised.digest})"
-        if self.seen_digest is None:
-            return f"{file} has {self.seen_bytes} bytes, expected {promised.size_bytes}"
-        return f"{file} has digest {self.seen_digest}, expected {promised.digest}"
+    path: str
+    file: Path
+    size_bytes: int
 
 
 def upload_files(
@@ -76,17 +71,50 @@ def upload_files(
         CheckpointError: a file's name cannot be used, or a file changed meanwhile.
         StorageError: the storage failed, or `staging` cannot be read.
     """
+    paths = staged_files(staging, rank)
+    with Explainer(str(staging)).explaining("read the files to upload in"):
+        sources = [Source(path, staging / path, (staging / path).stat().st_size) for path in paths]
+    return upload_sources(store, uuid, sources, rank, threads=threads)
+
+
+def upload_sources(
+    store: CheckpointStore,
+    uuid: str,
+    sources: Iterable[Source],
+    rank: int,
+    *,
+    stored: Mapping[str, FileEntry] | None = None,
+    on_stored: Callable[[FileEntry], None] = lambda entry: None,
+    threads: int = UPLOAD_THREADS,
+) -> list[FileEntry]:
+    """Upload files; return what a manifest must say of them, in their order.
+
+    Args:
+        stored: what an earlier try of this very upload has stored whole, by path. It is not sent
+            again, if it is still there.
+        on_stored: told of each file as soon as it is stored whole, one at a time, from threads.
+
+    Raises:
+        CheckpointError: a file changed meanwhile.
+        StorageError: the storage failed, or a file cannot be read.
+    """
     if not layout.is_uuid(uuid):
         raise CheckpointError(f"not a checkpoint's uuid: {uuid!r}")
-    paths = staged_files(staging, rank)
+    there = store.storage.sizes(layout.files_folder(uuid)) if stored else {}
+    telling = Lock()
 
-    def upload(path: str, stop: StopSignal) -> FileEntry:
+    def upload(source: Source, stop: StopSignal) -> FileEntry:
         stop.check()
-        key = layout.file_key(uuid, path)
-        size_bytes, digest = store.storage.upload(staging / path, key, stop)
-        return FileEntry(path=path, size_bytes=size_bytes, digest=digest, rank=rank)
+        key = layout.file_key(uuid, source.path)
+        entry = (stored or {}).get(source.path)
+        if entry is None or not entry.size_bytes == source.size_bytes == there.get(key):
+            size_bytes, digest = store.storage.upload(source.file, key, stop, source.size_bytes)
+            entry = FileEntry(path=source.path, size_bytes=size_bytes, digest=digest, rank=rank)
+            with telling:
+                on_stored(entry)
+        return entry
 
-    return in_parallel(upload, paths, threads)
+    return in_parallel(upload, sources, threads)
 
 
 def merge_entries(per_rank: Mapping[int, Iterable[FileEntry]]) -> list[FileEntry]:
@@ -115,12 +143,17 @@ def fetch_files(
     entries: Iterable[FileEntry],
     target: Path,
     *,
-    threads: int = FETCH_THREADS,
+    local: Sequence[Path] = (),
+    threads: int = READ_THREADS,
 ) -> int:
     """Bring files of a checkpoint into `target`, verified; return how many bytes were fetched.
 
     A file that is there already, with the right digest, is not fetched again. Each file is
     written under a temporary name and gets its own once its size and digest are right.
+
+    Args:
+        local: folders on this machine that may hold the same files under the same paths, such as
+            those they were staged in. What is right there is linked or copied, not fetched.
 
     Raises:
         CheckpointDamaged: a file is missing or differs: which, whose, expected and seen.
@@ -140,23 +173,20 @@ def fetch_files(
         if seen_bytes != entry.size_bytes:
             raise _damaged(store, uuid, Damage(entry, seen_bytes))
 
-    def fetch(entry: FileEntry, stop: StopSignal) -> int:
-        path = target / entry.path
-        if _is_there(path, entry, stop):
-            return 0
-        digest, seen_bytes = hashlib.sha256(), 0
-        with whole_file(path, is_durable=False) as file:
-            for chunk in _chunks(store, uuid, entry, stop):
-                digest.update(chunk)
-                file.write(chunk)
-                seen_bytes += len(chunk)
-            damage = _compare(entry, seen_bytes, digest.hexdigest())
-            if damage is not None:
-                raise _damaged(store, uuid, damage)
-        return seen_bytes
+    def refuse(damage: Damage) -> None:
+        raise _damaged(store, uuid, damage)
+
+    def is_here(entry: FileEntry, stop: StopSignal) -> bool:
+        return _is_there(target / entry.path, entry, stop) or any(
+            _take_over(folder / entry.path, target / entry.path, entry, stop) for folder in local
+        )
 
     with Explainer(str(target)).explaining("write into"):
-        return sum(in_parallel(fetch, wanted, threads))
+        here = in_parallel(is_here, wanted, LOCAL_THREADS)
+        missing = [entry for entry, found in zip(wanted, here, strict=True) if not found]
+        files = [_stored_file(uuid, entry, target / entry.path) for entry in missing]
+        read_files(store.storage, files, refuse, threads)
+        return sum(entry.size_bytes for entry in missing)
 
 
 def find_damage(
@@ -164,22 +194,23 @@ def find_damage(
     uuid: str,
     entries: Iterable[FileEntry],
     *,
-    threads: int = FETCH_THREADS,
+    threads: int = READ_THREADS,
 ) -> list[Damage]:
     """Read every byte of a checkpoint's files; return what differs from what was promised."""
+    wanted = list(entries)
     there = store.storage.sizes(layout.files_folder(uuid))
+    found: dict[str, Damage] = {}
 
-    def look(entry: FileEntry, stop: StopSignal) -> Damage | None:
+    def note(damage: Damage) -> None:
+        found[damage.entry.path] = damage
+
+    for entry in wanted:
         seen_bytes = there.get(layout.file_key(uuid, entry.path))
         if seen_bytes != entry.size_bytes:
-            return Damage(entry, seen_bytes)
-        digest, seen_bytes = hashlib.sha256(), 0
-        for chunk in _chunks(store, uuid, entry, stop):
-            digest.update(chunk)
-            seen_bytes += len(chunk)
-        return _compare(entry, seen_bytes, digest.hexdigest())
-
-    return [damage for damage in in_parallel(look, entries, threads) if damage is not None]
+            note(Damage(entry, seen_bytes))
+    files = [_stored_file(uuid, entry) for entry in wanted if entry.path not in found]
+    read_files(store.storage, files, note, threads)
+    return [found[entry.path] for entry in wanted if entry.path in found]
 
 
 def verify_files(store: CheckpointStore, uuid: str, entries: Iterable[FileEntry]) -> None:
@@ -239,21 +270,30 @@ def _is_there(path: Path, entry: FileEntry, stop: StopSignal) -> bool:
     return f"sha256:{digest.hexdigest()}" == entry.digest
 
 
-def _chunks(
-    store: CheckpointStore, uuid: str, entry: FileEntry, stop: StopSignal
-) -> Iterator[bytes]:
-    """The stored bytes, up to the size promised."""
-    key = layout.file_key(uuid, entry.path)
-    for start in range(0, entry.size_bytes, FETCH_BYTES):
-        stop.check()
-        yield store.storage.read_range(key, start, min(start + FETCH_BYTES, entry.size_bytes))
+def _take_over(source: Path, path: Path, entry: FileEntry, stop: StopSignal) -> bool:
+    """Make `path` what the entry promises from a file elsewhere on this machine, if that is so."""
+    temporary = path.with_name(f".{uuids.uuid4().hex}.part")
+    try:
+        if not source.is_file() or source.stat().st_size != entry.size_bytes:
+            return False
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(source.resolve(), temporary)
+        except OSError:  # another disk, or a file in memory
+            shutil.copyfile(source, temporary)
+        if not _is_there(temporary, entry, stop):
+            return False
+        os.replace(temporary, path)
+    except OSError as error:
+        _logger.warning("fetched, though it may be in %s: [%s]", source, error)
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
 
 
-def _compare(entry: FileEntry, seen_bytes: int, seen_hex: str) -> Damage | None:
-    seen_digest = f"sha256:{seen_hex}"
-    if (seen_bytes, seen_digest) == (entry.size_bytes, entry.digest):
-        return None
-    return Damage(entry, seen_bytes, seen_digest)
+def _stored_file(uuid: str, entry: FileEntry, target: Path | None = None) -> StoredFile:
+    return StoredFile(entry, layout.file_key(uuid, entry.path), target)
 
 
 def _damaged(store: CheckpointStore, uuid: str, *damage: Damage) -> CheckpointDamaged:

@@ -12,8 +12,10 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, BeforeValidator, Field, Strict, ValidationError
 from typing_extensions import Self
 
+from trial_core.checkpoint.retention import RetentionPolicy
 from trial_core.config import determined
 from trial_core.config.base import Section
+from trial_core.config.checkpointing import CheckpointingConfig
 from trial_core.config.lengths import Period
 from trial_core.config.reading import override, read_mapping
 from trial_core.config.sections import (
@@ -95,6 +97,9 @@ class ExperimentConfig(Section):
     checkpoint_storage: StorageConfig = Field(
         default_factory=StorageConfig, title="Checkpoint storage"
     )
+    checkpointing: CheckpointingConfig = Field(
+        default_factory=CheckpointingConfig, title="Checkpointing"
+    )
     reproducibility: ReproducibilityConfig = Field(
         default_factory=ReproducibilityConfig, title="Reproducibility"
     )
@@ -152,14 +157,20 @@ class ExperimentConfig(Section):
             step_zero_validation=self.perform_initial_validation,
         )
 
+    def retention(self) -> RetentionPolicy | None:
+        """Which of this experiment's checkpoints stay; None: all."""
+        searcher = self.searcher
+        return self.checkpoint_storage.retention(searcher.metric, searcher.smaller_is_better)
+
     def digest(self) -> str:
         """``sha256:…`` of what is trained and how.
 
-        Where the code and the checkpoints lie and what the ranks' environment holds are left out,
+        Where the code and the checkpoints lie, how these are taken and what the ranks' environment
+        holds are left out,
         and with them every credential: the same experiment has the same digest on every machine.
         """
         content = self.model_dump(
-            mode="json", exclude={"code", "checkpoint_storage", "environment"}
+            mode="json", exclude={"code", "checkpoint_storage", "checkpointing", "environment"}
         )
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()

@@ -1,4 +1,7 @@
-"""Where checkpoints are kept: a fsspec URL and its options, or one of Determined's forms."""
+"""Where checkpoints are kept: a fsspec URL and its options, or one of Determined's forms.
+
+And which are kept: Determined's rules, and one more.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,15 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field
 
 from trial_core.checkpoint.failures import without_credentials
+from trial_core.checkpoint.retention import RetentionPolicy
 from trial_core.config.base import Section
-from trial_core.config.values import PlainMapping, Text
+from trial_core.config.lengths import Period
+from trial_core.config.values import Count, PlainMapping, Text
 from trial_core.config.words import did_you_mean, refusal, shown
 
-_RETENTION = "every checkpoint is kept; there are no retention rules yet"
+# What the others are as soon as one of them is given, which are Determined's defaults.
+_KEPT = RetentionPolicy()
+_RETENTION = ("save_trial_best", "save_trial_latest", "save_experiment_best", "keep_every")
 
 
 def home_folder() -> Path:
@@ -65,12 +72,12 @@ def _check_protocol(scheme: str, url: str) -> None:
 
 
 class StorageConfig(Section):
-    """Where checkpoints are kept."""
+    """Where checkpoints are kept, and which.
+
+    As long as none of the rules is given, every checkpoint stays.
+    """
 
     at: ClassVar[str] = "checkpoint_storage"
-    ignored: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("save_experiment_best", "save_trial_best", "save_trial_latest"), _RETENTION
-    )
     holds_secrets: ClassVar[bool] = True
 
     url: Annotated[Text, AfterValidator(_absolute_url)] = Field(
@@ -86,12 +93,52 @@ class StorageConfig(Section):
         description="Options of the fsspec file system; for S3 endpoint_url, key and secret.",
     )
 
+    save_trial_best: Count | None = Field(
+        default=None,
+        title="Keep the best of a trial",
+        description="How many of the best checkpoints of each trial to keep. With none of the "
+        f"rules given all are kept; with another one, {_KEPT.save_trial_best}.",
+    )
+    save_trial_latest: Count | None = Field(
+        default=None,
+        title="Keep the latest of a trial",
+        description="How many of the latest checkpoints of each trial to keep. With none of the "
+        f"rules given all are kept; with another one, {_KEPT.save_trial_latest}.",
+    )
+    save_experiment_best: Count | None = Field(
+        default=None,
+        title="Keep the best of the experiment",
+        description="How many of the best checkpoints of all trials together to keep. With none "
+        f"of the rules given all are kept; with another one, {_KEPT.save_experiment_best}.",
+    )
+    keep_every: Period = Field(
+        default=None,
+        title="Keep one in so many",
+        description="Of each trial keep the first checkpoint at or after each multiple of this.",
+    )
+
+    def retention(self, metric: str | None, smaller_is_better: bool) -> RetentionPolicy | None:
+        """Which checkpoints stay, where `metric` says what is best; None: all.
+
+        The rules that are not given have Determined's defaults, once one of them is given.
+        """
+        given = {name: value for name in _RETENTION if (value := getattr(self, name)) is not None}
+        if not given:
+            return None
+        return RetentionPolicy(**given, metric=metric, smaller_is_better=smaller_is_better)
+
     @classmethod
     def prepared(cls, data: Any) -> dict[str, Any]:
         """Text is a URL; Determined's forms, known by their type, become URL and options."""
         if isinstance(data, (str, Path)):
             return {"url": str(data)}
         given = super().prepared(data)
+        rules = {name: given.pop(name) for name in _RETENTION if name in given}
+        return {**cls._place(given), **rules}
+
+    @classmethod
+    def _place(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """URL and options."""
         kind = given.pop("type", None)
         if kind is None:
             return given
@@ -105,8 +152,9 @@ class StorageConfig(Section):
 
     def __repr_args__(self) -> list[tuple[str | None, Any]]:
         """Names of options without their values, of which some are credentials."""
+        shown = dict(super().__repr_args__())
         hidden = dict.fromkeys(self.options, "***")
-        return [("url", without_credentials(self.url)), ("options", hidden)]
+        return [*{**shown, "url": without_credentials(self.url), "options": hidden}.items()]
 
 
 class _Form(Section):
@@ -117,6 +165,11 @@ class _Form(Section):
 
     def as_url_and_options(self) -> dict[str, Any]:
         raise NotImplementedError
+
+    @classmethod
+    def hint(cls, unknown: str) -> str:
+        """Also knows the rules, which stand beside."""
+        return did_you_mean(unknown, [*cls.model_fields, *_RETENTION])
 
 
 class _SharedFs(_Form):

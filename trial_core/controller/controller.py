@@ -8,12 +8,15 @@ the sequencer's.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trial_core.checkpoint.manifest import FileEntry
+from trial_core.checkpoint.needed import files_needed
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.context import RunInfo
 from trial_core.controller.engine import TrialEngine
@@ -21,11 +24,12 @@ from trial_core.controller.entrypoint import build_engine
 from trial_core.controller.evaluation import validate
 from trial_core.controller.loaders import Loaders, build_loaders
 from trial_core.controller.measured import Measured, instruments_in
+from trial_core.controller.redistributed import Move
 from trial_core.controller.snapshot import Snapshots
 from trial_core.controller.state import restore_rng
 from trial_core.controller.training import Ticker, train_batches
 from trial_core.distributed import DistributedContext
-from trial_core.errors import CheckpointDamaged, SlotsError, StorageError
+from trial_core.errors import CheckpointDamaged, CheckpointError, SlotsError, StorageError
 from trial_core.messages import (
     AnyRequest,
     AnyResult,
@@ -54,6 +58,8 @@ from trial_core.messages import (
 from trial_core.pytorch.callback import HOOKS, overridden_hooks
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 VERSIONED = ("trialflow", "torch", "deepspeed", "numpy")
 
@@ -103,6 +109,8 @@ class Controller:
         self._loaders = None
         if self._info is not None:
             self._info.instruments.finish()
+        if self._snapshots is not None:
+            self._snapshots.close()
 
     # ------------------------------------------------------------------------ the workloads
 
@@ -130,7 +138,10 @@ class Controller:
         self._engine, self._info = engine, info
         self._loaders = self._rng = None
         self._hook_arguments = {}
-        self._snapshots = Snapshots(run_dir, store, self._distributed)
+        if self._snapshots is not None:
+            self._snapshots.close()
+        settings = info.experiment.get("checkpointing") or {}
+        self._snapshots = Snapshots(run_dir, store, self._distributed, settings)
         self._measured = Measured(info, store, run_dir)
         return TrialBuilt(
             hooks=sorted(overridden_hooks(engine.callbacks)),
@@ -141,8 +152,12 @@ class Controller:
 
     def fetch_checkpoint(self, request: FetchCheckpoint) -> Fetched:
         """Bring a checkpoint's files to this machine. I/O lane."""
+        files = request.files
+        if request.saved_by is not None:
+            now, here = self._the_engine.topology(), self._distributed.local_ranks
+            files = files_needed(files, request.saved_by, here, now)
         try:
-            self._the_snapshots.fetch(request.uuid, request.files)
+            self._the_snapshots.fetch(request.uuid, files)
         except CheckpointDamaged as damage:
             # No failure of this rank: the driver may choose an older checkpoint.
             return Fetched(damage=str(damage))
@@ -154,19 +169,21 @@ class Controller:
         """Build the loaders, and restore from a fetched checkpoint. Collective."""
         engine, info = self._the_engine, self._the_info
         info.batches_trained = request.batches_trained
-        state = self._the_snapshots.read_state(request.checkpoint, request.restore)
-        own = (state if request.restore == "everything" else None) or {}
-        data = own.get("training_data")  # which checkpoints of earlier releases do not have
-        seed = info.experiment_seed
-        self._loaders = build_loaders(
-            engine, self._distributed, request.batches_trained, seed, data
-        )
-        self._loaders.validation.limit = request.validation_limit
-        info.epoch = self._loaders.epoch
+        move = Move.of(request.saved_by, engine, info.experiment_seed, request.batches_trained)
+        if move is not None and self._distributed.get_rank() == 0:
+            logger.info("%s", move)
+        state = self._the_snapshots.read_state(request.checkpoint, request.restore, move)
+        loaders = build_loaders(engine, self._distributed, info.experiment_seed)
+        loaders.validation.limit = request.validation_limit
+        info.epoch = loaders.epoch
         if request.checkpoint is not None:
-            self._the_snapshots.restore(request.checkpoint, engine, state)
-        self._rng = own.get("rng")
-        return LoadersBuilt(epoch=self._loaders.epoch)
+            self._the_snapshots.restore(request.checkpoint, engine, state, move)
+        # Not before: the trial's on_checkpoint_load_start may change any part of the state.
+        own = (state if request.restore == "everything" else None) or {}
+        # Checkpoints of earlier releases do not have training_data.
+        loaders.begin(request.batches_trained, own.get("training_data"))
+        self._loaders, self._rng = loaders, own.get("rng")
+        return LoadersBuilt(epoch=loaders.epoch)
 
     def train(self, request: TrainBatches) -> Trained:
         """Train up to a batch. Collective."""
@@ -219,20 +236,25 @@ class Controller:
             staging=str(staging),
             seconds=time.monotonic() - began,
             writes_run_files=info.instruments.has_files_to_upload,
+            stop_requested=info.stop_requested,
         )
 
     def persist_checkpoint(self, request: PersistCheckpoint) -> Persisted:
         """Upload a staged checkpoint, and what was written for TensorBoard. I/O lane."""
         began = time.monotonic()
-        problem = None
+        files: list[FileEntry] = []
+        problem = mistake = None
+        # No failure of this rank, whose peers may be training: what follows is the driver's to say.
         try:
             files = self._the_snapshots.persist(request.uuid)
         except StorageError as error:
-            # No failure of this rank: the driver asks again, and training goes on meanwhile.
-            files, problem = [], str(error)
+            problem = str(error)
+        except CheckpointError as error:
+            mistake = str(error)
         else:
             self._the_measured.upload()
-        return Persisted(files=files, seconds=time.monotonic() - began, problem=problem)
+        seconds = time.monotonic() - began
+        return Persisted(files=files, seconds=seconds, problem=problem, mistake=mistake)
 
     def release_staging(self, request: ReleaseStaging) -> Done:
         """Drop a staged checkpoint. I/O lane."""

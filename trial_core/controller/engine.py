@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from trial_core.checkpoint.images import Images
 from trial_core.checkpoint.manifest import Topology
+from trial_core.controller.reading import Reader
 from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.pytorch.reducer import Reducer, ReducerRegistry
 
@@ -79,15 +81,22 @@ class TrialEngine(Protocol):
         """Switch the models between training and evaluation mode."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write this rank's shards below `folder`. Collective: every rank calls this."""
+    def save(self, folder: Path, images: Images) -> None:
+        """Write this rank's shards below `folder`, in `images` as far as it can.
+
+        Collective: every rank calls this.
+        """
         ...
 
-    def load(self, folder: Path) -> None:
-        """Restore from all ranks' shards below `folder`. Collective: every rank calls this."""
+    def load(self, folder: Path, reader: Reader, reshape: bool = False) -> None:
+        """Restore from all ranks' shards below `folder`. Collective: every rank calls this.
+
+        Args:
+            reshape: they are of another number of ranks, or of another ZeRO stage.
+        """
         ...
 
-    def load_weights(self, folder: Path) -> None:
+    def load_weights(self, folder: Path, reader: Reader) -> None:
         """Load the models' weights alone. Collective: every rank calls this."""
         ...
 

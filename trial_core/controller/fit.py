@@ -11,14 +11,16 @@ import uuid as uuids
 from typing import Any
 
 from trial_core.checkpoint.manifest import FileEntry, Manifest
+from trial_core.checkpoint.pruning import prune_trial
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.context import RunInfo
 from trial_core.controller.controller import Controller
-from trial_core.controller.together import on_every_rank, on_the_first_rank
+from trial_core.controller.meeting import Meeting
+from trial_core.controller.together import Outcome, attempt, on_every_rank, raise_error
 from trial_core.controller.upload import Upload, persistently
 from trial_core.distributed import DistributedContext
-from trial_core.errors import CheckpointDamaged, StorageError
+from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
 from trial_core.messages import (
     BuildLoaders,
     FetchCheckpoint,
@@ -35,7 +37,7 @@ from trial_core.messages import (
 from trial_core.searcher import searcher_metric
 from trial_core.sequencer import Progress
 from trial_core.staged import StagedCheckpoint
-from trial_core.start import Start
+from trial_core.start import Restore, Start
 from trial_core.units import EpochLength
 
 logger = logging.getLogger(__name__)
@@ -82,6 +84,7 @@ class Fit:
         self.metrics: dict[str, dict[str, Any]] = {}
         self.newest: str | None = None
         self._stop_requested = False
+        self._epoch: EpochLength | None = None
         self._pending: tuple[StagedCheckpoint, Upload] | None = None
 
     # ---------------------------------------------------------------------------- the stages
@@ -96,8 +99,8 @@ class Fit:
         for start in starts:
             if start.checkpoint is None:
                 return start
-            start.require_ranks(self._distributed.get_size())
-            damage = self._fetch(start.checkpoint)
+            start.require_convertible(self._built.topology)
+            damage = self._fetch(start.checkpoint, start.restore)
             if damage is None:
                 self.metrics = start.metrics
                 if start.restore == "everything":
@@ -109,14 +112,16 @@ class Fit:
 
     def build_loaders(self, start: Start) -> EpochLength | None:
         """Build the data loaders and restore what was fetched; how long an epoch is."""
-        return self._controller.build_loaders(
+        self._epoch = self._controller.build_loaders(
             BuildLoaders(
                 batches_trained=start.progress.batches_trained,
                 checkpoint=start.uuid,
                 restore=start.restore,
+                saved_by=start.saved_by,
                 validation_limit=1 if self.test_mode else None,
             )
         ).epoch
+        return self._epoch
 
     def train(self, begin: int, until: int) -> int:
         """Train from `begin` until `until` batches have been trained in all; how many that is."""
@@ -129,16 +134,38 @@ class Fit:
         )  # fmt: skip
         return trained.batches_trained
 
-    def validate(self, batches_trained: int) -> float | None:
-        """Validate; the value of the searcher's metric, if there is one.
-
-        Raises:
-            TrialError: the trial does not report the searcher's metric.
-        """
+    def validate(self, batches_trained: int) -> None:
+        """Validate on the whole set."""
         metrics = self._controller.validate(RunValidation()).metrics
         self.metrics["validation"] = metrics
         self._say("validation at %d: %s", batches_trained, metrics)
-        return None if self._metric is None else searcher_metric(metrics, self._metric)
+
+    def searcher_metric(self) -> float | None:
+        """The searcher's metric in the last validation, if there is such a metric.
+
+        Raises:
+            TrialError: on every rank alike, if the trial does not report it.
+        """
+        if self._metric is None:
+            return None
+        return searcher_metric(self.metrics["validation"], self._metric)
+
+    def has_room(self, is_optional: bool) -> bool:
+        """Whether the next checkpoint may be saved: there is one upload at a time, beside training.
+
+        Waits for the one under way, unless `is_optional` and the experiment would rather skip.
+        Raises as `settle`.
+        """
+        if self._pending is not None:
+            if is_optional and self._config.checkpointing.when_busy == "skip":
+                self._say(
+                    "checkpoint skipped at batch %d: the last one is still being uploaded "
+                    "(checkpointing.when_busy: skip)", self._info.batches_trained,
+                )  # fmt: skip
+                return False
+            self._say("training waits: the last checkpoint is still being uploaded")
+        self.finish_upload()
+        return True
 
     def save(self, progress: Progress) -> StagedCheckpoint:
         """Stage a checkpoint; training may go on when this returns."""
@@ -147,41 +174,35 @@ class Fit:
         return StagedCheckpoint.now(uuid, progress, self.metrics)
 
     def start_upload(self, staged: StagedCheckpoint) -> None:
-        """Begin to store what was staged, beside training. In test mode drop it instead."""
+        """Begin to store and commit what was staged, beside training. In test mode drop it instead.
+
+        It is committed as soon as every rank's files are stored, wherever training is by then.
+        """
         if self.test_mode:
             self._controller.release_staging(ReleaseStaging(uuid=staged.uuid))
             return
-        self._pending = staged, Upload(lambda: self._persist(staged.uuid))
+        meeting = Meeting.of(self._distributed, staged.uuid)
+        self._pending = staged, Upload(lambda: self._upload(staged, meeting))
 
     def settle(self) -> bool:
         """Exchange what may have happened on some rank; whether any has asked for a stop.
 
-        Commits the upload under way if it has ended everywhere; else leaves it be.
-        """
-        has_ended = self._pending is not None and self._pending[1].has_ended()
-        everybody = self._distributed.allgather((self._info.stop_requested, has_ended))
-        self._stop_requested |= any(stop for stop, _ in everybody)
-        if all(ended for _, ended in everybody):
-            self.finish_upload()
-        return self._stop_requested
-
-    def finish_upload(self) -> None:
-        """Wait for the upload under way, commit it, and tell the trial's callbacks.
+        Tells the trial of the upload under way if it has ended; else leaves it be.
 
         Raises:
             CheckpointError: it failed on some rank, or could not be committed.
+            DeadlineExceeded: a rank's part of it took far longer than the others'.
         """
-        if self._pending is None:
-            return
-        (staged, upload), self._pending = self._pending, None
-        while not all(self._distributed.allgather(upload.has_ended(POLL_SECONDS))):
-            pass
-        files = on_every_rank(self._distributed, upload.files)
-        total_bytes = on_the_first_rank(self._distributed, lambda: self._commit(staged, files))
-        self._controller.release_staging(ReleaseStaging(uuid=staged.uuid))
-        self.newest = staged.uuid
-        self._say("checkpoint %s committed: %d bytes", staged.uuid, total_bytes)
-        self.run_hook("on_checkpoint_upload_end", uuid=staged.uuid)
+        own = None if self._pending is None else self._pending[1].outcome()
+        everybody = self._distributed.allgather((self._info.stop_requested, own))
+        self._stop_requested |= any(stop for stop, _ in everybody)
+        self._conclude([outcome for _, outcome in everybody])
+        return self._stop_requested
+
+    def finish_upload(self) -> None:
+        """Wait for the upload under way, and tell the trial's callbacks. Raises as `settle`."""
+        while self._pending is not None:
+            self._conclude(self._distributed.allgather(self._pending[1].outcome(POLL_SECONDS)))
 
     def run_hook(self, hook: str, **arguments: Any) -> None:
         """Call one hook of every callback, if any overrides it."""
@@ -200,9 +221,13 @@ class Fit:
 
     # ----------------------------------------------------------------------------- internals
 
-    def _fetch(self, manifest: Manifest) -> str | None:
+    def _fetch(self, manifest: Manifest, restore: Restore) -> str | None:
         """Bring a checkpoint to this machine; what is wrong with it, if something is."""
-        request = FetchCheckpoint(uuid=manifest.uuid, files=manifest.files)
+        request = FetchCheckpoint(
+            uuid=manifest.uuid,
+            files=manifest.files,
+            saved_by=None if restore == "weights" else manifest.topology,
+        )
 
         def fetch() -> Fetched:
             fetched = self._controller.fetch_checkpoint(request)
@@ -213,11 +238,25 @@ class Fit:
         everybody = on_every_rank(self._distributed, fetch)
         return next((rank.damage for rank in everybody if rank.damage), None)
 
+    def _upload(self, staged: StagedCheckpoint, meeting: Meeting) -> Outcome:
+        """Store what this rank has staged, and see it committed with the others'. No collective."""
+
+        def store() -> list[FileEntry]:
+            meeting.begin(lambda: persistently(lambda: self._begin(staged.uuid)))
+            return persistently(lambda: self._persist(staged.uuid))
+
+        stored = attempt(store)
+        return meeting.commit(stored, lambda files: self._commit(staged, files))
+
+    def _begin(self, uuid: str) -> None:
+        self.store.begin(self._info.trial, uuid, self._attempt)
+
     def _persist(self, uuid: str) -> list[FileEntry]:
-        """Store what this rank has staged. No collective."""
         persisted = self._controller.persist_checkpoint(PersistCheckpoint(uuid=uuid))
         if persisted.problem:
             raise StorageError(persisted.problem)
+        if persisted.mistake:
+            raise CheckpointError(persisted.mistake)
         return persisted.files
 
     def _commit(self, staged: StagedCheckpoint, files: list[list[FileEntry]]) -> int:
@@ -228,9 +267,27 @@ class Fit:
             config=self._config,
             topology=self._built.topology,
             versions=self._built.versions,
+            epoch=self._epoch,
         )
         persistently(lambda: self.store.commit(manifest))
+        rules, searcher = self._config.checkpoint_storage, self._config.searcher
+        policy = rules.retention(self._metric, searcher.smaller_is_better)
+        if policy is not None:
+            prune_trial(self.store, policy, self._config.name, self._info.trial, logger)
         return manifest.total_bytes
+
+    def _conclude(self, outcomes: list[Outcome | None]) -> None:
+        """The upload under way is over if it has failed on some rank, or ended well on all."""
+        ended = [outcome for outcome in outcomes if outcome is not None]
+        for outcome in ended:
+            raise_error(outcome)
+        if self._pending is None or len(ended) < len(outcomes):
+            return
+        (staged, _), self._pending = self._pending, None
+        self._controller.release_staging(ReleaseStaging(uuid=staged.uuid))
+        self.newest = staged.uuid
+        self._say("checkpoint %s committed: %d bytes", staged.uuid, ended[0].result)
+        self.run_hook("on_checkpoint_upload_end", uuid=staged.uuid)
 
     def _say(self, message: str, *arguments: Any) -> None:
         if self._distributed.get_rank() == 0:

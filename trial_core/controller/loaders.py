@@ -9,6 +9,7 @@ from typing import Any
 
 from trial_core.controller.drawing import drawn_alike
 from trial_core.controller.engine import TrialEngine
+from trial_core.controller.position import drawn_here
 from trial_core.controller.validation_set import ValidationSet, length, validation_set
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
@@ -45,7 +46,7 @@ class MicroBatches(Iterator[Any]):
         return micro_batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank's data stands, for `build_loaders`. To be called between batches."""
+        """Where this rank's data stands, for `Loaders.begin`. To be called between batches."""
         # Before anything was drawn there is nothing to keep, and asking would begin a pass.
         keeps = self._loader is not None and self._drawn > 0
         return {
@@ -74,36 +75,44 @@ class Loaders:
     """This rank's data.
 
     Attributes:
-        training: micro-batches without end, from where training goes on; None without need.
+        engine, distributed, seed: what they were built with.
+        training_loader: what the trial built; None on a rank that needs no data.
         validation: the rank's part of the validation set.
         epoch: how long an epoch is, the same on every rank; None when there is no telling.
+        training: micro-batches without end, once they were begun; None likewise.
     """
 
-    training: MicroBatches | None
+    engine: TrialEngine
+    distributed: DistributedContext
+    seed: int
+    training_loader: Any
     validation: ValidationSet
     epoch: EpochLength | None
+    training: MicroBatches | None = None
+
+    def begin(self, batches_trained: int, saved: Mapping[str, Any] | None = None) -> None:
+        """Set the training data to where training goes on.
+
+        What that draws from the global generators, like what building the loaders does, is no
+        part of training's random state: restore that after this.
+
+        Args:
+            saved: what `state_dict` gave there; None at the beginning, and for a checkpoint that
+                does not have it: then that many whole batches of micro-batches are skipped.
+        """
+        self.training = _endless(self, batches_trained, saved)
 
     def state_dict(self) -> dict[str, Any] | None:
         """Where this rank's training data stands; None on a rank that needs none."""
-        return None if self.training is None else self.training.state_dict()
+        if self.training is None:
+            return None
+        passes = None if self.epoch is None else self.epoch.micro_batches
+        ranks = self.engine.data_parallel_size
+        return {**self.training.state_dict(), "ranks": ranks, "pass": passes}
 
 
-def build_loaders(
-    engine: TrialEngine,
-    distributed: DistributedContext,
-    batches_trained: int,
-    seed: int,
-    saved: Mapping[str, Any] | None = None,
-) -> Loaders:
-    """Build both loaders. Collective: every rank calls this.
-
-    What building and setting them draws from the global generators is no part of training's random
-    state: restore that after this.
-
-    Args:
-        batches_trained: where training goes on.
-        saved: what `Loaders.state_dict` gave there; None at the beginning, and for a checkpoint
-            that does not have it: then that many whole batches of micro-batches are skipped.
+def build_loaders(engine: TrialEngine, distributed: DistributedContext, seed: int) -> Loaders:
+    """Build both loaders, not begun yet. Collective: every rank calls this.
 
     Raises:
         TrialError: a loader of the wrong type, an empty one, one missing where data is needed, or
@@ -125,11 +134,8 @@ def build_loaders(
         epoch = EpochLength(
             training_length, engine.micro_batches_per_batch * engine.data_parallel_size
         )
-    return Loaders(
-        training=_endless(engine, training, distributed, batches_trained, seed, saved),
-        validation=validation_set(engine, validation, seed, distributed),
-        epoch=epoch,
-    )
+    parts = validation_set(engine, validation, seed, distributed)
+    return Loaders(engine, distributed, seed, training, parts, epoch)
 
 
 def _checked(engine: TrialEngine, loader: Any, which: str) -> Any:
@@ -173,38 +179,29 @@ def _agreed(lengths: list[int | None], which: str) -> int | None:
 
 
 def _endless(
-    engine: TrialEngine,
-    loader: Any,
-    distributed: DistributedContext,
-    batches_trained: int,
-    seed: int,
-    saved: Mapping[str, Any] | None,
+    loaders: Loaders, batches_trained: int, saved: Mapping[str, Any] | None
 ) -> MicroBatches | None:
+    engine, loader = loaders.engine, loaders.training_loader
     if loader is None:
         return None
-    drawn = _drawn_before(batches_trained, engine.micro_batches_per_batch, saved)
+    per_batch, ranks = engine.micro_batches_per_batch, engine.data_parallel_size
+    drawn = batches_trained * per_batch
+    if saved is not None:
+        drawn = drawn_here(saved, per_batch, ranks, loaders.epoch, engine.data_parallel_rank == 0)
     endless: Iterable[Any]
     if isinstance(loader, DataLoader):
         endless = loader.get_data_loader(
             repeat=True,
             skip=drawn,
-            num_replicas=engine.data_parallel_size,
+            num_replicas=ranks,
             rank=engine.data_parallel_rank,
-            seed=seed,
+            seed=loaders.seed,
         )
     else:
         endless = _again_and_again(loader, _rest_of_pass(engine, loader, drawn, saved))
-    endless = drawn_alike(endless, engine, distributed, seed, drawn)
+    endless = drawn_alike(endless, engine, loaders.distributed, loaders.seed, drawn)
     carries = not isinstance(loader, DataLoader) and _carries_state(loader)
-    per_batch = engine.micro_batches_per_batch
     return MicroBatches(iter(endless), per_batch, drawn, loader if carries else None)
-
-
-def _drawn_before(batches_trained: int, per_batch: int, saved: Mapping[str, Any] | None) -> int:
-    if saved is None:
-        return batches_trained * per_batch
-    # A batch may be cut into more or fewer micro-batches now than when the checkpoint was saved.
-    return int(saved["drawn"]) * per_batch // int(saved["per_batch"])
 
 
 def _carries_state(loader: Any) -> bool:

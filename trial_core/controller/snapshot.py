@@ -1,21 +1,27 @@
 """A rank's half of a checkpoint: stage it, persist it, bring it back.
 
-Staging blocks training: the trial writes its shards to a folder of this rank's on local disk.
-Persisting does not: the I/O lane uploads that folder. The folder is kept until the driver has
-committed the manifest.
+Staging blocks training: the trial saves into a folder of this rank's, in which DeepSpeed's shards
+are images in memory, so that it costs a copy. Persisting does not: another process uploads that
+folder. It is kept until the driver has committed the manifest.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trial_core.checkpoint.images import GIB, Images, default_limit_bytes, is_image
 from trial_core.checkpoint.manifest import FileEntry
+from trial_core.checkpoint.persister import Persister, StagedFile
+from trial_core.checkpoint.staging import staged_files
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import fetch_files, upload_files
+from trial_core.checkpoint.transfer import fetch_files
 from trial_core.controller.engine import TrialEngine
+from trial_core.controller.reading import Reader
+from trial_core.controller.redistributed import Move, read_redistributed
 from trial_core.controller.state import (
     rank_state,
     read_rank_state,
@@ -25,14 +31,31 @@ from trial_core.controller.state import (
 from trial_core.distributed import DistributedContext
 from trial_core.start import Restore
 
+KEPT = "kept"
+"""The folder of the newest committed checkpoint's files, as far as they were staged on disk."""
+
 
 class Snapshots:
-    """This rank's staged and restored checkpoints, below the run's folder on this machine."""
+    """This rank's staged and restored checkpoints, below the run's folder on this machine.
 
-    def __init__(self, run_dir: Path, store: CheckpointStore, distributed: DistributedContext):
+    Args:
+        settings: the experiment's `checkpointing`, as plain data.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        store: CheckpointStore,
+        distributed: DistributedContext,
+        settings: Mapping[str, Any],
+    ) -> None:
         self._run_dir = run_dir
         self._store = store
         self._distributed = distributed
+        self._memory_gib = settings.get("memory_gib_per_rank")
+        self._reader = Reader(bool(settings.get("trusted")))
+        self._images: Images | None = None
+        self._persister = Persister()
 
     def staging(self, uuid: str) -> Path:
         """Where this rank stages checkpoint `uuid`."""
@@ -50,24 +73,54 @@ class Snapshots:
         training_data: Mapping[str, Any] | None,
     ) -> Path:
         """Write this rank's shards and state. Collective: every rank calls this."""
-        folder = self.staging(uuid)
+        folder, images = self.staging(uuid), self._the_images
         folder.mkdir(parents=True, exist_ok=True)
         state = rank_state(batches_trained, engine.callbacks, training_data)
         for callback in engine.callbacks.values():
             callback.on_checkpoint_save_start(state)
-        engine.save(folder)
+        images.begin()
+        engine.save(folder, images)
+        images.end()
         write_rank_state(folder, self._distributed.get_rank(), state)
         return folder
 
     def persist(self, uuid: str) -> list[FileEntry]:
         """Upload what this rank has staged. Runs in the I/O lane; no collective."""
-        return upload_files(self._store, uuid, self.staging(uuid), self._distributed.get_rank())
+        folder, rank = self.staging(uuid), self._distributed.get_rank()
+        files = [
+            StagedFile(name, str(folder / name), (folder / name).stat().st_size)
+            for name in staged_files(folder, rank)
+        ]
+        return self._persister.upload(self._store.spec, uuid, rank, files)
 
     def release(self, uuid: str) -> None:
-        """Drop what this rank has staged for `uuid`, and what was fetched to resume from."""
-        shutil.rmtree(self.staging(uuid), ignore_errors=True)
+        """`uuid` is committed, or given up: drop what was staged for it, and fetched before it.
+
+        Files on disk are kept until the next one is: a restart need not fetch them.
+        """
+        self._persister.forget(uuid)
+        staged, kept = self.staging(uuid), self._run_dir / KEPT
+        own = f"rank-{self._distributed.get_rank()}"
+        for folder in kept.glob(f"*/{own}"):
+            shutil.rmtree(folder, ignore_errors=True)
+        for path in staged.rglob("*"):
+            if is_image(path):
+                path.unlink()
+        if staged.is_dir():
+            (kept / uuid).mkdir(parents=True, exist_ok=True)
+            shutil.move(staged, kept / uuid / own)
+        for emptied in (*kept.glob("*"), staged.parent):
+            with contextlib.suppress(OSError):  # other ranks' folders are still in it
+                emptied.rmdir()
         if self._distributed.get_local_rank() == 0:
             shutil.rmtree(self._run_dir / "restored", ignore_errors=True)
+
+    def close(self) -> None:
+        """End the uploading process, and give the memory of snapshots back."""
+        self._persister.close()
+        if self._images is not None:
+            self._images.close()
+            self._images = None
 
     def fetch(self, uuid: str, files: list[FileEntry]) -> None:
         """Bring this rank's share of a checkpoint here, verified. Runs in the I/O lane.
@@ -77,30 +130,55 @@ class Snapshots:
         every = self._distributed.local_size
         share = sorted(files, key=lambda entry: (-entry.size_bytes, entry.path))
         own = share[self._distributed.get_local_rank() :: every]
-        fetch_files(self._store, uuid, own, self.restored(uuid))
+        kept = sorted((self._run_dir / KEPT / uuid).glob("rank-*"))
+        fetch_files(self._store, uuid, own, self.restored(uuid), local=kept)
 
-    def read_state(self, uuid: str | None, restore: Restore) -> dict[str, Any] | None:
+    def read_state(
+        self, uuid: str | None, restore: Restore, move: Move | None = None
+    ) -> dict[str, Any] | None:
         """This rank's own state in a fetched checkpoint; None where no more is restored than
         weights, or nothing at all.
+
+        Args:
+            move: where other ranks have saved it.
 
         Raises:
             CheckpointDamaged: the checkpoint has no state of this rank.
         """
         if uuid is None or restore == "weights":
             return None
-        return read_rank_state(self.restored(uuid), self._distributed.get_rank())
+        folder, rank = self.restored(uuid), self._distributed.get_rank()
+        if move is not None:
+            return read_redistributed(folder, rank, self._reader, move, restore)
+        return read_rank_state(folder, rank, self._reader)
 
-    def restore(self, uuid: str, engine: TrialEngine, state: dict[str, Any] | None) -> None:
+    def restore(
+        self,
+        uuid: str,
+        engine: TrialEngine,
+        state: dict[str, Any] | None,
+        move: Move | None = None,
+    ) -> None:
         """Load from fetched files. Collective: every rank calls this, after all have fetched.
 
         Args:
             state: what `read_state` gave, for the callbacks; None loads weights alone.
+            move: where other ranks have saved them.
         """
         folder = self.restored(uuid)
         if state is None:
-            engine.load_weights(folder)
+            engine.load_weights(folder, self._reader)
             return
         for callback in engine.callbacks.values():
             callback.on_checkpoint_load_start(state)
-        engine.load(folder)
+        engine.load(folder, self._reader, reshape=move is not None)
         restore_callbacks(state, engine.callbacks)
+
+    @property
+    def _the_images(self) -> Images:
+        # With the first snapshot: only then is known how much memory training leaves.
+        if self._images is None:
+            limit = default_limit_bytes(self._distributed.local_size)
+            given = self._memory_gib
+            self._images = Images(limit if given is None else int(given * GIB))
+        return self._images

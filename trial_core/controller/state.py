@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +12,11 @@ import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from trial_core.controller.reading import Reader, unreadable_classes
 from trial_core.errors import CheckpointDamaged
 from trial_core.pytorch.callback import PyTorchCallback
+
+logger = logging.getLogger(__name__)
 
 STATE_FOLDER = "trialflow"
 
@@ -72,31 +76,43 @@ def write_rank_state(folder: Path, rank: int, state: Mapping[str, Any]) -> None:
     path = _state_path(folder, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(dict(state), path)
+    if odd := unreadable_classes(path):
+        logger.warning(
+            "the state of callbacks or loaders holds objects of %s: to resume from it, "
+            "checkpointing.trusted must be true", ", ".join(odd),
+        )  # fmt: skip
 
 
-def read_rank_state(folder: Path, rank: int) -> dict[str, Any]:
+def has_rank_state(folder: Path, rank: int) -> bool:
+    """Whether a rank of that number has saved a state."""
+    return _state_path(folder, rank).is_file()
+
+
+def read_rank_state(folder: Path, rank: int, reader: Reader) -> dict[str, Any]:
     """What `write_rank_state` wrote.
 
     Raises:
         CheckpointDamaged: the checkpoint has no state of this rank.
+        CheckpointError: it holds objects that only a trusted checkpoint may.
     """
     path = _state_path(folder, rank)
-    if not path.is_file():
+    if not has_rank_state(folder, rank):
         raise CheckpointDamaged(
             f"the checkpoint has no {path.relative_to(folder)}: was it saved with fewer ranks? "
             "Resume with the slots_per_trial that it was saved with"
         )
-    # A callback's or a loader's state may be any object, hence no weights_only; the file's digest
-    # has been checked against the manifest before it came here.
-    state: dict[str, Any] = torch.load(path, weights_only=False)
+    state: dict[str, Any] = reader.load(path)
     return state
 
 
 def restore_callbacks(state: Mapping[str, Any], callbacks: Mapping[str, PyTorchCallback]) -> None:
-    """Hand every callback the state that was saved under its name."""
+    """Hand every callback the state that was saved under its name, if any was."""
+    saved = state.get("callbacks") or {}  # a callback may have taken it out
     for name, callback in callbacks.items():
-        if name in state["callbacks"]:
-            callback.load_state_dict(state["callbacks"][name])
+        if name in saved:
+            callback.load_state_dict(saved[name])
+        elif type(callback).load_state_dict is not PyTorchCallback.load_state_dict:
+            logger.warning("the checkpoint has no state of a callback called %r", name)
 
 
 def _state_path(folder: Path, rank: int) -> Path:

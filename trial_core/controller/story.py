@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trial_core.controller.fit import Fit
+from trial_core.errors import TrialError
 from trial_core.sequencer import (
     Checkpoint,
     Finish,
@@ -50,6 +51,9 @@ def follow_schedule(fit: Fit, schedule: Schedule, starts: list[Start]) -> FitRes
 
     Args:
         starts: what the run may start from, best first.
+
+    Raises:
+        TrialError: the trial does not report the searcher's metric. What it has learnt is saved.
     """
     start = fit.fetch_start(starts)
     progress = start.progress
@@ -61,27 +65,37 @@ def follow_schedule(fit: Fit, schedule: Schedule, starts: list[Start]) -> FitRes
         schedule = one_batch_after(progress)
     end = in_batches(schedule.max_length, epoch)
     fit.run_hook("on_training_start")
+    mistake: TrialError | None = None
 
     while not isinstance(work := next_workload(progress, schedule, epoch), Finish):
         if isinstance(work, Train):
             progress = progress.after_training(fit.train(progress.batches_trained, work.until))
             fit.run_hook("on_training_workload_end")
         elif isinstance(work, Validate):
-            metric = fit.validate(progress.batches_trained)
-            progress = progress.after_validation(metric, schedule.smaller_is_better)
+            fit.validate(progress.batches_trained)
+            try:
+                metric = fit.searcher_metric()
+            except TrialError as error:
+                mistake = error  # raised once what has been trained is saved
+            else:
+                progress = progress.after_validation(metric, schedule.smaller_is_better)
             fit.run_hook("on_validation_end")
         elif isinstance(work, Checkpoint):
-            fit.finish_upload()  # one upload at a time, beside training
+            if not fit.has_room(work.is_optional):  # one upload at a time, beside training
+                progress = progress.skipping_checkpoint()
+                continue
             staged = fit.save(progress)
             fit.run_hook("on_checkpoint_write_end")
             fit.run_hook("on_checkpoint_end")
             fit.start_upload(staged)
             progress = progress.after_checkpoint()
-        progress = progress.stopping(fit.settle())
+        progress = progress.stopping(fit.settle() or mistake is not None)
 
     fit.finish_upload()
     fit.run_hook("on_trial_shutdown")
     fit.finish()
+    if mistake is not None:
+        raise mistake
     return FitResult(
         trial=fit.trial,
         batches_trained=progress.batches_trained,

@@ -39,10 +39,9 @@ def on_every_rank(distributed: DistributedContext, work: Callable[[], T]) -> lis
     Raises:
         TrialflowError: it failed on some rank; every rank raises the first one's error.
     """
-    outcomes = distributed.allgather(attempt(work))
+    outcomes: list[Outcome] = distributed.allgather(attempt(work))
     for rank, outcome in enumerate(outcomes):
-        if outcome.error_type is not None:
-            raise _error(outcome.error_type, f"rank {rank}: {outcome.message}")
+        raise_error(outcome._replace(message=f"rank {rank}: {outcome.message}"))
     return [outcome.result for outcome in outcomes]
 
 
@@ -53,10 +52,19 @@ def on_the_first_rank(distributed: DistributedContext, work: Callable[[], T]) ->
         TrialflowError: it failed; every rank raises its error.
     """
     outcome: Outcome = distributed.broadcast(attempt(work) if distributed.get_rank() == 0 else None)
-    if outcome.error_type is not None:
-        raise _error(outcome.error_type, outcome.message)
+    raise_error(outcome)
     result: T = outcome.result
     return result
+
+
+def raise_error(outcome: Outcome) -> None:
+    """Raise the error that work has ended with, if it has.
+
+    Raises:
+        TrialflowError: that error, of its own class.
+    """
+    if outcome.error_type is not None:
+        raise _error(outcome.error_type, outcome.message)
 
 
 def _error(error_type: str, message: str) -> TrialflowError:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
-from trial_core.checkpoint.manifest import FileEntry
+from trial_core.controller.together import Outcome
 from trial_core.errors import StorageError
 
 T = TypeVar("T")
@@ -32,32 +32,32 @@ def persistently(work: Callable[[], T]) -> T:
 
 
 class Upload:
-    """Uploads what this rank has staged, in a thread of its own. No collective happens there.
+    """An upload under way, in a thread of its own. No collective happens there.
 
     The thread does not keep the process alive: a rank that fails must end at once, so that its
     launcher ends the others.
+
+    Args:
+        work: what is done there; gives how it ended.
     """
 
-    def __init__(self, persist: Callable[[], list[FileEntry]]) -> None:
-        self._future: Future[list[FileEntry]] = Future()
+    def __init__(self, work: Callable[[], Outcome]) -> None:
+        self._future: Future[Outcome] = Future()
         threading.Thread(
-            target=self._run, args=(persist,), name="checkpoint-upload", daemon=True
+            target=self._run, args=(work,), name="checkpoint-upload", daemon=True
         ).start()
 
-    def has_ended(self, within_seconds: float = 0.0) -> bool:
-        """Whether it has ended, well or not; waits that long for it."""
-        return bool(wait([self._future], timeout=within_seconds).done)
-
-    def files(self) -> list[FileEntry]:
-        """What has been stored, once it has.
+    def outcome(self, within_seconds: float = 0.0) -> Outcome | None:
+        """How it has ended; None while it is under way. Waits that long for its end.
 
         Raises:
-            CheckpointError: the upload failed.
+            Exception: what ended `work` in place of an outcome.
         """
-        return self._future.result()
+        has_ended = wait([self._future], timeout=within_seconds).done
+        return self._future.result() if has_ended else None
 
-    def _run(self, persist: Callable[[], list[FileEntry]]) -> None:
+    def _run(self, work: Callable[[], Outcome]) -> None:
         try:
-            self._future.set_result(persistently(persist))
-        except BaseException as error:  # noqa: BLE001 - the thread's top frame: `files` raises it
+            self._future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - the thread's top frame: `outcome` raises it
             self._future.set_exception(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, overload
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -21,7 +21,7 @@ from trial_core.deepspeed.mpu import (
 )
 from trial_core.distributed import ALONE, DistributedContext, is_launched
 from trial_core.errors import TrialError
-from trial_core.pytorch.reducer import MetricReducer, ReducerRegistry
+from trial_core.pytorch.reducer import FunctionReducer, MetricReducer, ReducerRegistry, ReducerT
 from trial_core.pytorch.to_device import to_device
 
 logger = logging.getLogger(__name__)
@@ -66,11 +66,12 @@ class DeepSpeedTrialContext(TrialContext):
     def wrap_model_engine(self, model: DeepSpeedEngine) -> DeepSpeedEngine:
         """Register a DeepSpeed engine: it is saved, restored and counted from here on.
 
-        The first one wrapped tells how many samples a batch has. Every rank calls this, in the
-        same order.
+        The first one wrapped tells how many samples a batch has, and whether the trial is a
+        pipeline: later pipelines must have its layout. Every rank calls this, in the same order.
 
         Raises:
-            TrialError: `model` is no engine, or is wrapped already.
+            TrialError: `model` is no engine, or is wrapped already; or it is a pipeline, and the
+                first engine is none or is laid out otherwise.
         """
         if not isinstance(model, DeepSpeedEngine):
             raise TrialError(
@@ -83,11 +84,10 @@ class DeepSpeedTrialContext(TrialContext):
                 "wrapped is saved and restored, once is enough"
             )
         if self.models:
-            self._warn_if_sizes_differ(model)
+            self._check_later_engine(model)
         elif isinstance(model, PipelineEngine):
             self.uses_pipeline = True
-            if not self._mpu_was_set:
-                self.mpu = make_deepspeed_mpu(model.mpu)
+            self.mpu = make_deepspeed_mpu(model.mpu)
         self.models.append(model)
         return model
 
@@ -123,6 +123,24 @@ class DeepSpeedTrialContext(TrialContext):
         """
         self.reproducible_loaders = False
 
+    @overload
+    def wrap_reducer(
+        self,
+        reducer: ReducerT,
+        name: str | None = None,
+        for_training: bool = True,
+        for_validation: bool = True,
+    ) -> ReducerT: ...
+
+    @overload
+    def wrap_reducer(
+        self,
+        reducer: Callable[[list[Any]], Any],
+        name: str | None = None,
+        for_training: bool = True,
+        for_validation: bool = True,
+    ) -> FunctionReducer: ...
+
     def wrap_reducer(
         self,
         reducer: Callable[[list[Any]], Any] | MetricReducer,
@@ -144,7 +162,16 @@ class DeepSpeedTrialContext(TrialContext):
         """`data` on this rank's device: tensors and arrays, also nested in dicts and sequences."""
         return to_device(data, self.device, self._odd_types)
 
-    def _warn_if_sizes_differ(self, model: DeepSpeedEngine) -> None:
+    def _check_later_engine(self, model: DeepSpeedEngine) -> None:
+        if isinstance(model, PipelineEngine):
+            first_unit = make_deepspeed_mpu(self.models[0].mpu) if self.uses_pipeline else None
+            if make_deepspeed_mpu(model.mpu) != first_unit:
+                raise TrialError(
+                    f"wrap_model_engine got a PipelineEngine as engine {len(self.models)}, after "
+                    f"one that {'has other stages' if self.uses_pipeline else 'is no pipeline'}: "
+                    "the first engine's layout is the whole trial's. Wrap the pipeline first, and "
+                    "give all pipelines of a trial the same stages"
+                )
         first = self.models[0].train_micro_batch_size_per_gpu()
         own = model.train_micro_batch_size_per_gpu()
         if own != first:

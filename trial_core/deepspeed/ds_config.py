@@ -27,7 +27,7 @@ def overwrite_deepspeed_config(
         source_ds_dict: values to take over, nested like the base.
 
     Raises:
-        TypeError: the base is neither a path nor a mapping.
+        TypeError: the base is neither a path nor a mapping, or the source is no mapping.
         TrialError: the file cannot be read, or is no JSON.
     """
     if isinstance(base_ds_config, (str, Path)):
@@ -38,6 +38,11 @@ def overwrite_deepspeed_config(
         raise TypeError(
             "base_ds_config must be a path or a dictionary, "
             f"got {type(base_ds_config).__name__}: {base_ds_config!r}"
+        )
+    if not isinstance(source_ds_dict, Mapping):
+        raise TypeError(
+            "source_ds_dict must be a dictionary, "
+            f"got {type(source_ds_dict).__name__}: {source_ds_dict!r}"
         )
     for why in _overwrite(result, source_ds_dict, ""):
         logger.warning("overwrite_deepspeed_config: %s, and overwrote nothing", why)

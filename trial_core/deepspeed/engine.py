@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from trial_core.checkpoint.images import Images
 from trial_core.checkpoint.manifest import Topology
+from trial_core.controller.reading import Reader
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.mpu import check_mpu
+from trial_core.deepspeed.shards import shard_files
 from trial_core.deepspeed.trial import DeepSpeedTrial
-from trial_core.errors import TrialError
+from trial_core.deepspeed.universal import reshaped
+from trial_core.errors import CheckpointError, TrialError
 from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.pytorch.reducer import Reducer
 
@@ -98,14 +103,21 @@ class DeepSpeedTrialEngine:
         for engine in self._context.models:
             engine.train(training)
 
-    def save(self, folder: Path) -> None:
-        self._trial.save(self._context, folder)
+    def save(self, folder: Path, images: Images) -> None:
+        with shard_files(self._context.models, folder, images=images):
+            self._trial.save(self._context, folder)
 
-    def load(self, folder: Path) -> None:
-        self._trial.load(self._context, folder)
+    def load(self, folder: Path, reader: Reader, reshape: bool = False) -> None:
+        engines = self._context.models
+        with shard_files(engines, folder, reader=reader), ExitStack() as reshaping:
+            if reshape:
+                _require_shards_alone(self._trial)
+                folder = reshaping.enter_context(reshaped(engines, folder, reader.load_mapped))
+            self._trial.load(self._context, folder)
 
-    def load_weights(self, folder: Path) -> None:
-        self._trial.load_weights(self._context, folder)
+    def load_weights(self, folder: Path, reader: Reader) -> None:
+        with shard_files(self._context.models, folder, reader=reader):
+            self._trial.load_weights(self._context, folder)
 
     def topology(self) -> Topology:
         first = self._context.models[0]
@@ -117,6 +129,23 @@ class DeepSpeedTrialEngine:
             pipeline_parallel_size=pipeline,
             model_parallel_size=max(1, world // (data * pipeline)),
             zero_stage=int(first.zero_optimization_stage()),
+            batch_samples=self.batch_samples,
+        )
+
+
+def _require_shards_alone(trial: DeepSpeedTrial) -> None:
+    """Check that what the trial has saved are shards of DeepSpeed's, and nothing but them."""
+    own = [
+        name
+        for name in ("save", "load")
+        if getattr(type(trial), name) is not getattr(DeepSpeedTrial, name)
+    ]
+    if own:
+        raise CheckpointError(
+            f"{type(trial).__name__} overrides {' and '.join(own)}: how what it saves is shared "
+            "out over other ranks is known to it alone. Resume with as many slots, and the ZeRO "
+            "stage, that saved the checkpoint; or take its weights alone: "
+            "searcher.source_weights_only=true"
         )
 
 

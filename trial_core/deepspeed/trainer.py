@@ -8,9 +8,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, get_args
 
+from trial_core.checkpoint.claims import running
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig, home_folder
 from trial_core.config.script import named_metric, script_config
+from trial_core.context import RunInfo
 from trial_core.controller.controller import Controller
 from trial_core.controller.entrypoint import engine_of
 from trial_core.controller.fit import Fit
@@ -18,7 +20,9 @@ from trial_core.controller.story import FitResult, follow_schedule
 from trial_core.controller.together import on_every_rank, on_the_first_rank
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.trial import DeepSpeedTrial
-from trial_core.errors import ConfigError, TrialError
+from trial_core.distributed import DistributedContext
+from trial_core.errors import ConfigError, StorageError, TrialError
+from trial_core.run_files import rank_folder
 from trial_core.runs import prepare_run_dir, run_folder
 from trial_core.sequencer import CheckpointPolicy, Schedule
 from trial_core.start import Start
@@ -168,13 +172,39 @@ class Trainer:
             info.trial = start.checkpoint.trial
         else:
             info.trial = distributed.broadcast(info.trial)
+        source = None if start.restore == "everything" else start.uuid
         on_the_first_rank(distributed, lambda: str(held.enter_context(run_folder(info.trial))))
-        is_first_here = distributed.get_local_rank() == 0
-        on_every_rank(distributed, lambda: prepare_run_dir(info.trial) if is_first_here else None)
+        if not test_mode:
+            on_the_first_rank(distributed, lambda: _claim(held, store, info.trial, source))
+        on_every_rank(distributed, lambda: _settle_in(info, distributed))
         controller = Controller(emit=lambda _: None, distributed=distributed)
         engine = engine_of(self._trial, self._context, config.reproducibility.experiment_seed)
         built = controller.attach(engine, info, home_folder() / info.trial, store)
         return Fit(controller, built, info, distributed, store, config, metric, test_mode)
+
+
+def _claim(held: ExitStack, store: CheckpointStore, trial: str, source: str | None) -> None:
+    """Keep others from deleting what the trial needs, for as long as `held`.
+
+    What a dead attempt at it has stored and never committed is gone.
+    """
+    held.enter_context(running(store, trial, source))
+    try:
+        for swept in store.sweep(trial):
+            logger.info("deleted what a dead attempt has left: %s", swept)
+    except StorageError as error:
+        logger.warning("what dead attempts have left is not deleted: %s", error)
+
+
+def _settle_in(info: RunInfo, distributed: DistributedContext) -> None:
+    """Prepare the run's folder on this rank's machine, and keep this rank's own files there.
+
+    Until the trial's id was known for good, the rank has written for TensorBoard elsewhere.
+    """
+    if distributed.get_local_rank() == 0:
+        prepare_run_dir(info.trial)
+    folder = home_folder() / info.trial / rank_folder(distributed.get_rank())
+    info.instruments.move_to(folder)
 
 
 def _starts(store: CheckpointStore, config: ExperimentConfig, latest: str | None) -> list[Start]:

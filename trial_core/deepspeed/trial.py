@@ -11,7 +11,7 @@ import torch
 
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.controller_class import ControllerClass
-from trial_core.deepspeed.weights import load_weights
+from trial_core.deepspeed.weights import load_engine, load_weights
 from trial_core.errors import TrialError
 from trial_core.pytorch.batch_length import batch_length
 from trial_core.pytorch.callback import PyTorchCallback
@@ -149,8 +149,13 @@ class DeepSpeedTrial(ABC):
         Each rank has a folder of its own; together they become one checkpoint, so ranks must not
         write the same file name with different content.
         """
+        settings = context.get_experiment_config().get("checkpointing") or {}
         for i, engine in enumerate(context.models):
-            engine.save_checkpoint(str(path), tag=f"model{i}")
+            engine.save_checkpoint(
+                str(path),
+                tag=f"model{i}",
+                exclude_frozen_parameters=bool(settings.get("exclude_frozen_parameters")),
+            )
 
     def load(self, context: DeepSpeedTrialContext, load_path: Path) -> None:
         """Restore from the files of all ranks below `load_path`. Collective: every rank calls this.
@@ -159,11 +164,7 @@ class DeepSpeedTrial(ABC):
             TrialError: DeepSpeed found no checkpoint of an engine there.
         """
         for i, engine in enumerate(context.models):
-            path, _ = engine.load_checkpoint(str(load_path), tag=f"model{i}")
-            if path is None:
-                raise TrialError(
-                    f'DeepSpeed found no checkpoint of engine {i} (tag "model{i}") in {load_path}'
-                )
+            load_engine(engine, load_path, tag=f"model{i}")
 
     def load_weights(self, context: DeepSpeedTrialContext, load_path: Path) -> None:
         """Load the models' weights alone from the files of all ranks below `load_path`.

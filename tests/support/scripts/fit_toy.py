@@ -1,26 +1,26 @@
 """A script as a user writes one, which fits toy trials one after the other: ``fit_toy.py SPEC``.
 
 Started by python, torchrun or deepspeed. SPEC is a JSON file: a list of ``{"init": {…}, "fit":
-{…}}``. Beside it every rank leaves what came of each: ``0-rank-1.json``. In the arguments of fit,
-``{"batches": …}`` and ``{"epochs": …}`` are lengths.
+{…}}``, and ``"trial": "module:Class"`` for another one of the toys. Beside it every rank leaves
+what came of each: ``0-rank-1.json``. In the arguments of fit, ``{"batches": …}`` and
+``{"epochs": …}`` are lengths.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "toy"))
-
-from toy_trial import ToyTrial
-
 from trial_core.deepspeed import Trainer, init
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialflowError
 from trial_core.pytorch import Batch, Epoch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "toy"))
 
 
 def argument(value: Any) -> Any:
@@ -33,8 +33,10 @@ def argument(value: Any) -> Any:
 
 def fit(run: dict[str, Any]) -> dict[str, Any]:
     """Train as `run` says; how it ended."""
+    module, _, name = run.get("trial", "toy_trial:ToyTrial").partition(":")
+    trial_class = getattr(importlib.import_module(module), name)
     with init(**run["init"]) as context:
-        trainer = Trainer(ToyTrial(context), context)
+        trainer = Trainer(trial_class(context), context)
         result = trainer.fit(**{name: argument(value) for name, value in run["fit"].items()})
         return asdict(result)
 

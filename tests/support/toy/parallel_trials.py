@@ -25,7 +25,7 @@ def ds_config(hparams: dict[str, Any]) -> dict[str, Any]:
         "gradient_accumulation_steps": hparams["accumulation"],
         "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
-        "zero_optimization": {"stage": hparams["zero_stage"]},
+        "zero_optimization": {"stage": hparams["zero_stage"], "reduce_bucket_size": 1000},
         "steps_per_print": 1000000,
     }
 

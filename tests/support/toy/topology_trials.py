@@ -78,7 +78,8 @@ class AnyTopology(ToyTrial):
 
     def _ds_config(self) -> dict[str, Any]:
         stage = self.hparams["zero_stage"]
-        zero: dict[str, Any] = {"stage": stage}
+        # Small: DeepSpeed never lets go of an engine's bucket, and warm ranks build many engines.
+        zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 1000}
         if stage == 3:
             # Several flat buffers a group, and some parameters that stay whole in training.
             zero.update(sub_group_size=10, stage3_param_persistence_threshold=8)

@@ -108,7 +108,10 @@ class ToyTrial(DeepSpeedTrial):
                 "gradient_accumulation_steps": self.hparams["accumulation"],
                 "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
                 "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
-                "zero_optimization": {"stage": self.hparams["zero_stage"]},
+                "zero_optimization": {
+                    "stage": self.hparams["zero_stage"],
+                    "reduce_bucket_size": 1000,
+                },
             },
         )
         self.engine = context.wrap_model_engine(engine)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gateway
 
 
 @pytest.fixture
-def store(ceph_s3: S3Server) -> CheckpointStore:
+def store(ceph_s3: S3Server, engine: str) -> CheckpointStore:
     return CheckpointStore(f"{ceph_s3.new_bucket()}/folder", ceph_s3.options)
 
 

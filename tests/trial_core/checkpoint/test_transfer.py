@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.support.s3 import S3Server
 from tests.trial_core.checkpoint.helpers import (
     FILES,
     entry,
@@ -16,8 +15,9 @@ from tests.trial_core.checkpoint.helpers import (
     stored_files,
     upload,
 )
-from trial_core.checkpoint import layout, transfer
+from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import FileEntry, Manifest
+from trial_core.checkpoint.parallel import StopSignal
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer import (
     download,
@@ -30,6 +30,12 @@ from trial_core.checkpoint.transfer import (
 from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
 
 DAMAGED = "mp_rank_00/model states.pt"
+
+
+@pytest.fixture(params=["file", "memory", "s3fs", "obstore"])
+def kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
 
 
 def damage(store: CheckpointStore, manifest: Manifest, data: bytes | None) -> None:
@@ -72,8 +78,7 @@ def test_a_file_of_many_parts_comes_back(
     store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file of several parts and reads, whose size is no multiple of either, is whole."""
-    monkeypatch.setattr("trial_core.checkpoint.storage._S3_PART_BYTES", 5 * 2**20)
-    monkeypatch.setattr(transfer, "FETCH_BYTES", 3 * 2**20)
+    monkeypatch.setattr("trial_core.checkpoint.window.PIECE_BYTES", 5 * 2**20)
     files = {"big": os.urandom(11 * 2**20 + 7)}
     manifest = upload(store, tmp_path / "staging", files)
     fetch_files(store, manifest.uuid, manifest.files, tmp_path / "target")
@@ -242,18 +247,17 @@ def test_an_interrupted_download_goes_on(store: CheckpointStore, tmp_path: Path)
 
 
 def test_a_file_that_changes_is_not_uploaded(
-    moto_s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Writing to a file while it is uploaded is found out, where reading takes two passes."""
-    store = CheckpointStore(moto_s3.new_bucket(), moto_s3.options)
+    """Writing to a file while it is uploaded is found out."""
     staging = stage(tmp_path / "staging", {"a": b"1"})
-    put_file = store.storage._fs.put_file
+    store_file = store.storage._store_file
 
-    def touch_then_put(source: str, target: str, **options: object) -> None:
+    def touch_then_store(source: Path, size_bytes: int, key: str, stop: StopSignal) -> str:
         os.utime(source, ns=(1, 1))
-        put_file(source, target, **options)
+        return store_file(source, size_bytes, key, stop)
 
-    monkeypatch.setattr(store.storage._fs, "put_file", touch_then_put)
+    monkeypatch.setattr(store.storage, "_store_file", touch_then_store)
     with pytest.raises(CheckpointError, match="changed while it was uploaded"):
         upload_files(store, "u", staging, 0)
 

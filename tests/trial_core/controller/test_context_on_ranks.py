@@ -2,129 +2,123 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.slots import TOY, Driven, drive, lines, toy_config
-from trial_core.messages import FinishRunFiles, RunFilesStored
+from trial_core.controller.entrypoint import initialises_by_itself
 from trial_core.slots.group import SlotGroup
 
-pytestmark = pytest.mark.slots
-TRIALS = TOY.parent / "toy_context"
-
-
-def slots(world_size: int, **environment: str) -> SlotGroup:
-    environment["PYTHONPATH"] = str(TOY)
-    return SlotGroup(world_size, working_dir=TRIALS, environment=environment)
+Warm = Callable[[int], SlotGroup]
+RANKS = pytest.mark.parametrize("world_size", [1, 2, 4])
 
 
 def config(folder: Path, batches: int, trial: str, **hparams: Any) -> Any:
     hparams["record"] = str(folder)
-    return toy_config(
-        folder, batches, entrypoint=f"context_trials:{trial}", hyperparameters=hparams
-    )
+    return toy_config(folder, batches, entrypoint=f"asking_trials:{trial}", hyperparameters=hparams)
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[SlotGroup]:
-    with slots(2) as group:
-        yield group
+@pytest.mark.slots
+@pytest.mark.parametrize(
+    ("world_size", "starts", "ends"),
+    [
+        (1, [0, 5], [4]),
+        (2, [0, 3, 5, 7], [2, 4, 6]),
+        (4, [0, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_where_training_is(
+    warm_slots: Warm, tmp_path: Path, world_size: int, starts: list[int], ends: list[int]
+) -> None:
+    """14 micro-batches an epoch, 3 a batch and rank: 14/3, 7/3 or 7/6 batches. Every call of
+    train_batch within a batch hears the same, on every rank, and after a restart too."""
+    hparams = {"train_samples": 28, "accumulation": 3}
+    slots = warm_slots(world_size)
+    first = drive(slots, config(tmp_path, 5, "AsksWhereItIs", **hparams), tmp_path, persist=True)
+    drive(slots, config(tmp_path, 8, "AsksWhereItIs", **hparams), tmp_path, resume=first)
+    for rank in range(world_size):
+        seen = lines(tmp_path, "where", rank)
+        assert seen[::3] == seen[1::3] == seen[2::3]
+        assert seen[::3] == [[i, i, i in starts, i in ends] for i in range(8)]
 
 
-def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What the event files of a folder say, by tag: (step, value) in order."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    seen = EventAccumulator(str(folder)).Reload()
-    return {
-        tag: [(event.step, event.value) for event in seen.Scalars(tag)]
-        for tag in seen.Tags()["scalars"]
-    }
-
-
-def uploaded(folder: Path, rank: int) -> Path:
-    return folder / "checkpoints" / "runs" / "toy-0000beef" / "tensorboard" / f"rank-{rank}"
-
-
-def test_event_files_are_uploaded_with_the_run(two: SlotGroup, tmp_path: Path) -> None:
-    """Every rank's own, and on rank 0 the metrics that the run reported as well."""
-    run = drive(two, config(tmp_path, 4, "Measuring"), tmp_path)
-    stored = two.request(FinishRunFiles(), RunFilesStored)
-    assert [rank.problem for rank in stored] == [None, None]
-    for rank in (0, 1):
-        seen = scalars(uploaded(tmp_path, rank))
-        assert seen["own"] == [(batch, 100 * rank + batch) for batch in range(4)]
-        note = (uploaded(tmp_path, rank) / "note.txt").read_text()
-        assert note == f"rank {rank} at batch 3"
-    first, second = (scalars(uploaded(tmp_path, rank)) for rank in (0, 1))
-    assert first["training/loss"] == [(4, pytest.approx(run.training[-1]["loss"]))]
-    assert first["validation/loss"] == [(4, pytest.approx(run.validation[-1]["loss"]))]
-    assert set(second) == {"own"}
+@pytest.mark.slots
+@RANKS
+def test_who_is_there(warm_slots: Warm, tmp_path: Path, world_size: int) -> None:
+    """The ranks that a driver starts are one machine's; its collectives bring everybody's, or the
+    first one's, batch after batch."""
+    drive(warm_slots(world_size), config(tmp_path, 2, "AsksWhoIsThere"), tmp_path)
+    for rank in range(world_size):
+        answers = lines(tmp_path, "ranks", rank)
+        assert len(answers) == 2
+        for batch, said in enumerate(answers):
+            everybody = [{"rank": each, "batch": batch} for each in range(world_size)]
+            assert said["who"] == [rank, world_size, rank, 1]
+            assert said["attributes"] == [rank, world_size, rank, world_size, 0, 1]
+            assert said["allgather"] == said["allgather_local"] == everybody
+            gathered = everybody if rank == 0 else None
+            assert said["gather"] == said["gather_local"] == gathered
+            assert said["broadcast"] == said["broadcast_local"] == everybody[0]
 
 
-def test_event_files_go_along_with_each_checkpoint(two: SlotGroup, tmp_path: Path) -> None:
-    """A run that is killed after a checkpoint has lost no event file from before it."""
-    drive(two, config(tmp_path, 3, "Measuring"), tmp_path, persist=True)
-    assert [step for step, _ in scalars(uploaded(tmp_path, 1))["own"]] == [0, 1, 2]
+@pytest.mark.slots
+@RANKS
+def test_nested_micro_batches_are_moved(warm_slots: Warm, tmp_path: Path, world_size: int) -> None:
+    """to_device keeps containers and values, makes tensors of arrays, and warns once of a type that
+    it cannot move, however often it comes."""
+    slots = warm_slots(world_size)
+    logs = [slots.log_dir / f"rank-{rank}.log" for rank in range(world_size)]
+    before = [log.stat().st_size for log in logs]
+    drive(slots, config(tmp_path, 3, "Nests"), tmp_path)
+    for rank, log in enumerate(logs):
+        seen = lines(tmp_path, "moved", rank)
+        trained = lines(tmp_path, "samples", rank)
+        assert [each["index"] for each in seen] == [line[2:] for line in trained]
+        assert len(seen) == 3
+        for each in seen:
+            assert each["kinds"] == ["dict", "list", "tuple"]
+            assert each["devices"] == [each["own"]] * 3
+        said = log.read_bytes()[before[rank] :].decode()
+        assert said.count("to_device leaves objects of type Label where they are") == 1
 
 
-def test_a_profilers_trace_is_uploaded_with_the_run(two: SlotGroup, tmp_path: Path) -> None:
-    """wait 1, warm up 1, active 2: batches 2 and 3 are in it, one trace a rank."""
-    drive(two, config(tmp_path, 6, "Measuring"), tmp_path)
-    two.request(FinishRunFiles(), RunFilesStored)
-    for rank in (0, 1):
-        (trace,) = uploaded(tmp_path, rank).glob(f"rank-{rank}.*.pt.trace.json")
-        names = {str(event.get("name")) for event in json.loads(trace.read_text())["traceEvents"]}
-        assert {n for n in names if n.startswith("toy_batch")} == {"toy_batch_2", "toy_batch_3"}
-
-
-def test_switched_off_nothing_is_uploaded(two: SlotGroup, tmp_path: Path) -> None:
-    """The files are in the run's folder on this machine, and nowhere else."""
-    drive(two, config(tmp_path, 2, "KeepsItLocal"), tmp_path, persist=True)
-    assert two.request(FinishRunFiles(), RunFilesStored) == [RunFilesStored(files=0)] * 2
-    assert not uploaded(tmp_path, 0).exists()
-    assert set(scalars(tmp_path / "tensorboard" / "rank-0")) == {"own"}
-
-
-def test_where_training_is(two: SlotGroup, tmp_path: Path) -> None:
-    """20 samples, 2 ranks, 2 a micro-batch, 3 of them a batch: 5/3 batches an epoch. Every call of
-    train_batch within a batch hears the same."""
-    drive(
-        two, config(tmp_path, 5, "AsksWhereItIs", train_samples=20, accumulation=3), tmp_path
-    )  # fmt: skip
-    seen = lines(tmp_path, "where", 1)
-    assert all(index == current for index, current, _, _ in seen)
-    calls = [[index, start, end] for index, _, start, end in seen]
-    assert calls[::3] == calls[1::3] == calls[2::3]
-    assert calls[::3] == [
-        [0, True, False],
-        [1, False, True],
-        [2, True, False],
-        [3, False, True],
-        [4, True, True],
-    ]
-
-
+@pytest.mark.slots
 @pytest.mark.parametrize(
     ("variable", "world_size"),
-    [("DET_MANUAL_INIT_DISTRIBUTED", 2), ("TRIALFLOW_MANUAL_INIT_DISTRIBUTED", 1)],
+    [
+        ("DET_MANUAL_INIT_DISTRIBUTED", 1),
+        ("TRIALFLOW_MANUAL_INIT_DISTRIBUTED", 2),
+        ("DET_MANUAL_INIT_DISTRIBUTED", 4),
+    ],
 )
 def test_a_trial_that_initialises_by_itself(tmp_path: Path, variable: str, world_size: int) -> None:
     """torch.distributed is untouched until the trial sees to it; then everything works."""
-    with slots(world_size, **{variable: "1"}) as group:
+    with SlotGroup(world_size, working_dir=TOY, environment={variable: "1"}) as group:
         run: Driven = drive(group, config(tmp_path, 2, "InitialisesItself"), tmp_path)
     assert run.progress.batches_trained == 2
     for rank in range(world_size):
-        was_initialised, everybody = lines(tmp_path, "init", rank)[0]
-        assert was_initialised is False
-        assert everybody == list(range(world_size))
+        assert lines(tmp_path, "init", rank)[0] == [False, list(range(world_size))]
 
 
-def test_without_the_variable_it_is_initialised_before(two: SlotGroup, tmp_path: Path) -> None:
+@pytest.mark.slots
+@RANKS
+def test_without_the_variable_it_is_initialised_before(
+    warm_slots: Warm, tmp_path: Path, world_size: int
+) -> None:
     """The usual case, which the variables change."""
-    drive(two, config(tmp_path, 1, "InitialisesItself"), tmp_path)
-    assert lines(tmp_path, "init", 1)[0] == [True, [0, 1]]
+    drive(warm_slots(world_size), config(tmp_path, 1, "InitialisesItself"), tmp_path)
+    for rank in range(world_size):
+        assert lines(tmp_path, "init", rank)[0] == [True, list(range(world_size))]
+
+
+@pytest.mark.parametrize(
+    "variable", ["DET_MANUAL_INIT_DISTRIBUTED", "TRIALFLOW_MANUAL_INIT_DISTRIBUTED"]
+)
+def test_both_names_mean_the_same(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    """The reference's and our own; anything but 1 is no."""
+    for value, expected in (("1", True), ("0", False)):
+        monkeypatch.setenv(variable, value)
+        assert initialises_by_itself() is expected

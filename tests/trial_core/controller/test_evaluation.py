@@ -49,20 +49,24 @@ def test_padding_is_seen_by_no_reducer(
     assert metrics["reducer_count"] == samples
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_a_loader_of_the_users_own_without_length(
-    warm_slots: Warm, tmp_path: Path, zero_stage: int
+    warm_slots: Warm, tmp_path: Path, world_size: int, zero_stage: int
 ) -> None:
     """It is read to its end, on each rank its own."""
     metrics = validate(
-        warm_slots(2), tmp_path, "OwnLoader", validation_samples=13, zero_stage=zero_stage
+        warm_slots(world_size), tmp_path, "OwnLoader", validation_samples=13, zero_stage=zero_stage
     )
     assert metrics["indices"] == list(range(13))
 
 
-def test_a_call_may_take_several_micro_batches(warm_slots: Warm, tmp_path: Path) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_call_may_take_several_micro_batches(
+    warm_slots: Warm, tmp_path: Path, world_size: int
+) -> None:
     """8 micro-batches, 2 in each call: the validation ends where the data does."""
-    metrics = validate(warm_slots(2), tmp_path, "TwoAtATime", validation_samples=16)
+    metrics = validate(warm_slots(world_size), tmp_path, "TwoAtATime", validation_samples=16)
     assert metrics["reducer_count"] == 16
 
 
@@ -86,7 +90,7 @@ def test_each_metric_has_its_reducer(warm_slots: Warm, tmp_path: Path, world_siz
     assert reduced == {"avg": 6.5, "sum": 45.5, "max": 12.5, "min": 0.5}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_full_dataset_is_evaluated_on_one_rank(
     warm_slots: Warm, tmp_path: Path, world_size: int
 ) -> None:

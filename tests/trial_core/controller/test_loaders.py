@@ -65,6 +65,7 @@ def test_a_rank_that_needs_no_data_is_not_asked_for_any() -> None:
         evaluates_in_lockstep=False, pads_evaluation=True,
     )  # fmt: skip
     alone: Any = SimpleNamespace(allgather=lambda mine: [mine], get_rank=lambda: 0)
-    loaders = build_loaders(engine, alone, 0, seed=0)
+    loaders = build_loaders(engine, alone, seed=0)
+    loaders.begin(0)
     assert loaders.training is None
     assert loaders.validation.begin() is None

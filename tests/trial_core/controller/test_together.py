@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 
 import pytest
 
-from trial_core.checkpoint.manifest import FileEntry
 from trial_core.controller import upload
 from trial_core.controller.together import Outcome, on_every_rank, on_the_first_rank
 from trial_core.controller.upload import TRIES, Upload, persistently
@@ -67,23 +66,21 @@ def test_an_error_that_takes_more_than_a_message_is_still_told() -> None:
 
 
 def test_an_upload_runs_beside_and_tells_when_it_has_ended() -> None:
-    """Not before its work is done, and then with what it stored."""
+    """Not before its work is done, and then how."""
     may_end = threading.Event()
-    entry = FileEntry(path="a", size_bytes=1, digest="sha256:" + "0" * 64, rank=0)
 
-    def persist() -> list[FileEntry]:
+    def work() -> Outcome:
         may_end.wait(30)
-        return [entry]
+        return Outcome("stored")
 
-    running = Upload(persist)
-    assert not running.has_ended()
+    running = Upload(work)
+    assert running.outcome() is None
     may_end.set()
-    assert running.has_ended(within_seconds=30)
-    assert running.files() == [entry]
+    assert running.outcome(within_seconds=30) == Outcome("stored")
 
 
 def test_a_storage_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few times, with pauses; then its error is raised where the files are asked for."""
+    """A few times, with pauses; then its error is raised."""
     monkeypatch.setattr(upload, "PAUSE_SECONDS", 0.0)
     tries: list[int] = []
 
@@ -92,7 +89,7 @@ def test_a_storage_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) ->
         fails()
 
     with pytest.raises(StorageError, match="the disk is full"):
-        Upload(persist).files()
+        persistently(persist)
     assert len(tries) == TRIES
     remaining = iter([fails, lambda: "stored"])
     assert persistently(lambda: next(remaining)()) == "stored"
@@ -101,8 +98,8 @@ def test_a_storage_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_mistake_in_an_upload_is_not_lost() -> None:
     """Whatever ends the thread is raised in the main one."""
 
-    def persist() -> NoReturn:
+    def work() -> NoReturn:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        Upload(persist).files()
+        Upload(work).outcome(within_seconds=30)

@@ -11,7 +11,7 @@ from trial_core.slots.group import SlotGroup
 
 
 def assert_resuming_is_bit_identical(
-    slots: SlotGroup, folder: Path, entrypoint: str, min_tensors: int = 10, **hparams: Any
+    slots: SlotGroup, folder: Path, entrypoint: str, **hparams: Any
 ) -> Path:
     """9 batches, and 4 + 5: the same samples, weights, optimizer states and metrics on every rank.
 
@@ -39,7 +39,7 @@ def assert_resuming_is_bit_identical(
         for part, run in (("straight", whole), ("parts", rest))
     ]
     expected, restored = map(tensors, stored)
-    assert len(expected) > min_tensors
+    assert len(expected) > 7  # so that something is compared: a single rank has that many
     assert differing(expected, restored) == []
     assert rest.validation[-1] == whole.validation[-1]
     return stored[1]

@@ -91,6 +91,14 @@ def test_a_base_that_is_neither_path_nor_dict(wrong: Any) -> None:
         overwrite_deepspeed_config(wrong, {})
 
 
+@pytest.mark.parametrize("wrong", [None, "ds_config.json", [("train_batch_size", 64)]])
+def test_a_source_that_is_no_dict(wrong: Any) -> None:
+    """Only the base may be a file."""
+    message = f"source_ds_dict must be a dictionary, got {type(wrong).__name__}: {wrong!r}"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        overwrite_deepspeed_config(BASE, wrong)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_model
 
-from tests.support.slots import TOY, drive, toy_config
+from deployments.cli.main import main
+from tests.support.slots import TOY, Driven, drive, toy_config
+from tests.trial_core.checkpoint.helpers import new_manifest
+from trial_core.checkpoint.store import CheckpointStore
 from trial_core.deepspeed.export import export_weights, write_weights
 from trial_core.errors import CheckpointError
 from trial_core.slots.group import SlotGroup
@@ -20,17 +25,29 @@ from trial_core.slots.group import SlotGroup
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]
 Weights = dict[str, torch.Tensor]
+EXPORT = "export_trials:ExportTrial"
 
 
-def saved(
-    slots: SlotGroup, folder: Path, entrypoint: str = "export_trials:ExportTrial", **hparams: Any
-) -> Path:
-    """The files of a checkpoint after three batches."""
-    config = toy_config(
-        folder, 3, entrypoint=entrypoint, hyperparameters={"record": str(folder), **hparams}
-    )
-    run = drive(slots, config, folder, persist=True)
-    return folder / "checkpoints" / "checkpoints" / run.checkpoints[-1]
+def ranks_and_stages(test: Any) -> Any:
+    """Run a test on 1, 2 and 4 ranks, with every ZeRO stage."""
+    on_ranks = pytest.mark.parametrize("world_size", [1, 2, 4])
+    return on_ranks(pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])(test))
+
+
+def trained(slots: SlotGroup, folder: Path, trial: str = EXPORT, **hparams: Any) -> Driven:
+    """A run of three batches, saved at its end."""
+    hparams["record"] = str(folder)
+    config = toy_config(folder, 3, entrypoint=trial, hyperparameters=hparams)
+    return drive(slots, config, folder, persist=True)
+
+
+def saved(slots: SlotGroup, folder: Path, trial: str = EXPORT, **hparams: Any) -> Path:
+    """The files of the checkpoint of such a run."""
+    return files(folder, trained(slots, folder, trial, **hparams).checkpoints[-1])
+
+
+def files(folder: Path, uuid: str) -> Path:
+    return folder / "checkpoints" / "checkpoints" / uuid
 
 
 def truth(folder: Path, dtype: str) -> Weights:
@@ -46,29 +63,76 @@ def assert_equal(seen: Weights, expected: Weights) -> None:
         assert torch.equal(seen[name], tensor), name
 
 
+@dataclass
+class Run:
+    """A run whose checkpoint is committed."""
+
+    folder: Path
+    uuid: str
+
+    @property
+    def files(self) -> Path:
+        return files(self.folder, self.uuid)
+
+
+@pytest.fixture(scope="module")
+def run_on(warm_slots: Warm, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """One run for each number of ranks, ZeRO stage and precision."""
+
+    @functools.cache
+    def run(world_size: int, zero_stage: int, bf16: bool) -> Run:
+        folder = tmp_path_factory.mktemp("run")
+        driven = trained(warm_slots(world_size), folder, zero_stage=zero_stage, bf16=bf16)
+        uuid = driven.checkpoints[-1]
+        store = CheckpointStore(f"file://{folder}/checkpoints")
+        store.commit(new_manifest(3, uuid=uuid, files=driven.files[uuid]))
+        return Run(folder, uuid)
+
+    return run
+
+
+@ranks_and_stages
 @pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_fp32_is_what_the_optimizer_steps_on(
-    warm_slots: Warm, tmp_path: Path, zero_stage: int, bf16: bool
+    run_on: Callable[..., Run], world_size: int, zero_stage: int, bf16: bool
 ) -> None:
-    """Bit for bit, tied and frozen weights and buffers included, from two ranks' shards."""
-    folder = saved(warm_slots(2), tmp_path, zero_stage=zero_stage, bf16=bf16)
-    weights = export_weights(folder)
-    assert_equal(weights, truth(tmp_path, "fp32"))
+    """Bit for bit, tied and frozen weights and buffers included, from all ranks' shards."""
+    run = run_on(world_size, zero_stage, bf16=bf16)
+    weights = export_weights(run.files)
+    assert_equal(weights, truth(run.folder, "fp32"))
     is_widened = torch.equal(weights["inputs.weight"], weights["inputs.weight"].bfloat16().float())
     assert is_widened == (bf16 and zero_stage == 0)
     assert weights["decoder.head.weight"] is weights["outputs.weight"]
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@ranks_and_stages
 def test_16bit_is_what_the_model_computes_with(
-    warm_slots: Warm, tmp_path: Path, zero_stage: int
+    run_on: Callable[..., Run], world_size: int, zero_stage: int
 ) -> None:
     """Each tensor has the type that it has in the engine."""
-    folder = saved(warm_slots(2), tmp_path, zero_stage=zero_stage, bf16=True)
-    weights = export_weights(folder, dtype="16bit")
+    run = run_on(world_size, zero_stage, bf16=True)
+    weights = export_weights(run.files, dtype="16bit")
     assert weights["frozen.weight"].dtype == torch.bfloat16
-    assert_equal(weights, truth(tmp_path, "16bit"))
+    assert_equal(weights, truth(run.folder, "16bit"))
+
+
+@ranks_and_stages
+def test_16bit_is_what_save_16bit_model_gives(
+    run_on: Callable[..., Run], tmp_path: Path, world_size: int, zero_stage: int
+) -> None:
+    """`trialflow export` writes DeepSpeed's names, types and bits, frozen weights too, and ties
+    what is tied there."""
+    run, target = run_on(world_size, zero_stage, bf16=True), tmp_path / "model.pt"
+    storage = str(run.folder / "checkpoints")
+    arguments = [run.uuid, "--to", str(target), "--dtype", "16bit", "--storage", storage]
+    assert main(["export", *arguments]) == 0
+    exported = torch.load(target, weights_only=True)
+    given = torch.load(run.folder / "deepspeed.bin", weights_only=True)
+    assert exported.keys() == given.keys()
+    assert_equal(exported, {name: given[name] for name in exported})
+    for weights in (exported, given):
+        tied = [weights[name].data_ptr() for name in ("outputs.weight", "decoder.head.weight")]
+        assert tied[0] == tied[1]
 
 
 def test_a_model_trained_in_fp32_has_no_16bit_weights(warm_slots: Warm, tmp_path: Path) -> None:
@@ -143,9 +207,8 @@ def test_a_pipeline_is_exported_as_its_layers(
     monkeypatch.setattr(sys, "path", [str(TOY), *sys.path])
     from toy_trial import samples
 
-    config = toy_config(tmp_path, 3, entrypoint="parallel_trials:PipelineTrial")
-    run = drive(warm_slots(2), config, tmp_path, persist=True)
-    folder = tmp_path / "checkpoints" / "checkpoints" / run.checkpoints[-1]
+    run = trained(warm_slots(2), tmp_path, "parallel_trials:PipelineTrial")
+    folder = files(tmp_path, run.checkpoints[-1])
     linear, tanh = torch.nn.Linear, torch.nn.Tanh
     model = torch.nn.Sequential(
         linear(2, 16), torch.nn.Dropout(0.2), linear(16, 16), tanh(), linear(16, 16), tanh(),

@@ -13,7 +13,7 @@ import pytest
 from tests.support.fitting import SCRIPT, fit_toys, start
 from tests.support.slots import Driven, drive, lines, toy_config
 from tests.support.tensors import differing, tensors
-from trial_core.checkpoint.store import CheckpointStore
+from tests.trial_core.deepspeed.fits import assert_same_end, every, files, hooks, run, store
 from trial_core.checkpoint.transfer import verify_files
 from trial_core.slots.group import SlotGroup
 
@@ -21,37 +21,8 @@ pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]
 
 
-def run(folder: Path, fit: dict[str, Any], **hparams: Any) -> dict[str, Any]:
-    """A run whose records and checkpoints go below `folder`, judged by the loss."""
-    folder.mkdir(parents=True, exist_ok=True)
-    exp_conf = {
-        "name": "toy", "searcher": {"metric": "loss"},
-        "checkpoint_storage": f"file://{folder}/checkpoints",
-    }  # fmt: skip
-    return {
-        "init": {"hparams": {"record": str(folder), **hparams}, "exp_conf": exp_conf},
-        "fit": fit,
-    }
-
-
-def store(folder: Path) -> CheckpointStore:
-    return CheckpointStore(f"file://{folder}/checkpoints")
-
-
-def files(folder: Path, uuid: str) -> Path:
-    return folder / "checkpoints" / "checkpoints" / uuid
-
-
-def hooks(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
-    return lines(folder, "hooks", rank)
-
-
 # What every run of the first two fixtures trains with.
 HPARAMS = {"accumulation": 3, "train_samples": 50, "zero_stage": 2}
-
-
-def every(batches: int, length: int) -> dict[str, Any]:
-    return {"max_length": {"batches": length}, "reporting_period": {"batches": batches}}
 
 
 @pytest.fixture(scope="module")
@@ -135,14 +106,9 @@ def test_a_fit_goes_on_bit_for_bit(
 ) -> None:
     """5 + 7 batches are 12: the same trial, micro-batches, weights, optimizer and random state."""
     folder = straight_and_first["folder"]
-    rest, straight = second_start["rest"][0], straight_and_first["straight"][0]
-    assert rest["trial"] == straight_and_first["first"][0]["trial"]
-    for rank in (0, 1):
-        seen = lines(folder / "parts", "samples", rank)
-        assert seen == lines(folder / "straight", "samples", rank)
-    assert rest["validation_metrics"] == straight["validation_metrics"]
-    expected = tensors(files(folder / "straight", straight["checkpoint_uuid"]))
-    assert differing(expected, tensors(files(folder / "parts", rest["checkpoint_uuid"]))) == []
+    whole, rest = straight_and_first["straight"], second_start["rest"]
+    assert rest[0]["trial"] == straight_and_first["first"][0]["trial"]
+    assert_same_end(folder / "straight", folder / "parts", whole, rest)
 
 
 def test_a_damaged_checkpoint_is_refused_on_every_rank(second_start: dict[str, Any]) -> None:
@@ -190,7 +156,7 @@ def test_a_warm_start_takes_the_optimizer_along_unless_told_not_to(
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """In plain python: periods of every kind, a test, a stop, and mistakes."""
+    """In plain python: periods of every kind, a test, a stop, going on, and mistakes."""
     folder = tmp_path_factory.mktemp("alone")
     runs = {
         # 8 micro-batches an epoch.
@@ -206,6 +172,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "test": run(folder / "test", {"test_mode": True}),
         "stop": run(folder / "stop", every(5, 50), at_batch=7, do="stop"),
         "metric": run(folder / "metric", every(5, 5)),
+        "straight": run(folder / "straight", every(4, 9), **HPARAMS),
+        "first": run(folder / "parts", every(4, 4), **HPARAMS),
+        "rest": run(folder / "parts", {**every(4, 9), "latest_checkpoint": "latest"}, **HPARAMS),
         "nothing best": run(folder / "any", {**every(5, 6), "validation_period": {"batches": 2}}),
     }  # fmt: skip
     runs["metric"]["init"]["exp_conf"]["searcher"]["metric"] = "accuracy"
@@ -247,6 +216,13 @@ def test_a_stop_ends_the_fit_after_its_workload(alone: dict[str, Any]) -> None:
     assert manifest.progress.batches_trained == 10
 
 
+def test_a_single_rank_goes_on_bit_for_bit(alone: dict[str, Any]) -> None:
+    """4 + 5 batches are 9, without any launcher."""
+    folder = alone["folder"]
+    assert alone["rest"]["trial"] == alone["first"]["trial"]
+    assert_same_end(folder / "straight", folder / "parts", [alone["straight"]], [alone["rest"]])
+
+
 def test_a_metric_that_nobody_reports(alone: dict[str, Any]) -> None:
     """The one that exp_conf names must be there."""
     assert alone["metric"]["error"] == (
@@ -273,13 +249,36 @@ def test_a_rank_that_raises_ends_the_others(tmp_path: Path) -> None:
     assert len(lines(tmp_path / "broken", "samples", 0)) < 50
 
 
-def test_a_trial_that_initialises_torch_distributed_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With DET_MANUAL_INIT_DISTRIBUTED=1, init leaves it to the trial; the ranks still become one
-    run."""
-    monkeypatch.setenv("DET_MANUAL_INIT_DISTRIBUTED", "1")
-    ((first, second),) = fit_toys("torchrun", tmp_path / "launch", run(tmp_path / "m", every(4, 4)))
-    assert first == second
-    assert first["batches_trained"] == 4
-    assert [manifest.trial for manifest in store(tmp_path / "m").list()] == [first["trial"]]
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Under torchrun, 4 ranks of which the trial initialises torch.distributed itself: 9 batches
+    straight, and 4 + 5."""
+    folder = tmp_path_factory.mktemp("four")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRIALFLOW_MANUAL_INIT_DISTRIBUTED", "1")
+        outcomes = fit_toys(
+            "torchrun", folder / "launch",
+            run(folder / "straight", every(4, 9), **HPARAMS),
+            run(folder / "parts", every(4, 4), **HPARAMS),
+            run(folder / "parts", {**every(4, 9), "latest_checkpoint": "latest"}, **HPARAMS),
+            ranks=4,
+        )  # fmt: skip
+    return {"folder": folder, **dict(zip(("straight", "first", "rest"), outcomes, strict=True))}
+
+
+def test_a_trial_that_initialises_torch_distributed_itself(four: dict[str, Any]) -> None:
+    """init leaves it to the trial; the ranks still become one run, and each returns the same."""
+    result, *others = four["straight"]
+    assert result["batches_trained"] == 9
+    assert others == [result] * 3
+    (manifest,) = store(four["folder"] / "straight").list()
+    assert manifest.trial == result["trial"]
+    assert {entry.rank for entry in manifest.files} == {0, 1, 2, 3}
+
+
+def test_four_ranks_go_on_bit_for_bit(four: dict[str, Any]) -> None:
+    """4 + 5 batches are 9: the same trial, micro-batches, weights, optimizer and random state."""
+    assert four["rest"][0]["trial"] == four["first"][0]["trial"]
+    assert_same_end(
+        four["folder"] / "straight", four["folder"] / "parts", four["straight"], four["rest"]
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,26 +24,56 @@ from trial_core.slots.group import SlotGroup
 pytestmark = pytest.mark.slots
 
 
+Warm = Callable[[int], SlotGroup]
+
+
+def assert_weights_move(
+    source: SlotGroup, target: SlotGroup, folder: Path, stages: tuple[int, int]
+) -> None:
+    """A trial of 3 batches on `source`; a new one on `target` begins with its weights."""
+    of_source, of_target = (
+        toy_config(folder, 3, hyperparameters={"zero_stage": stage}) for stage in stages
+    )
+    trained = drive(source, of_source, folder, persist=True)
+    uuid = trained.checkpoints[-1]
+    build(target, of_target, folder)
+    target.request(FetchCheckpoint(uuid=uuid, files=trained.files[uuid]), Fetched)
+    target.request(
+        BuildLoaders(batches_trained=0, checkpoint=uuid, restore="weights"), LoadersBuilt
+    )  # fmt: skip
+    saved = target.request(SaveCheckpoint(uuid="after"), Saved)
+    merged = folder / "merged"
+    for rank in saved:
+        shutil.copytree(rank.staging, merged, dirs_exist_ok=True)
+
+    expected = export_weights(folder / "checkpoints" / "checkpoints" / uuid)
+    seen = export_weights(merged)
+    assert expected.keys() == seen.keys()
+    assert [name for name in expected if not torch.equal(expected[name], seen[name])] == []
+
+
 @pytest.mark.parametrize("source", [0, 2, 3])
 @pytest.mark.parametrize("target", [0, 2, 3])
 def test_weights_move_between_zero_stages(
-    warm_slots: Callable[[int], SlotGroup], tmp_path: Path, source: int, target: int
+    warm_slots: Warm, tmp_path: Path, source: int, target: int
 ) -> None:
     """The new trial's weights are the source's, bit for bit, on 1 rank."""
-    slots = warm_slots(1)
-    trained = drive(
-        slots, toy_config(tmp_path, 3, hyperparameters={"zero_stage": source}), tmp_path,
-        persist=True,
-    )  # fmt: skip
-    uuid = trained.checkpoints[-1]
-    build(slots, toy_config(tmp_path, 3, hyperparameters={"zero_stage": target}), tmp_path)
-    slots.request(FetchCheckpoint(uuid=uuid, files=trained.files[uuid]), Fetched)
-    slots.request(
-        BuildLoaders(batches_trained=0, checkpoint=uuid, restore="weights"), LoadersBuilt
-    )  # fmt: skip
-    saved = slots.request(SaveCheckpoint(uuid="after"), Saved)[0]
+    assert_weights_move(warm_slots(1), warm_slots(1), tmp_path, (source, target))
 
-    expected = export_weights(tmp_path / "checkpoints" / "checkpoints" / uuid)
-    seen = export_weights(Path(saved.staging))
-    assert expected.keys() == seen.keys()
-    assert [name for name in expected if not torch.equal(expected[name], seen[name])] == []
+
+@pytest.mark.parametrize(
+    ("ranks", "stages"),
+    [
+        ((1, 4), (0, 2)),
+        ((1, 4), (2, 3)),
+        ((2, 1), (3, 2)),
+        ((4, 2), (3, 2)),
+        ((4, 2), (3, 3)),
+    ],
+)
+def test_weights_move_between_numbers_of_ranks(
+    warm_slots: Warm, tmp_path: Path, ranks: tuple[int, int], stages: tuple[int, int]
+) -> None:
+    """More ranks, or fewer, than the source had, from whole weights or shards, into either."""
+    source, target = (warm_slots(world_size) for world_size in ranks)
+    assert_weights_move(source, target, tmp_path, stages)

@@ -1,13 +1,10 @@
-"""What the driver and the ranks say to each other: plain data, encoded as MessagePack.
+"""What the driver asks of the ranks, and what they hand back.
 
-The driver sends every rank the same `Request`; each rank replies with one `Answer`. Events flow
-from ranks to the driver unasked. Nothing here is ever a pickle: a message can carry only what its
-type declares, and a message that does not fit its type is refused on arrival.
+Every rank gets the same `Request`, and hands back the `Result` that follows it here, or `Done`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -22,20 +19,6 @@ Lane = Literal["compute", "io"]
 
 class Message(msgspec.Struct, tag=True, kw_only=True):
     """Base of everything that travels; the tag is the class's name."""
-
-
-# ------------------------------------------------------------------------------- joining
-
-
-class Hello(Message):
-    """A rank's first words, once both sides have proved that they know the secret."""
-
-    rank: int
-    pid: int
-    host: str
-
-
-# ------------------------------------------------------------------- requests and results
 
 
 class Request(Message):
@@ -89,11 +72,18 @@ class TrialBuilt(Result):
 
 
 class FetchCheckpoint(Request):
-    """Bring a checkpoint's files to this machine, each verified; the machine's ranks share them."""
+    """Bring a checkpoint's files to this machine, each verified; the machine's ranks share them.
+
+    Attributes:
+        files: all of the checkpoint's.
+        saved_by: how the ranks that saved it divided the work: then only those files are fetched
+            that this machine's ranks need. None: all.
+    """
 
     lane: ClassVar[Lane] = "io"
     uuid: str
     files: list[FileEntry]
+    saved_by: Topology | None = None
 
 
 class Fetched(Result):
@@ -115,12 +105,14 @@ class BuildLoaders(Request):
         batches_trained: where training begins (or goes on).
         checkpoint: uuid of a checkpoint that was fetched before.
         restore: how much of it is restored.
+        saved_by: how the ranks that saved it divided the work; None: as these do.
         validation_limit: `evaluate_batch` calls after which a validation ends; None: no limit.
     """
 
     batches_trained: int
     checkpoint: str | None
     restore: Restore = "everything"
+    saved_by: Topology | None = None
     validation_limit: int | None = None
 
 
@@ -179,11 +171,13 @@ class Saved(Result):
     Attributes:
         staging: the folder it is staged in.
         writes_run_files: whether the rank writes files for TensorBoard, to upload with the run.
+        stop_requested: whether the trial has asked, on this rank, to save and end.
     """
 
     staging: str
     seconds: float
     writes_run_files: bool = False
+    stop_requested: bool = False
 
 
 class PersistCheckpoint(Request):
@@ -194,14 +188,17 @@ class PersistCheckpoint(Request):
 
 
 class Persisted(Result):
-    """The rank's files are stored whole, unless `problem` says how the storage failed.
+    """The rank's files are stored whole, unless one of these says why not.
 
-    Asking again may help then: what was staged is still there.
+    Attributes:
+        problem: how the storage failed; asking again may help: what was staged is still there.
+        mistake: why they cannot be a checkpoint's files; asking again would not help.
     """
 
     files: list[FileEntry]
     seconds: float
     problem: str | None = None
+    mistake: str | None = None
 
 
 class ReleaseStaging(Request):
@@ -274,87 +271,3 @@ AnyResult = (
     | HookDone
     | RunFilesStored
 )
-
-
-class Envelope(Message):
-    """A request on its way to a rank, with the number its answer will carry."""
-
-    number: int
-    request: AnyRequest
-
-
-class RankError(Message):
-    """An exception that a workload raised on a rank.
-
-    Attributes:
-        error_type: its class's name; a class of the user's may bear any name, also one of ours.
-        is_ours: whether it is a `TrialflowError`, so that its message says all.
-        message, traceback: of the exception, as text.
-    """
-
-    error_type: str
-    is_ours: bool
-    message: str
-    traceback: str
-
-
-class Answer(Message):
-    """A rank's reply to the request with that number: a result, or an error."""
-
-    number: int
-    result: AnyResult | None = None
-    error: RankError | None = None
-
-
-# -------------------------------------------------------------------------------- events
-
-
-class BatchesTrained(Message):
-    """Rank 0 has trained this far; sent a few times a second at most."""
-
-    batches: int
-
-
-class LogLines(Message):
-    """New lines of a rank's output."""
-
-    lines: list[str]
-
-
-FromRank = Answer | BatchesTrained | LogLines
-
-
-@dataclass(frozen=True)
-class Peer:
-    """A rank that has joined."""
-
-    rank: int
-    pid: int
-    host: str
-
-
-_encoder = msgspec.msgpack.Encoder()
-_from_rank = msgspec.msgpack.Decoder(FromRank)
-_envelope = msgspec.msgpack.Decoder(Envelope)
-_hello = msgspec.msgpack.Decoder(Hello)
-
-
-def encode(message: Message) -> bytes:
-    """A message as bytes."""
-    return _encoder.encode(message)
-
-
-def decode_from_rank(data: bytes) -> Answer | BatchesTrained | LogLines:
-    """What a rank has sent. Raises msgspec.ValidationError when it is no such message."""
-    message: Answer | BatchesTrained | LogLines = _from_rank.decode(data)
-    return message
-
-
-def decode_envelope(data: bytes) -> Envelope:
-    """What the driver has sent. Raises msgspec.ValidationError when it is no such message."""
-    return _envelope.decode(data)
-
-
-def decode_hello(data: bytes) -> Hello:
-    """A rank's first words. Raises msgspec.ValidationError when they are something else."""
-    return _hello.decode(data)

@@ -1,0 +1,291 @@
+"""What checkpoints cost: training blocked, processor time, memory; beside others' ways.
+
+Against a real S3 gateway on this machine (Ceph's), which takes a share of the same cores. Every
+comparison is made in this one run.
+
+- blocked: how long training stands still for one checkpoint of a ZeRO-1 state on 2 ranks.
+- transfers: one 512 MiB file, up and down, each in a fresh process: processor time and memory.
+- share: the part of a ZeRO-3 checkpoint that one rank of four, on a machine of its own, fetches.
+- training: batches of more than half a second, with and without a checkpoint every ten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figures import Estimate, conclude
+from benchmarks.ranks import ENVIRONMENT, ROOT, built, experiment, launched
+from tests.support.faults.plan import Fault
+from tests.support.faults.s3 import faulty_s3
+from tests.support.s3 import S3Server, ceph_gateway
+from trial_core.checkpoint.needed import files_needed
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.messages import (
+    BuildLoaders,
+    BuildTrial,
+    Done,
+    LoadersBuilt,
+    PersistCheckpoint,
+    Persisted,
+    ReleaseStaging,
+    SaveCheckpoint,
+    Saved,
+    TrainBatches,
+    Trained,
+    TrialBuilt,
+)
+from trial_core.sequencer import Progress
+from trial_core.staged import StagedCheckpoint
+
+MIB, GIB = 2**20, 2**30
+PEERS = ("deepspeed_boto3", "torch_dcp", "torch_dcp_async", "lightning")
+BYTES_A_LAYER = 16 * (1024 * 1024 + 1024)
+SLOWER = 10
+
+TARGETS = {
+    "blocked_ratio_deepspeed_boto3": 1 / 25,
+    "blocked_ratio_slow_store": 1.1,
+    "upload_processor_ratio": 1 / 2,
+    "upload_memory_ratio": 1 / 4,
+    "restore_processor_ratio": 2 / 3,
+    "restore_memory_ratio": 1 / 4,
+    "fetched_share": 0.27,
+    "training_ratio": 1.03,
+}
+
+
+def blocked(server: S3Server, state_mib: int, turns: int) -> dict[str, float]:
+    """Save in every way, in turns; then with a store that is ten times as slow."""
+    layers = max(1, state_mib * MIB // BYTES_A_LAYER)
+    with faulty_s3(server) as proxy, tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        job: dict[str, Any] = {
+            "layers": layers,
+            "bucket": server.new_bucket(),
+            "stores": {"fast": server.options, "slow": proxy.server().options},
+        }
+        lines = in_ranks(Path(folder), {**job, "ways": ["ours", *PEERS], "turns": turns})
+        whole = median(lines, "ours", "whole")
+        # So many bytes go through one connection at a time; there are a few for each rank.
+        pace = layers * BYTES_A_LAYER / (SLOWER * whole) / CONNECTIONS
+        proxy.new_plan(Fault("slow", times=None, method="PUT", bytes_per_second=int(pace)))
+        slow_job = {**job, "ways": ["ours", "ours_slow_store"], "turns": max(2, turns // 2)}
+        slow = in_ranks(Path(folder), slow_job)
+    figures = {
+        "blocked_s": median(lines, "ours", "blocked"),
+        "state_mib": layers * BYTES_A_LAYER / MIB,
+    }
+    for peer in PEERS:
+        pairs = ratios(lines, "ours", peer)
+        print(f"blocked, against {peer}: {Estimate.of(pairs).shown(4)}", flush=True)
+        figures[f"blocked_s_{peer}"] = median(lines, peer, "blocked")
+        figures[f"blocked_ratio_{peer}"] = Estimate.of(pairs).median
+    figures["blocked_ratio_slow_store"] = Estimate.of(
+        ratios(slow, "ours_slow_store", "ours")
+    ).median
+    figures["store_slowdown"] = median(slow, "ours_slow_store", "whole") / median(
+        slow, "ours", "whole"
+    )
+    return figures
+
+
+CONNECTIONS = 8
+
+
+def in_ranks(folder: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run `benchmarks.checkpoint_ranks` on 2 ranks; what they measured, without the warm-up."""
+    path = folder / "job.json"
+    path.write_text(json.dumps(job))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    printed = subprocess.run(
+        [*launcher, "-m", "benchmarks.checkpoint_ranks", str(path)],
+        cwd=ROOT,
+        env={**os.environ, **ENVIRONMENT, "TRIALFLOW_HOME": str(folder)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
+    lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    return [line for line in lines if line["turn"] > 0]
+
+
+def median(lines: Iterable[dict[str, Any]], way: str, what: str) -> float:
+    """The median of a way's seconds."""
+    return statistics.median(float(line[what]) for line in lines if line["way"] == way)
+
+
+def ratios(lines: Iterable[dict[str, Any]], way: str, other: str) -> list[float]:
+    """How long `way` blocked over how long `other` did, turn by turn."""
+    turns: dict[int, dict[str, float]] = defaultdict(dict)
+    for line in lines:
+        turns[line["turn"]][line["way"]] = line["blocked"]
+    return [turn[way] / turn[other] for turn in turns.values()]
+
+
+def transfers(server: S3Server, size_mib: int, turns: int) -> dict[str, float]:
+    """One file up and down, by s3fs and by ours, each time in a fresh process."""
+    seen: dict[str, list[dict[str, float]]] = defaultdict(list)
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        large, small = new_file(Path(folder, "large"), size_mib), new_file(Path(folder, "small"), 1)
+        for turn in range(turns):
+            job = {
+                **large,
+                "small": {
+                    **small,
+                    "uuid": str(uuid.uuid4()),
+                    "target": f"{folder}/down-small-{turn}",
+                },
+                "uuid": str(uuid.uuid4()),
+                "bucket": server.new_bucket(),
+                "options": server.options,
+                "target": f"{folder}/down-{turn}",
+            }
+            for way in ("s3fs", "ours"):
+                for direction in ("upload", "restore"):
+                    seen[f"{direction}_{way}"].append(
+                        transfer({**job, "work": f"{direction}_{way}"})
+                    )
+    figures: dict[str, float] = {}
+    for direction in ("upload", "restore"):
+        ours, peer = seen[f"{direction}_ours"], seen[f"{direction}_s3fs"]
+        for name, what, unit in (
+            ("processor", "processor_seconds", size_mib / 1024),
+            ("memory", "extra_bytes", MIB),
+            ("time", "seconds", 1.0),
+        ):
+            of_ours = statistics.median(each[what] for each in ours)
+            of_peer = statistics.median(each[what] for each in peer)
+            figures[f"{direction}_{name}_ratio"] = of_ours / of_peer
+            figures[f"{direction}_{name}_ours"] = of_ours / unit
+            figures[f"{direction}_{name}_s3fs"] = of_peer / unit
+    return figures
+
+
+def transfer(job: dict[str, Any]) -> dict[str, float]:
+    """Have it done by `benchmarks.transfers`."""
+    command = [sys.executable, "-m", "benchmarks.transfers", json.dumps(job)]
+    printed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    outcome: dict[str, float] = json.loads(printed.stdout.splitlines()[-1])
+    return outcome
+
+
+def new_file(folder: Path, size_mib: int) -> dict[str, Any]:
+    """A file of random bytes, as a transfer's job names it."""
+    folder.mkdir()
+    digest = hashlib.sha256()
+    with open(folder / "shard.bin", "wb") as file:
+        for _ in range(size_mib):
+            piece = os.urandom(MIB)
+            digest.update(piece)
+            file.write(piece)
+    return {
+        "folder": str(folder),
+        "bytes": size_mib * MIB,
+        "digest": f"sha256:{digest.hexdigest()}",
+    }
+
+
+def share(server: S3Server) -> dict[str, float]:
+    """Save under ZeRO-3 on 4 ranks; the largest part that one of them needs to restore."""
+    with launched(4) as slots, tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        config = experiment(
+            "ShardedTrial", 4, server.new_bucket(), hyperparameters={"model": "medium"}
+        )
+        store = CheckpointStore(config.checkpoint_storage.url, server.options)
+        built_trial = slots.request(
+            BuildTrial(
+                trial="benchmark-00000000",
+                experiment=config.model_dump(mode="json"),
+                run_dir=folder,
+                storage=store.spec,
+            ),
+            TrialBuilt,
+        )[0]
+        slots.request(BuildLoaders(batches_trained=0, checkpoint=None), LoadersBuilt)
+        slots.request(TrainBatches(until=1), Trained)
+        checkpoint = str(uuid.uuid4())
+        slots.request(SaveCheckpoint(uuid=checkpoint), Saved)
+        persisted = slots.request(PersistCheckpoint(uuid=checkpoint), Persisted)
+    manifest = StagedCheckpoint.now(checkpoint, Progress(1), {}).manifest(
+        {rank: part.files for rank, part in enumerate(persisted)},
+        trial="benchmark-00000000", attempt="1", config=config,
+        topology=built_trial.topology, versions={},
+    )  # fmt: skip
+    files, saved_by = manifest.files, manifest.topology
+    needed = [
+        sum(file.size_bytes for file in files_needed(files, saved_by, [rank], saved_by))
+        for rank in range(4)
+    ]
+    return {"fetched_share": max(needed) / manifest.total_bytes}
+
+
+def training(server: S3Server, pairs: int) -> dict[str, float]:
+    """Ten batches, in turns with ten that a checkpoint is saved before and stored beside."""
+    found: list[float] = []
+    seconds: list[float] = []
+    with (
+        launched(2) as slots,
+        built(slots, "medium", 1, CheckpointStore(server.new_bucket(), server.options)),
+    ):
+        trained = 0
+        for pair in range(pairs + 1):
+            turn = {}
+            for saves in (pair % 2 == 0, pair % 2 == 1):
+                trained += 10
+                began = time.perf_counter()
+                if saves:
+                    checkpoint = str(uuid.uuid4())
+                    slots.request(SaveCheckpoint(uuid=checkpoint), Saved)
+                    persisted = slots.submit(PersistCheckpoint(uuid=checkpoint))
+                slots.request(TrainBatches(until=trained), Trained)
+                if saves:
+                    persisted.result()
+                turn[saves] = time.perf_counter() - began
+                if saves:
+                    slots.request(ReleaseStaging(uuid=checkpoint), Done)
+            if pair:  # the first warms up
+                found.append(turn[True] / turn[False])
+                seconds.append(turn[False] / 10)
+    print(f"training with a checkpoint every 10 batches: {Estimate.of(found).shown(4)}", flush=True)
+    return {
+        "training_ratio": Estimate.of(found).median,
+        "training_batch_s": statistics.median(seconds),
+    }
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(prog="benchmarks.checkpoint", description=__doc__)
+    parser.add_argument("--parts", nargs="+", default=["blocked", "transfers", "share", "training"])
+    parser.add_argument("--state-mib", type=int, default=700)
+    parser.add_argument("--file-mib", type=int, default=512)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=10)
+    given = parser.parse_args()
+    figures: dict[str, float] = {}
+    with ceph_gateway() as server:
+        if "blocked" in given.parts:
+            figures |= blocked(server, given.state_mib, given.turns)
+        if "transfers" in given.parts:
+            figures |= transfers(server, given.file_mib, given.turns)
+        if "share" in given.parts:
+            figures |= share(server)
+        if "training" in given.parts:
+            figures |= training(server, given.pairs)
+    conclude(figures, {name: limit for name, limit in TARGETS.items() if name in figures})
+
+
+if __name__ == "__main__":
+    main()

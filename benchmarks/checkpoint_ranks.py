@@ -1,0 +1,200 @@
+"""What saving blocks, in ranks: started by `benchmarks.checkpoint`, one process a rank.
+
+Every way saves the state of the same engine to the same S3 gateway, in turns. A turn is timed from
+all ranks being there until training could go on in all of them; the rest of the save, where there
+is any, is waited for before the next turn.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import boto3  # type: ignore[import-untyped]
+import deepspeed
+import fsspec
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+import trial_core.deepspeed as td
+from benchmarks.trial import ShardedTrial
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.controller.snapshot import Snapshots
+from trial_core.deepspeed.engine import DeepSpeedTrialEngine
+
+WIDTH = 1024
+Rest = Callable[[], Any]
+
+
+class Saved(ShardedTrial):
+    """Linear layers under ZeRO-1 and Adam: 16 bytes of state a parameter, over all ranks."""
+
+    def __init__(self, context: td.DeepSpeedTrialContext) -> None:
+        layers = int(context.get_hparam("layers"))
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=model.parameters(),
+            config={
+                "train_batch_size": context.distributed.get_size(),
+                "zero_optimization": {"stage": 1},
+                "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+            },
+        )
+        self.engine = context.wrap_model_engine(engine)
+        loss = self.engine(torch.ones(1, WIDTH)).sum()  # the optimizer has no state before
+        self.engine.backward(loss)
+        self.engine.step()
+
+
+class Ways:
+    """The ways of saving, of one rank. Each blocks as it does, and returns what is left to do."""
+
+    def __init__(self, context: td.DeepSpeedTrialContext, job: dict[str, Any]) -> None:
+        self._trial = Saved(context)
+        self._engine = DeepSpeedTrialEngine(self._trial, context)
+        self._rank, self._job = context.distributed.get_rank(), job
+        self._folder = Path(tempfile.mkdtemp(prefix=f"benchmark-{self._rank}-"))
+        self._ours = {
+            name: Snapshots(
+                self._folder, CheckpointStore(f"{job['bucket']}/{name}", options),
+                context.distributed, {},
+            )
+            for name, options in job["stores"].items()
+        }  # fmt: skip
+        options = job["stores"]["fast"]
+        self._s3 = boto3.client(
+            "s3",
+            endpoint_url=options["endpoint_url"],
+            aws_access_key_id=options["key"],
+            aws_secret_access_key=options["secret"],
+        )
+        self._fsspec = fsspec.filesystem("s3", **options)
+        self._threads = ThreadPoolExecutor(1)
+        self._gloo = dist.new_group(backend="gloo")
+
+    def close(self) -> None:
+        """End the uploading processes."""
+        for snapshots in self._ours.values():
+            snapshots.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def ours(self) -> Rest:
+        """Snapshot; the persist is left."""
+        return self._snapshot("fast")
+
+    def ours_slow_store(self) -> Rest:
+        """The same, where the store takes ten times as long."""
+        return self._snapshot("slow")
+
+    def deepspeed_boto3(self) -> Rest:
+        """save_checkpoint to local disk, then each rank uploads its files: Determined's way."""
+        folder = self._folder / "native"
+        self._trial.engine.save_checkpoint(str(folder), tag="model0")
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                key = f"boto3/{path.relative_to(folder)}"
+                self._s3.upload_file(str(path), self._job["bucket"].removeprefix("s3://"), key)
+        dist.barrier()
+        return lambda: shutil.rmtree(folder)
+
+    def torch_dcp(self) -> Rest:
+        """torch.distributed.checkpoint.save with its FsspecWriter."""
+        writer = FsspecWriter(f"{self._job['bucket']}/dcp", **self._job["stores"]["fast"])
+        save(self._state(), storage_writer=writer, process_group=self._gloo)
+        return lambda: None
+
+    def torch_dcp_async(self) -> Rest:
+        """torch.distributed.checkpoint.async_save with its FsspecWriter."""
+        writer = FsspecWriter(f"{self._job['bucket']}/dcp-async", **self._job["stores"]["fast"])
+        saving = async_save(self._state(), storage_writer=writer, process_group=self._gloo)
+        return saving.result  # type: ignore[union-attr]  # a Future
+
+    def lightning(self) -> Rest:
+        """torch.save to memory, then through fsspec in a transaction, as Lightning saves a file."""
+        content = io.BytesIO()
+        torch.save(self._state(), content)
+        url = f"{self._job['bucket']}/lightning/rank-{self._rank}.ckpt"
+        with self._fsspec.transaction, self._fsspec.open(url, "wb") as file:
+            file.write(content.getvalue())
+        dist.barrier()
+        return lambda: None
+
+    def _snapshot(self, store: str) -> Rest:
+        snapshots, checkpoint = self._ours[store], self._uuid()
+        snapshots.stage(checkpoint, self._engine, 1, None)
+        persisted = self._threads.submit(snapshots.persist, checkpoint)
+
+        def rest() -> None:
+            persisted.result()
+            snapshots.release(checkpoint)
+
+        return rest
+
+    def _uuid(self) -> str:
+        made = [str(uuid.uuid4())]
+        dist.broadcast_object_list(made)
+        return made[0]
+
+    def _state(self) -> dict[str, Any]:
+        """What this rank would save: the model once, and its own part of the optimizer."""
+        optimizer = self._trial.engine.optimizer
+        flat = optimizer.single_partition_of_fp32_groups[0]
+        moments = optimizer.optimizer.state[flat]
+        own = {"master": flat.detach(), "m": moments["exp_avg"], "v": moments["exp_avg_sq"]}
+        model = self._trial.engine.module.state_dict() if self._rank == 0 else {}
+        return {"model": model, **{f"{key}-{self._rank}": value for key, value in own.items()}}
+
+
+def measure(ways: Ways, names: list[str], turns: int) -> Iterator[dict[str, Any]]:
+    """Save in every way, in turns; the first turn of each warms up and is told as such."""
+    for turn in range(turns + 1):
+        for name in names:
+            dist.barrier()
+            began = time.perf_counter()
+            rest = getattr(ways, name)()
+            dist.barrier()
+            blocked = time.perf_counter() - began
+            rest()
+            dist.barrier()
+            yield {
+                "way": name,
+                "turn": turn,
+                "blocked": blocked,
+                "whole": time.perf_counter() - began,
+            }
+
+
+@contextmanager
+def context_of(job: dict[str, Any]) -> Iterator[td.DeepSpeedTrialContext]:
+    """This rank's context."""
+    with td.init(hparams={"layers": job["layers"]}, exp_conf={"name": "benchmark"}) as context:
+        yield context
+
+
+def main() -> None:
+    """Measure; rank 0 prints each turn as a line of JSON."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    with context_of(job) as context:
+        ways = Ways(context, job)
+        for line in measure(ways, job["ways"], job["turns"]):
+            if context.distributed.get_rank() == 0:
+                print(json.dumps(line), flush=True)
+        ways.close()
+
+
+if __name__ == "__main__":
+    main()

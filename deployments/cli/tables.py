@@ -1,0 +1,50 @@
+"""Checkpoints as lines and tables of a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from deployments.cli import words
+
+SHORT_UUID = 8
+# Output that is piped has no width: lines must not be cut for a terminal that is not there.
+PIPED_WIDTH = 1000
+NUMBERS = ("batches", "size", "files", "rank")
+
+AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON, for programs.")]
+
+
+def local_time(created_at: str) -> str:
+    """A manifest's time as the user's clock shows it."""
+    # Python 3.10 does not read the Z.
+    moment = datetime.fromisoformat(created_at.replace("Z", "+00:00"))
+    return moment.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def shortest_unique(uuids: Sequence[str]) -> int:
+    """How many characters of these uuids tell them apart; at least `SHORT_UUID`."""
+    length = SHORT_UUID
+    while len({uuid[:length] for uuid in uuids}) < len(set(uuids)):
+        length += 1
+    return length
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table to stdout. The last column may be folded, the others are never cut."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for name in columns[:-1]:
+        table.add_column(name, no_wrap=True, justify="right" if name in NUMBERS else "left")
+    table.add_column(columns[-1], overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(words.clean(cell)) for cell in row))
+    Console(width=None if sys.stdout.isatty() else PIPED_WIDTH).print(table)

@@ -1,0 +1,185 @@
+"""`trialflow checkpoints verify`: whether stored checkpoints are what was committed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from deployments.cli import messages, words
+from deployments.cli.experiment import ConfigFile, Storage, open_store
+from deployments.cli.tables import AsJson, print_table, shortest_unique
+from deployments.cli.terminal import is_interactive
+from trial_core.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    ConfigError,
+    StorageError,
+)
+
+if TYPE_CHECKING:
+    from trial_core.checkpoint.layout import ManifestName
+    from trial_core.checkpoint.manifest import Manifest
+    from trial_core.checkpoint.reading import Damage
+    from trial_core.checkpoint.store import CheckpointStore
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What was found of a checkpoint.
+
+    Attributes:
+        manifest: None where it cannot be read.
+        problem: why it cannot.
+        damage: files that are not what the manifest promises.
+    """
+
+    name: ManifestName
+    manifest: Manifest | None
+    problem: str | None = None
+    damage: tuple[Damage, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it can be restored."""
+        return self.problem is None and not self.damage
+
+
+def verify(
+    *uuids: str,
+    trial: Annotated[str | None, Parameter(help="All checkpoints of this trial.")] = None,
+    all_: Annotated[
+        bool, Parameter(name="--all", help="All checkpoints there are, or all of --trial.")
+    ] = False,
+    config: ConfigFile = None,
+    storage: Storage = None,
+    json_: AsJson = False,
+) -> int:
+    """Read every byte of checkpoints again, and compare size and digest of every file.
+
+    The exit code is 0 when all are whole, 1 when one is damaged: each file that is, is named.
+
+    Parameters
+    ----------
+    uuids
+        Checkpoints: uuids, or how they begin; or give --trial or --all.
+    """
+    if bool(uuids) == (all_ or trial is not None):
+        raise ConfigError("give either checkpoints or --trial or --all")
+    store = open_store(config, storage)
+    names = _named(store, uuids) if uuids else _all(store, trial)
+    found = [*_verify(store, names)]
+    if json_:
+        print(json.dumps([summary(each) for each in found], indent=2))
+    else:
+        _print(store, found)
+    return 0 if all(each.is_whole for each in found) else messages.FAILED
+
+
+def summary(found: Verified) -> dict[str, Any]:
+    """What a program wants to know."""
+    manifest = found.manifest
+    return {
+        "uuid": found.name.uuid,
+        "trial": found.name.trial,
+        "batches_trained": found.name.batches,
+        "is_whole": found.is_whole,
+        "files": None if manifest is None else len(manifest.files),
+        "total_bytes": None if manifest is None else manifest.total_bytes,
+        "problem": found.problem,
+        "damage": [
+            {
+                "path": damage.entry.path,
+                "rank": damage.entry.rank,
+                "expected_bytes": damage.entry.size_bytes,
+                "expected_digest": damage.entry.digest,
+                "seen_bytes": damage.seen_bytes,
+                "seen_digest": damage.seen_digest,
+            }
+            for damage in found.damage
+        ],
+    }
+
+
+def _named(store: CheckpointStore, uuids: tuple[str, ...]) -> list[ManifestName]:
+    """The checkpoints of those uuids, each once.
+
+    Raises:
+        CheckpointNotFound: none, or several, are called so.
+    """
+    return [*dict.fromkeys(store.open(uuid).name for uuid in uuids)]
+
+
+def _all(store: CheckpointStore, trial: str | None) -> list[ManifestName]:
+    """All that is committed, also where the manifest cannot be read any more.
+
+    Raises:
+        CheckpointNotFound: the trial has none.
+    """
+    from trial_core.checkpoint import layout
+
+    keys = sorted(store.storage.sizes(layout.MANIFESTS))
+    names = [name for key in keys if (name := layout.parse_manifest_key(key)) is not None]
+    found = [name for name in names if trial is None or name.trial == trial]
+    if trial is not None and not found:
+        raise CheckpointNotFound(f"trial {trial!r} has no checkpoint in {store.url}")
+    return found
+
+
+def _verify(store: CheckpointStore, names: list[ManifestName]) -> Iterator[Verified]:
+    from trial_core.checkpoint.transfer import find_damage
+
+    for count, name in enumerate(names, start=1):
+        try:
+            with _telling(f"verifying {name.uuid} ({count} of {len(names)})"):
+                manifest = store.open(name.uuid)
+                damage = find_damage(store, manifest.uuid, manifest.files)
+        except StorageError:
+            raise
+        except CheckpointNotFound:
+            continue  # deleted since it was listed
+        except CheckpointError as error:
+            yield Verified(name, None, str(error))
+        else:
+            yield Verified(name, manifest, damage=tuple(damage))
+
+
+def _telling(what: str) -> AbstractContextManager[object]:
+    if not is_interactive(sys.stderr):
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status(what)
+
+
+def _print(store: CheckpointStore, found: list[Verified]) -> None:
+    if not found:
+        print(f"no checkpoints in {store.url}")
+        return
+    length = shortest_unique([each.name.uuid for each in found])
+    columns = ("state", "uuid", "trial", "batches", "files", "size")
+    print_table(columns, (_cells(each, length) for each in found))
+    damaged = [each for each in found if not each.is_whole]
+    for each in damaged:
+        problems = [each.problem] if each.problem else map(str, each.damage)
+        print(f"\n{each.name.uuid} of {each.name.trial} is damaged:")
+        print("\n".join(f"  {words.clean(problem)}" for problem in problems))
+    if damaged:
+        print(f"\n{len(damaged)} of {words.plural(len(found), 'checkpoint')} damaged")
+
+
+def _cells(found: Verified, length: int) -> tuple[str, ...]:
+    manifest = found.manifest
+    return (
+        "whole" if found.is_whole else "damaged",
+        found.name.uuid[:length],
+        found.name.trial,
+        str(found.name.batches),
+        "?" if manifest is None else str(len(manifest.files)),
+        "?" if manifest is None else words.size(manifest.total_bytes),
+    )

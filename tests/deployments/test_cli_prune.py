@@ -1,0 +1,188 @@
+"""`trialflow checkpoints pin`, `unpin` and `prune`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.cli.main import main
+from tests.deployments.stored import run
+from tests.support.cli import write_experiment
+from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.store import CheckpointStore
+
+RULES = ("--save-trial-latest", "1", "--metric", "loss")
+
+
+def batches(tmp_path: Path) -> list[int]:
+    """What is there."""
+    store = CheckpointStore(str(tmp_path / "storage"))
+    return [manifest.progress.batches_trained for manifest in store.list()]
+
+
+def test_a_dry_run_shows_and_deletes_nothing(
+    history: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line for each checkpoint: what becomes of it, and why."""
+    assert run(tmp_path, "prune", *RULES, "--dry-run") == 0
+    first, _, header, _, *rows, _, total = capsys.readouterr().out.splitlines()
+    assert first == "keeping save_trial_best 1, save_trial_latest 1, save_experiment_best 0"
+    assert header.split() == ["action", "uuid", "trial", "batches", "saved", "size", "why"]
+    assert [(row.split()[0], row.split()[3]) for row in rows] == [
+        ("delete", "7"),
+        ("keep", "11"),
+        ("delete", "13"),
+        ("keep", "17"),
+    ]
+    assert rows[1].rstrip().endswith("best of its trial (loss 0.2)")
+    assert total == "to delete: 2 of 4 checkpoints, 0 B"
+    assert batches(tmp_path) == [7, 11, 13, 17]
+
+
+def test_prune(history: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --yes nobody is asked; what is gone is said."""
+    assert run(tmp_path, "prune", *RULES, "--yes") == 0
+    assert f"deleted {history[0].uuid}\ndeleted {history[2].uuid}\n" in capsys.readouterr().out
+    assert batches(tmp_path) == [11, 17]
+
+
+def test_by_the_rules_of_an_experiment(
+    history: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its rules, its metric and its direction; what is given besides is over them, and the
+    storage that is given has its rules still."""
+    searcher = {"metric": "loss", "smaller_is_better": False, "max_length": 8}
+    path = write_experiment(tmp_path, searcher=searcher, checkpoint_storage={"save_trial_best": 2})
+    config = ("--config", str(path))
+    assert run(tmp_path, "prune", *config, "--save-trial-latest", "0", "--yes") == 0
+    assert batches(tmp_path) == [7, 17]
+    assert (
+        run(tmp_path, "prune", *config, "--set", "checkpoint_storage.save_trial_best=0", "-y") == 0
+    )
+    assert batches(tmp_path) == [17]
+
+
+def test_every_experiment_by_itself(
+    history: list[Manifest], stored: list[Manifest], tmp_path: Path
+) -> None:
+    """Without a name each is pruned, by the same rules; with one, the others are left alone."""
+    rules = ("--save-trial-latest", "0", "--save-trial-best", "0", "--yes")
+    assert run(tmp_path, "prune", "--experiment", "gpt", *rules) == 0
+    assert batches(tmp_path) == [7, 11, 13, 17]
+    assert run(tmp_path, "prune", "--trial", "toy-1", *rules) == 0
+    assert batches(tmp_path) == []
+
+
+@pytest.mark.parametrize(("answer", "left"), [("y", [11, 17]), ("", [7, 11, 13, 17])])
+def test_it_asks(
+    history: list[Manifest],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: str,
+    left: list[int],
+) -> None:
+    """On a terminal; whatever is not a yes deletes nothing."""
+    asked = []
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or answer)
+    assert run(tmp_path, "prune", *RULES) == 0
+    assert asked == ["delete 2 checkpoints? [y/N] "]
+    assert batches(tmp_path) == left
+
+
+def test_as_json(
+    history: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan with its reasons, and what came of it."""
+
+    def pruned(how: str) -> Any:
+        assert run(tmp_path, "prune", *RULES, how, "--json") == 0
+        return json.loads(capsys.readouterr().out)
+
+    dry, done = pruned("--dry-run"), pruned("--yes")
+    assert dry["plan"] == done["plan"]
+    assert [(row["batches_trained"], row["action"]) for row in dry["plan"]] == [
+        (7, "delete"),
+        (11, "keep"),
+        (13, "delete"),
+        (17, "keep"),
+    ]
+    assert (dry["is_dry_run"], dry["deleted"]) == (True, [])
+    assert (done["is_dry_run"], done["deleted"]) == (False, [history[0].uuid, history[2].uuid])
+
+
+def test_pins(history: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pin is shown, keeps its checkpoint, and can be taken back."""
+    assert run(tmp_path, "pin", "00000007", "00000013", "--reason", "figure 3") == 0
+    assert f"pinned {history[0].uuid} (figure 3)\n" in capsys.readouterr().out
+    assert run(tmp_path, "list") == 0
+    header, _, first, second, *_ = capsys.readouterr().out.splitlines()
+    assert header.split()[-2:] == ["kept", "validation"]
+    assert ("pinned" in first, "pinned" in second) == (True, False)
+    assert run(tmp_path, "show", "00000007") == 0
+    assert "figure 3" in capsys.readouterr().out
+
+    assert run(tmp_path, "prune", *RULES, "--yes") == 0
+    assert batches(tmp_path) == [7, 11, 13, 17]
+    assert run(tmp_path, "unpin", "00000007") == 0
+    assert run(tmp_path, "prune", *RULES, "--yes") == 0
+    assert batches(tmp_path) == [11, 13, 17]
+
+
+def test_pins_as_json(
+    history: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was pinned, why, by whom and when; and what is pinned in a list."""
+    assert run(tmp_path, "pin", "00000007", "--reason", "figure 3", "--json") == 0
+    (made,) = json.loads(capsys.readouterr().out)
+    assert (made["uuid"], made["reason"]) == (history[0].uuid, "figure 3")
+    assert run(tmp_path, "list", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [each["is_pinned"] for each in listed] == [True, False, False, False]
+    assert run(tmp_path, "unpin", "00000007", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == [made]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["prune"], "nothing says which checkpoints to keep"),
+        (["prune", *RULES], "nothing was deleted: give --yes"),
+        (["prune", *RULES, "--json"], "--json asks no questions"),
+        (["prune", "--save-trial-best", "-1"], "save_trial_best: expected an integer of at least"),
+        (
+            ["prune", "--keep-every-batches", "2", "--keep-every-epochs", "1"],
+            "keep_every: expected",
+        ),
+        (["prune", *RULES, "--experiment", "tiy", "--yes"], "there is: toy"),
+        (["prune", *RULES, "--trial", "toy-2", "--yes"], "trial 'toy-2' has no checkpoint"),
+        (["prune", *RULES, "--set", "name=x"], "give --config as well"),
+        (["pin"], "give the uuid of a checkpoint"),
+        (["pin", "abc"], "begins with 'abc'"),
+        (["unpin", "00000007"], "none is pinned"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(
+    history: list[Manifest],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    """Exit code 2, the reason, and nothing is deleted."""
+    assert run(tmp_path, *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert batches(tmp_path) == [7, 11, 13, 17]
+
+
+def test_an_empty_storage_has_nothing_to_prune(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That is no error, so that it can be scheduled before the first run."""
+    storage = str(tmp_path / "nothing")
+    assert main(["checkpoints", "prune", *RULES, "--yes", "--storage", storage]) == 0
+    assert capsys.readouterr().out == f"no checkpoints in file://{storage}\n"

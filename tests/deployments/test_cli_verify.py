@@ -1,0 +1,120 @@
+"""`trialflow checkpoints verify` finds whatever differs from what was committed, and names it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deployments.stored import UUIDS, run
+from trial_core.checkpoint.manifest import Manifest
+
+
+def path_of(tmp_path: Path, manifest: Manifest, file: int) -> Path:
+    folder = tmp_path / "storage" / "checkpoints" / manifest.uuid
+    return folder / manifest.files[file].path
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def verified(tmp_path: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    """The exit code, and what is printed for programs."""
+    code = run(tmp_path, "verify", *arguments, "--json")
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_whole_checkpoints(
+    stored: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 0, and a line for each."""
+    assert run(tmp_path, "verify", "--all") == 0
+    header, _, *rows = capsys.readouterr().out.splitlines()
+    assert header.split() == ["state", "uuid", "trial", "batches", "files", "size"]
+    assert [row.split()[:3] for row in rows] == [
+        ["whole", "aaaaaaab", "gpt-11"],
+        ["whole", "aaaaaaaa", "gpt-7"],
+    ]
+
+
+def test_a_flipped_bit(
+    stored: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 1; the file, its rank, the digest expected and the one seen."""
+    victim = stored[0].files[1]
+    flip_a_bit(path_of(tmp_path, stored[0], 1))
+    assert run(tmp_path, "verify", *UUIDS) == 1
+    shown = capsys.readouterr().out
+    assert f"{victim.path}, written by rank 3, has digest sha256:" in shown
+    assert f"expected {victim.digest}" in shown
+    assert shown.splitlines()[2].split()[:2] == ["damaged", "aaaaaaaa"]
+    assert shown.rstrip().endswith("1 of 2 checkpoints damaged")
+
+
+def test_damage_as_json(
+    stored: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every damaged file of every checkpoint, with what was expected and what was seen."""
+    flipped, cut = path_of(tmp_path, stored[0], 1), path_of(tmp_path, stored[0], 2)
+    flip_a_bit(flipped)
+    cut.write_bytes(cut.read_bytes()[:-1])
+    path_of(tmp_path, stored[1], 0).unlink()
+    code, found = verified(tmp_path, capsys, *UUIDS)
+    assert code == 1
+    assert [each["is_whole"] for each in found] == [False, False]
+    damage = {(each["path"], each["rank"]): each for one in found for each in one["damage"]}
+    first, second, third = stored[0].files[1], stored[1].files[0], stored[0].files[2]
+    assert set(damage) == {(first.path, 3), (second.path, 3), (third.path, 3)}
+    assert damage[first.path, 3]["expected_digest"] == first.digest
+    assert damage[first.path, 3]["seen_digest"] not in (first.digest, None)
+    assert damage[second.path, 3]["seen_bytes"] is None
+    assert damage[third.path, 3]["seen_bytes"] == third.size_bytes - 1
+
+
+def test_a_manifest_that_cannot_be_read_is_damage(
+    stored: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No list shows that checkpoint any more, so this must."""
+    (tmp_path / "storage" / stored[0].name.key).write_text("{}")
+    code, found = verified(tmp_path, capsys, "--all")
+    assert code == 1
+    assert [(each["uuid"], each["is_whole"]) for each in found] == [
+        (UUIDS[1], True),
+        (UUIDS[0], False),
+    ]
+    assert "was altered" in found[1]["problem"]
+
+
+def test_all_of_a_trial(
+    stored: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others are not read."""
+    flip_a_bit(path_of(tmp_path, stored[0], 1))
+    code, found = verified(tmp_path, capsys, "--trial", "gpt-11", "--all")
+    assert (code, [each["uuid"] for each in found]) == (0, [UUIDS[1]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give either checkpoints or --trial or --all"),
+        (["aaaaaaaa", "--all"], "give either checkpoints or --trial or --all"),
+        (["abc"], "begins with 'abc'"),
+        (["--trial", "gpt-8"], "trial 'gpt-8' has no checkpoint"),
+    ],
+)
+def test_what_cannot_be_verified_is_refused(
+    stored: list[Manifest],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    """Exit code 2: that nothing was read must not look like nothing is damaged."""
+    assert run(tmp_path, "verify", *arguments) == 2
+    assert message in capsys.readouterr().err

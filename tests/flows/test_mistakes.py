@@ -1,0 +1,66 @@
+"""Mistakes of the user's that a run finds late: what is trained by then is kept, what cannot be
+mended by trying again is not tried again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.flow import Stage, one_slot, stages, train
+from tests.support.prefect import PrefectServer
+from tests.support.slots import lines
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.errors import CheckpointError, TrialError
+
+pytestmark = [pytest.mark.slots, pytest.mark.server]
+
+
+def newest_run(server: PrefectServer) -> list[Stage]:
+    (run, *_) = server.query("flow_runs/filter", {"sort": "START_TIME_DESC", "limit": 1})
+    return stages(server, run["id"])
+
+
+def searcher(metric: str) -> dict[str, Any]:
+    return {"name": "single", "metric": metric, "max_length": {"batches": 6}}
+
+
+def test_a_metric_that_nobody_reports_costs_no_training(
+    here: Path, prefect_server: PrefectServer
+) -> None:
+    """Found when 6 batches have been trained, of which only 4 were saved by then: the rest is saved
+    before the run fails. With the name put right, the trial goes on with that very validation."""
+
+    def config(metric: str) -> Any:
+        return one_slot(here, 6, searcher=searcher(metric), hyperparameters={"record": str(here)})
+
+    with pytest.raises(TrialError, match=r'searcher.metric "accuracy" is not among .*mean_index$'):
+        train(config("accuracy"))
+    states = {stage.name: stage.state for stage in newest_run(prefect_server)}
+    assert states["validate @6"] == "Failed"
+    assert states["checkpoint-upload @6"] == states["callbacks on_trial_shutdown @6"] == "Completed"
+
+    saved = CheckpointStore(f"file://{here}/checkpoints").list()
+    assert [manifest.progress.batches_trained for manifest in saved] == [4, 6]
+    result = train(config("mean_index"), saved[-1].trial)
+    assert result.batches_trained == 6
+    assert "validate @6" in {stage.name for stage in stages(prefect_server, result.flow_run_id)}
+    assert [line[0] for line in lines(here, "samples", 0)] == list(range(6))
+
+
+def test_files_that_no_checkpoint_can_have_end_the_run(
+    here: Path, prefect_server: PrefectServer
+) -> None:
+    """The upload fails with the rank's own words; neither it nor the run is tried again, since the
+    trial would save the same files again."""
+    config = one_slot(
+        here, 8, entrypoint="bad_trials:SavesUnderATakenName", max_restarts=5,
+        hyperparameters={"record": str(here)},
+    )  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"^rank 0: rank 0 saved a file 'manifest.json' at"):
+        train(config)
+    seen = newest_run(prefect_server)
+    (upload,) = [stage for stage in seen if stage.name == "checkpoint-upload @4"]
+    assert (upload.state, upload.tries) == ("Failed", 1)
+    assert [stage.name for stage in seen].count("build-trial") == 1

@@ -1,0 +1,216 @@
+"""The flow `prune`, and the prune that follows a run's commits, on a real server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prefect import flow
+
+from tasks.prune import Pruning
+from tasks.run import TrialRun
+from tests.support.flow import stages
+from tests.support.prefect import PrefectServer
+from tests.support.slots import toy_config
+from tests.trial_core.checkpoint.helpers import new_manifest
+from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.pins import pin
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config import ExperimentConfig
+from trial_core.errors import ConfigError, StorageError
+from trial_core.observer import Observer
+from trial_core.sequencer import Progress
+
+pytestmark = pytest.mark.server
+
+TRIAL = "toy-0000beef"
+PREFECT_FILE = "deployments/prefect.yaml"
+
+
+def experiment(here: Path, **rules: Any) -> ExperimentConfig:
+    return toy_config(here, checkpoint_storage={"url": f"file://{here}/storage", **rules})
+
+
+def commit(config: ExperimentConfig, *batches: int) -> list[Manifest]:
+    """Checkpoints without files, of a trial that gets worse."""
+    store = CheckpointStore(config.checkpoint_storage.url)
+    manifests = [
+        new_manifest(
+            count, trial=TRIAL, experiment=config.name,
+            progress=Progress(count, validated_at=count),
+            metrics={"validation": {"loss": count / 10}},
+        )
+        for count in batches
+    ]  # fmt: skip
+    for manifest in manifests:
+        store.commit(manifest)
+    return manifests
+
+
+def prune(config: ExperimentConfig, **parameters: Any) -> tuple[Any, str]:
+    """Run the flow; its result, and the flow run's id."""
+    from flows.embedded import flush
+    from flows.prune import prune as prune_flow
+
+    ids: list[str] = []
+    watched = prune_flow.with_options(on_running=[lambda flow, run, state: ids.append(str(run.id))])
+    try:
+        return watched(config, **parameters), ids[0]
+    finally:
+        flush()
+
+
+def there(config: ExperimentConfig) -> list[Manifest]:
+    return CheckpointStore(config.checkpoint_storage.url).list()
+
+
+def test_a_dry_run_is_a_table(prefect_server: PrefectServer, here: Path) -> None:
+    """By default: what would become of each checkpoint and why, as an artifact; nothing is
+    deleted."""
+    config = experiment(here, save_trial_latest=1)
+    best, old, new = commit(config, 7, 11, 13)
+    result, flow_run_id = prune(config)
+    assert (result.kept, result.deleted) == ((best.uuid, new.uuid), (old.uuid,))
+    assert result.is_dry_run
+    assert there(config) == [best, old, new]
+    (artifact,) = prefect_server.query(
+        "artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [flow_run_id]}}}
+    )
+    assert (artifact["type"], artifact["key"]) == ("table", "prune-toy")
+    assert artifact["description"].startswith("Would delete 1 of 3 checkpoints")
+    rows = json.loads(artifact["data"])
+    assert [(row["uuid"], row["action"], row["why"]) for row in rows] == [
+        (best.uuid, "keep", "best of its trial (loss 0.7)"),
+        (old.uuid, "delete", "2nd latest, and 1 is kept; 2nd best of its trial (loss 1.1), and 1 "
+         "is kept"),
+        (new.uuid, "keep", "latest of its trial"),
+    ]  # fmt: skip
+    assert [stage.name for stage in stages(prefect_server, flow_run_id, "plan-prune")] == [
+        "plan-prune"
+    ]
+
+
+def test_a_prune(prefect_server: PrefectServer, here: Path) -> None:
+    """What is not kept is gone, in a stage of its own; what is pinned is there."""
+    config = experiment(here, save_trial_latest=1)
+    best, pinned, old, new = commit(config, 7, 9, 11, 13)
+    pin(CheckpointStore(config.checkpoint_storage.url), pinned.uuid)
+    result, flow_run_id = prune(config, dry_run=False)
+    assert there(config) == [best, pinned, new]
+    assert (result.deleted, result.is_dry_run) == ((old.uuid,), False)
+    names = [stage.name for stage in stages(prefect_server, flow_run_id, "delete-checkpoints")]
+    assert names == ["plan-prune", "delete-checkpoints"]
+
+
+def test_an_experiment_without_rules_is_refused(here: Path) -> None:
+    """All are kept, so whoever prunes has forgotten something."""
+    with pytest.raises(ConfigError, match="checkpoint_storage says nothing of which"):
+        prune(experiment(here))
+
+
+def in_a_run(config: ExperimentConfig, act: Any) -> str:
+    """Call `act` with the pruning of a trial's run, inside a flow run; the latter's id."""
+    from flows.embedded import flush
+
+    store = CheckpointStore(config.checkpoint_storage.url)
+    run = TrialRun(config, TRIAL, Path(), store, Observer())
+    ids: list[str] = []
+
+    @flow(name="a-run", on_running=[lambda flow, run, state: ids.append(str(run.id))])
+    def a_run() -> None:
+        pruning = Pruning(run)
+        act(pruning)
+        pruning.finish()
+
+    try:
+        a_run()
+        return ids[0]
+    finally:
+        flush()
+
+
+def test_a_run_prunes_after_a_commit(prefect_server: PrefectServer, here: Path) -> None:
+    """Its own trial; the stage says after which batch."""
+    config = experiment(here, save_trial_latest=1)
+    best, _, new = commit(config, 7, 11, 13)
+    flow_run_id = in_a_run(config, lambda pruning: pruning.start(13))
+    assert there(config) == [best, new]
+    (stage,) = stages(prefect_server, flow_run_id, "checkpoint-prune @13")
+    assert stage.state == "Completed"
+
+
+def test_a_run_without_rules_does_not(prefect_server: PrefectServer, here: Path) -> None:
+    """Nothing is deleted, and no stage shown."""
+    config = experiment(here)
+    manifests = commit(config, 7, 11, 13)
+    flow_run_id = in_a_run(config, lambda pruning: pruning.start(13))
+    assert there(config) == manifests
+    assert stages(prefect_server, flow_run_id) == []
+
+
+def test_commits_meanwhile_are_one_more_prune(
+    prefect_server: PrefectServer, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many: the last state of the trial is pruned when the run ends, and starting never
+    waits for a prune under way."""
+    config = experiment(here, save_trial_latest=1, save_trial_best=0)
+    commit(config, 7, 11)
+    began, may_go_on = threading.Event(), threading.Event()
+    list_ = CheckpointStore.list
+
+    def slow(store: CheckpointStore, trial: str | None = None) -> list[Manifest]:
+        found = list_(store, trial)
+        began.set()
+        may_go_on.wait(60)
+        return found
+
+    def act(pruning: Pruning) -> None:
+        pruning.start(11)
+        began.wait(60)
+        commit(config, 13, 17)
+        pruning.start(13)
+        pruning.start(17)
+        may_go_on.set()
+
+    monkeypatch.setattr(CheckpointStore, "list", slow)
+    flow_run_id = in_a_run(config, act)
+    assert [each.progress.batches_trained for each in there(config)] == [17]
+    names = [stage.name for stage in stages(prefect_server, flow_run_id, "checkpoint-prune @17")]
+    assert names == ["checkpoint-prune @11", "checkpoint-prune @17"]
+
+
+def test_a_prune_that_fails_is_a_warning(
+    prefect_server: PrefectServer, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes on, and the first cause is in its log."""
+    config = experiment(here, save_trial_latest=1)
+
+    def broken(store: CheckpointStore, trial: str | None = None) -> list[Manifest]:
+        raise StorageError("the storage broke down")
+
+    monkeypatch.setattr(CheckpointStore, "list", broken)
+    flow_run_id = in_a_run(config, lambda pruning: pruning.start(13))
+    (stage,) = stages(prefect_server, flow_run_id, "checkpoint-prune @13")
+    assert stage.state == "Completed"
+    logs = prefect_server.query(
+        "logs/filter", {"logs": {"flow_run_id": {"any_": [flow_run_id]}, "level": {"ge_": 30}}}
+    )
+    assert [log["message"] for log in logs] == [
+        "old checkpoints were not deleted, which is tried again after the next one: the storage "
+        "broke down"
+    ]
+
+
+def test_its_deployment_is_a_dry_run() -> None:
+    """What is started by a click deletes nothing; a schedule that shall delete says so."""
+    from flows.prune import prune as prune_flow
+
+    described = yaml.safe_load(Path(__file__).parents[2].joinpath(PREFECT_FILE).read_text())
+    (deployment,) = [each for each in described["deployments"] if each["name"] == "prune"]
+    assert deployment["entrypoint"] == "flows.prune.prune"
+    assert deployment["parameters"] == {"dry_run": True}
+    assert prune_flow.parameters.properties["dry_run"]["default"] is True

@@ -1,0 +1,29 @@
+"""Old checkpoints go while their trial trains: through the flow, on real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.flow import one_slot, stages, train
+from tests.support.prefect import PrefectServer
+from trial_core.checkpoint.claims import claims
+from trial_core.checkpoint.store import CheckpointStore
+
+pytestmark = [pytest.mark.slots, pytest.mark.server]
+
+
+def test_a_run_keeps_what_its_experiment_says(prefect_server: PrefectServer, here: Path) -> None:
+    """Saved every 4 batches; of those the last stays, and the first after each 8. It claims what
+    it needs no longer than it runs."""
+    rules = {"save_trial_best": 0, "save_trial_latest": 1, "keep_every": {"batches": 8}}
+    url = f"file://{here}/checkpoints"
+    result = train(one_slot(here, 20, checkpoint_storage={"url": url, **rules}))
+    store = CheckpointStore(url)
+    manifests = store.list()
+    assert [manifest.progress.batches_trained for manifest in manifests] == [8, 16, 20]
+    assert result.checkpoint_uuid == manifests[-1].uuid
+    assert claims(store) == []
+    names = [s.name for s in stages(prefect_server, result.flow_run_id, "checkpoint-prune @20")]
+    assert names[-1] == "checkpoint-prune @20"

@@ -1,0 +1,57 @@
+"""A trial goes on with another number of slots, through the flow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flows.train import fetch
+from tests.support.flow import train
+from tests.support.slots import lines, toy_config
+from tests.trial_core.checkpoint.helpers import new_manifest
+from trial_core.checkpoint.manifest import Topology
+from trial_core.config import ExperimentConfig
+from trial_core.errors import CheckpointError
+from trial_core.start import Start
+
+
+@pytest.mark.slots
+@pytest.mark.server
+def test_two_slots_and_then_one(here: Path) -> None:
+    """6 batches on two slots, 6 more on one that accumulates: each sample once in the epoch that
+    the twelve make, and the log says what has changed."""
+
+    def config(slots: int, batches: int) -> ExperimentConfig:
+        return toy_config(
+            here, batches, resources={"slots_per_trial": slots},
+            hyperparameters={
+                "record": str(here), "train_samples": 48, "accumulation": 2 // slots,
+                "zero_stage": slots,
+            },
+        )  # fmt: skip
+
+    first = train(config(2, 6))
+    rest = train(config(1, 12), first.trial)
+    assert rest.batches_trained == 12
+    seen = [line for rank in range(2) for line in lines(here, "samples", rank)]
+    assert sorted(sample for line in seen for sample in line[2:]) == [*map(float, range(48))]
+    assert {line[0] for line in lines(here, "samples", 1)} == set(range(6))
+    log = (here / "home" / first.trial / "logs" / "rank-0.log").read_text()
+    assert (
+        "the checkpoint of 2 ranks (ZeRO stage 2) is shared out over 1 (ZeRO stage 1); random "
+        "generators begin anew"
+    ) in log
+
+
+def test_batches_of_another_size_are_refused_before_anything_is_fetched() -> None:
+    """The driver knows them by the manifest."""
+    saved = Topology(world_size=1, data_parallel_size=1, batch_samples=2)
+    manifest = new_manifest(topology=saved)
+    run: Any = SimpleNamespace(
+        topology=Topology(world_size=2, data_parallel_size=2, batch_samples=4)
+    )
+    with pytest.raises(CheckpointError, match="saved by 1 slots in batches of 2 samples"):
+        fetch(run, Start.continuing(manifest), manifest)

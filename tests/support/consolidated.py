@@ -1,0 +1,36 @@
+"""A checkpoint's parameters put together by DeepSpeed's own converter, whatever its topology."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+from deepspeed.checkpoint.ds_to_universal import main
+
+
+def consolidated(folder: Path, into: Path) -> dict[str, torch.Tensor]:
+    """fp32 weights, both of Adam's moments and the number of steps, by parameter and kind.
+
+    Args:
+        folder: the files of an engine's tag.
+        into: an empty folder to work in.
+    """
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        main(
+            Namespace(
+                input_folder=str(folder), output_folder=str(into), num_extract_workers=1,
+                num_merge_workers=1, keep_temp_folder=False, strict=True,
+                inject_missing_state=True,
+            )
+        )  # fmt: skip
+    found = {}
+    for path in sorted((into / "zero").rglob("*.pt")):
+        if path.stem in ("fp32", "exp_avg", "exp_avg_sq"):
+            state = torch.load(path, weights_only=False)
+            tensor = state["param"] if isinstance(state, dict) else state
+            found[f"{path.parent.name}/{path.stem}"] = tensor.flatten()  # of ZeRO-3 they are flat
+    return found

@@ -1,0 +1,155 @@
+"""``faulty://PLAN/folder``: a fsspec file system that fails on purpose, over this machine's own.
+
+It is neither local nor S3 to whoever asks, so what is stored there goes through fsspec's own verbs,
+as on any storage without a path of its own (SFTP, HDFS, …). A plan is known by a name, because
+options must be plain data: ``with planned("name", Plan(…)):``.
+
+``cut request``: the first `byte` bytes are written, then the connection ends; ``cut reply``: a read
+gives its first `byte` bytes, without an error; ``lose reply``: done, then the connection ends;
+``500``: an input/output error; ``503``: a timeout; ``slow``: at `bytes_per_second`.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
+
+from tests.support.faults.plan import Plan, Seen
+
+PROTOCOL = "faulty"
+_plans: dict[str, Plan] = {}
+
+
+@contextmanager
+def planned(name: str, plan: Plan) -> Iterator[Plan]:
+    """`plan` is what happens below ``faulty://{name}`` within the block."""
+    fsspec.register_implementation(PROTOCOL, FaultyFileSystem, clobber=True)
+    _plans[name] = plan
+    try:
+        yield plan
+    finally:
+        del _plans[name]
+
+
+class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]
+    """A file system over a local one, each of whose operations asks a plan."""
+
+    protocol = PROTOCOL
+    cachable = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._local = LocalFileSystem(auto_mkdir=False)
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return path.removeprefix(f"{PROTOCOL}://").rstrip("/")
+
+    # ------------------------------------------------------------------------------- reading
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
+        data: bytes = self._do("cat_file", path, lambda p: self._local.cat_file(p, start, end))
+        return data
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        found = self._do("info", path, self._local.info)
+        return {**found, "name": path}
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
+        found = self._do("ls", path, lambda p: self._local.ls(p, detail=True))
+        entries = [{**each, "name": f"{path}/{Path(each['name']).name}"} for each in found]
+        return entries if detail else [each["name"] for each in entries]
+
+    # ------------------------------------------------------------------------------- writing
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        flag = "xb" if mode == "create" else "wb"
+
+        def write(data: bytes) -> Callable[[str], None]:
+            return lambda local: _write(local, data, flag)
+
+        self._do("pipe_file", path, write(value), partial=lambda n: write(value[:n]))
+
+    def put_file(self, lpath: str, rpath: str, **options: Any) -> None:
+        data = Path(lpath).read_bytes()
+
+        def write(data: bytes) -> Callable[[str], None]:
+            return lambda local: _write(local, data, "wb", makes_folder=True)
+
+        self._do("put_file", rpath, write(data), partial=lambda n: write(data[:n]))
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        self._do("makedirs", path, lambda p: self._local.makedirs(p, exist_ok=exist_ok))
+
+    def rm_file(self, path: str) -> None:
+        self._do("rm_file", path, self._local.rm_file)
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        return _WholeFile(self, path, mode)
+
+    # ------------------------------------------------------------------------------- the plan
+
+    def _do(
+        self,
+        operation: str,
+        path: str,
+        work: Callable[[str], Any],
+        partial: Callable[[int], Callable[[str], Any]] | None = None,
+    ) -> Any:
+        """Carry `work` out on the local path, or do to it what the plan says.
+
+        Args:
+            partial: what `work` is when the connection ends after so many bytes.
+        """
+        name, _, rest = self._strip_protocol(path).partition("/")
+        seen, local = _plans[name].next(name, operation, path), f"/{rest}"
+        kind = seen.fault.kind if seen.fault else None
+        if kind == "500":
+            raise OSError(errno.EIO, f"injected into {seen}")
+        if kind == "503":
+            raise TimeoutError(f"injected into {seen}")
+        if seen.fault and kind == "cut request":
+            if partial is not None:
+                partial(seen.fault.byte)(local)
+            raise _cut(seen)
+        done = work(local)
+        if kind == "lose reply":
+            raise _cut(seen)
+        if seen.fault and isinstance(done, bytes):
+            if kind == "cut reply":
+                return done[: seen.fault.byte]
+            if kind == "slow":
+                time.sleep(len(done) / seen.fault.bytes_per_second)
+        return done
+
+
+class _WholeFile(AbstractBufferedFile):  # type: ignore[misc]
+    """An open file: read in ranges, written when it is closed."""
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        data: bytes = self.fs.cat_file(self.path, start, end)
+        return data
+
+    def _upload_chunk(self, final: bool = False) -> bool:
+        if final:
+            self.fs.pipe_file(self.path, self.buffer.getvalue())
+        return final
+
+
+def _write(local: str, data: bytes, flag: str, *, makes_folder: bool = False) -> None:
+    if makes_folder:  # as fsspec's own put_file does
+        Path(local).parent.mkdir(parents=True, exist_ok=True)
+    with open(local, flag) as file:
+        file.write(data)
+
+
+def _cut(seen: Seen) -> ConnectionResetError:
+    return ConnectionResetError(errno.ECONNRESET, f"injected into {seen}")

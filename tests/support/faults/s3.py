@@ -1,0 +1,233 @@
+"""An S3 endpoint that fails on purpose: a proxy before a real one, on a thread of this process.
+
+It passes every request on as it came, with its Host and signature, and counts it; what its plan
+says goes wrong, does. Each client may have an address of its own, so that it is known who asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
+from yarl import URL
+
+from tests.support.faults.plan import Fault, Plan, Seen
+from tests.support.s3 import S3Server
+
+Result = TypeVar("Result")
+
+_HOP_BY_HOP = ("connection", "keep-alive", "transfer-encoding", "expect", "server", "date")
+_ERRORS = {"500": (500, "InternalError"), "503": (503, "SlowDown")}
+_POLL_SECONDS = 0.005
+_SLICES_PER_SECOND = 50
+_QUIET_LIMIT_SECONDS = 30.0
+
+
+@dataclass
+class FaultyS3:
+    """A running proxy.
+
+    Attributes:
+        backend: the server behind it.
+        plan: what goes wrong from now on.
+        on_kill: called, on the proxy's thread, when a request meets a ``kill`` fault.
+    """
+
+    backend: S3Server
+    loop: asyncio.AbstractEventLoop
+    runner: web.AppRunner
+    addresses: dict[int, str]
+    session: ClientSession
+    plan: Plan = field(default_factory=Plan)
+    on_kill: Callable[[Seen], None] = lambda seen: None
+    _under_way: int = 0
+
+    def server(self, client: str = "") -> S3Server:
+        """This endpoint as an S3 server, at an address by which `client` is known."""
+        port = self._call(_listen(self.runner))
+        self.addresses[port] = client
+        return S3Server(
+            f"http://127.0.0.1:{port}", self.backend.access_key, self.backend.secret_key
+        )
+
+    def new_plan(self, *faults: Fault) -> Plan:
+        """Begin to count anew, with these faults, when no earlier request is under way."""
+        self.wait_until_quiet()
+        self.plan = Plan(*faults)
+        return self.plan
+
+    def wait_until_quiet(self) -> None:
+        """Wait until no request is under way: whoever sent some may have been killed."""
+        deadline = time.monotonic() + _QUIET_LIMIT_SECONDS
+        while self._under_way:
+            assert time.monotonic() < deadline, f"{self._under_way} requests never ended"
+            time.sleep(_POLL_SECONDS)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Answer one request, or do to it what the plan says."""
+        self._under_way += 1
+        try:
+            port = request.transport.get_extra_info("sockname")[1] if request.transport else 0
+            key = request.raw_path
+            seen = self.plan.next(self.addresses.get(port, ""), request.method, key)
+            return await self._answer(request, seen)
+        finally:
+            self._under_way -= 1
+
+    async def _answer(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        fault = seen.fault
+        kind = fault.kind if fault else None
+        if fault and kind == "cut request":
+            await _read(request, fault.byte)
+            return _cut(request)
+        if kind == "hang":
+            return await _hang(request)
+        if kind == "kill before":
+            self.on_kill(seen)
+            return _cut(request)
+        pace = fault.bytes_per_second if fault and kind == "slow" else None
+        body = await _read(request, None, pace)
+        if kind in _ERRORS:
+            return _error(*_ERRORS[kind])
+        status, headers, reply = await self._pass_on(request, body)
+        if kind == "kill after":
+            self.on_kill(seen)
+        if kind in ("kill after", "lose reply"):
+            return _cut(request)
+        response = web.StreamResponse(status=status, headers=headers)
+        if fault and kind == "cut reply":
+            part = reply[: fault.byte] if fault.byte < len(reply) else None
+            return await _begin(request, response, part)
+        await response.prepare(request)
+        await _write(response, reply if request.method != "HEAD" else b"", pace)
+        await response.write_eof()
+        return response
+
+    async def _pass_on(
+        self, request: web.Request, body: bytes
+    ) -> tuple[int, list[tuple[str, str]], bytes]:
+        """Have the real server carry the request out; its answer."""
+        headers = [(k, v) for k, v in request.headers.items() if k.lower() not in _HOP_BY_HOP]
+        url = URL(self.backend.endpoint_url + request.raw_path, encoded=True)
+        try:
+            async with self.session.request(
+                request.method, url, headers=headers, data=body or None, allow_redirects=False,
+                skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+            ) as reply:  # fmt: skip
+                kept = [(k, v) for k, v in reply.headers.items() if k.lower() not in _HOP_BY_HOP]
+                return reply.status, kept, await reply.read()
+        except ClientError as error:  # the server behind is gone: that is nobody's plan
+            raise web.HTTPBadGateway(text=f"{type(error).__name__}: {error}") from error
+
+    def _call(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(_QUIET_LIMIT_SECONDS)
+
+
+@contextmanager
+def faulty_s3(backend: S3Server) -> Iterator[FaultyS3]:
+    """A proxy in front of `backend`, without faults so far, until the end of the block."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="faulty-s3", daemon=True)
+    thread.start()
+
+    def call(work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, loop).result(_QUIET_LIMIT_SECONDS)
+
+    proxy = call(_start(backend))
+    try:
+        yield proxy
+    finally:
+        call(_stop(proxy))
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(_QUIET_LIMIT_SECONDS)
+        loop.close()
+
+
+async def _start(backend: S3Server) -> FaultyS3:
+    session = ClientSession(
+        auto_decompress=False, timeout=ClientTimeout(total=None), connector=TCPConnector(limit=0)
+    )
+    app = web.Application(client_max_size=2**40)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    proxy = FaultyS3(backend, asyncio.get_running_loop(), runner, {}, session)
+    app.router.add_route("*", "/{path:.*}", proxy.handle)
+    await runner.setup()
+    return proxy
+
+
+async def _stop(proxy: FaultyS3) -> None:
+    await proxy.runner.cleanup()
+    await proxy.session.close()
+
+
+async def _listen(runner: web.AppRunner) -> int:
+    """Listen on a free port as well."""
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port: int = runner.addresses[-1][1]
+    return port
+
+
+async def _read(request: web.Request, limit: int | None, pace: int | None = None) -> bytes:
+    """The request's body, up to `limit` bytes of it, at most `pace` bytes a second."""
+    body = bytearray()
+    while limit is None or len(body) < limit:
+        piece = -1 if limit is None else limit - len(body)
+        chunk = await request.content.read(_slice(pace) if pace else piece)
+        if not chunk:
+            break
+        body += chunk
+        if pace:
+            await asyncio.sleep(len(chunk) / pace)
+    return bytes(body)
+
+
+async def _write(response: web.StreamResponse, body: bytes, pace: int | None) -> None:
+    size = _slice(pace) if pace else max(len(body), 1)
+    for start in range(0, len(body), size):
+        chunk = body[start : start + size]
+        await response.write(chunk)
+        if pace:
+            await asyncio.sleep(len(chunk) / pace)
+
+
+async def _begin(
+    request: web.Request, response: web.StreamResponse, part: bytes | None
+) -> web.StreamResponse:
+    """Send a reply's head and a part of its body, or (None) a part of its head; and no more."""
+    if part is not None:
+        await response.prepare(request)
+        await response.write(part)
+    elif request.transport is not None:
+        request.transport.write(f"HTTP/1.1 {response.status} OK\r\nContent-Le".encode())
+    _cut(request, is_flushed=True)
+    return response if part is not None else web.Response()
+
+
+async def _hang(request: web.Request) -> web.StreamResponse:
+    """Say nothing until the client goes away."""
+    while request.transport is not None and not request.transport.is_closing():
+        await asyncio.sleep(_POLL_SECONDS)
+    return web.Response()
+
+
+def _cut(request: web.Request, *, is_flushed: bool = False) -> web.StreamResponse:
+    """End the connection: at once, or when what was written has been sent."""
+    if request.transport is not None:
+        request.transport.close() if is_flushed else request.transport.abort()
+    return web.Response()
+
+
+def _error(status: int, code: str) -> web.StreamResponse:
+    text = f"<Error><Code>{code}</Code><Message>injected</Message></Error>"
+    return web.Response(status=status, text=text, content_type="application/xml")
+
+
+def _slice(pace: int) -> int:
+    return max(pace // _SLICES_PER_SECOND, 1)

@@ -1,0 +1,238 @@
+"""A save on 2 ranks without ranks, against an S3 endpoint that fails on purpose; and its checking.
+
+Every client (the driver, each rank) has an address of the endpoint's of its own, as if each were a
+process. What is found afterwards is looked up behind the endpoint's back, on the real server.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid as uuids
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+from s3fs import S3FileSystem
+
+from tests.support.faults.s3 import FaultyS3
+from tests.trial_core.checkpoint.helpers import new_manifest, stage
+from trial_core.checkpoint import layout, window
+from trial_core.checkpoint.manifest import FileEntry, Manifest
+from trial_core.checkpoint.opening import ENGINE_VARIABLE
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer import find_damage, merge_entries, upload_files
+from trial_core.errors import CheckpointNotFound, StorageError
+
+Result = TypeVar("Result")
+
+TRIAL = "gpt-0123abcd"
+ATTEMPT = "attempt-1"
+RANKS = (0, 1)
+CLIENTS = ("driver", "rank-0", "rank-1")
+
+PATIENT = {"connect_timeout": 20, "read_timeout": 20}
+HASTY = {"connect_timeout": 2, "read_timeout": 0.4}
+
+
+def rank_files(part_bytes: int) -> dict[int, dict[str, bytes]]:
+    """What each rank stages: a file of several parts, small ones, an empty one; all different."""
+
+    def data(size: int, rank: int) -> bytes:
+        return bytes((n * 7 + rank * 31) % 251 for n in range(1009)) * (size // 1009 + 1)
+
+    return {
+        0: {
+            "model0/mp_rank_00_model_states.pt": data(2 * part_bytes, 0)[: 2 * part_bytes + 13],
+            "state/rank-0.pt": data(700, 0)[:700],
+            "empty": b"",
+        },
+        1: {
+            "model0/zero_pp_rank_1_optim_states.pt": data(3 * part_bytes, 1)[: 3 * part_bytes - 7],
+            "state/rank-1.pt": data(900, 1)[:900],
+        },
+    }
+
+
+def stage_ranks(folder: Path, part_bytes: int) -> dict[int, Path]:
+    """Write what each rank stages; each rank's folder."""
+    files = rank_files(part_bytes)
+    return {rank: stage(folder / f"rank-{rank}", files[rank]) for rank in RANKS}
+
+
+def save(
+    stores: Mapping[str, CheckpointStore], staged: Mapping[int, Path], uuid: str, batches: int = 7
+) -> Manifest:
+    """Save as a run does: begin, upload on both ranks at once, commit."""
+    stores["driver"].begin(TRIAL, uuid, ATTEMPT)
+
+    def upload(rank: int) -> list[FileEntry]:
+        return upload_files(stores[f"rank-{rank}"], uuid, staged[rank], rank)
+
+    with ThreadPoolExecutor(len(staged)) as pool:
+        uploads = {rank: pool.submit(upload, rank) for rank in staged}
+    files = merge_entries({rank: done.result() for rank, done in uploads.items()})
+    manifest = new_manifest(batches, uuid=uuid, trial=TRIAL, attempt=ATTEMPT, files=files)
+    stores["driver"].commit(manifest)
+    return manifest
+
+
+@contextmanager
+def parts_of(part_bytes: int) -> Iterator[None]:
+    """Within the block this process uploads and reads in pieces of that size."""
+    usual, window.PIECE_BYTES = window.PIECE_BYTES, part_bytes
+    try:
+        yield
+    finally:
+        window.PIECE_BYTES = usual
+
+
+@contextmanager
+def moved_by(engine: str) -> Iterator[None]:
+    """Stores that are opened within the block have their bytes moved by that engine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ENGINE_VARIABLE, engine)
+        yield
+
+
+@dataclass
+class Site:
+    """A folder of a bucket, behind an endpoint that fails on purpose.
+
+    Attributes:
+        endpoint: the endpoint.
+        url: of the folder.
+        options: for fsspec, of each client.
+        engine: what moves the bytes.
+    """
+
+    endpoint: FaultyS3
+    url: str
+    options: Mapping[str, Mapping[str, Any]]
+    engine: str
+
+    def stores(self) -> dict[str, CheckpointStore]:
+        """Each client's store."""
+        with moved_by(self.engine):
+            return {
+                client: CheckpointStore(self.url, options)
+                for client, options in self.options.items()
+            }
+
+    @property
+    def behind(self) -> CheckpointStore:
+        """The store without anything in its way."""
+        return CheckpointStore(self.url, self.endpoint.backend.options)
+
+    def objects(self) -> set[str]:
+        """All keys below the folder."""
+        fs, root = self._raw()
+        return {name.removeprefix(f"{root}/") for name in fs.find(root)}
+
+    def multipart_uploads(self) -> list[str]:
+        """The keys below the folder that a multipart upload is under way for."""
+        fs, root = self._raw()
+        bucket, _, prefix = root.partition("/")
+        found = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
+        return [upload["Key"] for upload in found.get("Uploads", ())]
+
+    def begin_multipart_upload(self, key: str) -> None:
+        """Leave an upload of parts open, as a killed process does."""
+        fs, root = self._raw()
+        bucket, _, prefix = root.partition("/")
+        name = f"{prefix}/{key}"
+        begun = fs.call_s3("create_multipart_upload", Bucket=bucket, Key=name)
+        part = {"UploadId": begun["UploadId"], "PartNumber": 1, "Body": b"1"}
+        fs.call_s3("upload_part", Bucket=bucket, Key=name, **part)
+
+    def _raw(self) -> tuple[S3FileSystem, str]:
+        fs = S3FileSystem(**self.endpoint.backend.options, use_listings_cache=False)
+        return fs, self.url.removeprefix("s3://")
+
+
+def client_options(options: Mapping[str, Any], timeouts: Mapping[str, Any]) -> dict[str, Any]:
+    """A client that tries a request twice, and waits so long for an answer."""
+    retries = {"max_attempts": 1, "mode": "standard"}
+    return {**options, "config_kwargs": {"retries": retries, **timeouts}}
+
+
+class Sites:
+    """Makes folders in one bucket."""
+
+    def __init__(self, endpoint: FaultyS3) -> None:
+        self._endpoint = endpoint
+        self._bucket = endpoint.backend.new_bucket()
+        self._options = {client: endpoint.server(client).options for client in CLIENTS}
+
+    def new(self, engine: str, *, hasty: bool = False) -> Site:
+        """An empty folder, and clients for it.
+
+        Args:
+            engine: what moves the bytes.
+            hasty: they do not wait long for an answer.
+        """
+        timeouts = HASTY if hasty else PATIENT
+        options = {
+            client: client_options(options, timeouts) for client, options in self._options.items()
+        }
+        return Site(self._endpoint, f"{self._bucket}/{uuids.uuid4().hex[:8]}", options, engine)
+
+
+def within(seconds: float, work: Callable[[], Result]) -> Result | StorageError:
+    """What `work` gives, or how the storage failed it. Raises anything else, or when time is up."""
+    ended: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            ended.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised below, on the test's own thread
+            ended.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return ended.result(seconds)
+    except StorageError as error:
+        return error
+
+
+def check(site: Site, uuid: str, outcome: Manifest | StorageError | None) -> None:
+    """What must hold after a save that ended like this (None: it was killed), and after a sweep.
+
+    A save that gave a manifest is listed; what is listed verifies, byte for byte; what is not
+    listed cannot be opened; and a sweep leaves the listed checkpoints and nothing else.
+    """
+    store = site.behind
+    listed = store.list()
+    if isinstance(outcome, Manifest):
+        assert listed == [outcome]
+    assert {manifest.uuid for manifest in listed} <= {uuid}
+    for manifest in listed:
+        assert find_damage(store, manifest.uuid, manifest.files) == []
+    if not listed:
+        assert store.candidates(TRIAL) == []
+        _cannot_be_opened(store, uuid)
+    store.sweep(TRIAL)
+    assert store.list() == listed
+    assert site.objects() == keys_of(listed)
+    assert site.multipart_uploads() == []
+
+
+def keys_of(manifests: Iterable[Manifest]) -> set[str]:
+    """All that belongs to some checkpoints."""
+    keys = set()
+    for manifest in manifests:
+        keys.add(manifest.name.key)
+        keys |= {layout.file_key(manifest.uuid, file.path) for file in manifest.files}
+    return keys
+
+
+def _cannot_be_opened(store: CheckpointStore, uuid: str) -> None:
+    try:
+        found = store.open(uuid)
+    except CheckpointNotFound:
+        return
+    raise AssertionError(f"opened, though it is not listed: {msgspec.to_builtins(found)}")

@@ -1,0 +1,137 @@
+"""Fixtures: S3 servers behind an endpoint that fails on purpose, and what is saved there."""
+
+from __future__ import annotations
+
+import logging
+import uuid as uuids
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from botocore.retries.standard import ExponentialBackoff
+from moto.s3 import models as moto_models
+from s3fs import S3FileSystem
+
+from tests.support.faults.plan import Fault, Plan
+from tests.support.faults.processes import ForkedSaves, forked_saves
+from tests.support.faults.s3 import FaultyS3, faulty_s3
+from tests.support.faults.saving import Site, Sites, check, parts_of, save, stage_ranks, within
+from tests.support.s3 import S3Server
+from trial_core.checkpoint.manifest import Manifest
+from trial_core.errors import StorageError
+
+Result = TypeVar("Result")
+
+DEADLINE_SECONDS = 30.0
+# Of the gateway, as of AWS, the smallest that it takes.
+PART_BYTES = {"moto": 2**16, "ceph": 5 * 2**20}
+
+
+@dataclass
+class Scene:
+    """A kind of server, an engine that moves the bytes, and what is saved.
+
+    Attributes:
+        engine: see `trial_core.checkpoint.opening.ENGINES`.
+        staged: each rank's folder.
+        is_real: whether it is a real gateway, on which everything takes longer.
+    """
+
+    endpoint: FaultyS3
+    sites: Sites
+    engine: str
+    staged: Mapping[int, Path]
+    part_bytes: int
+    is_real: bool
+
+    def new_site(self, *faults: Fault) -> tuple[Site, str, Plan]:
+        """An empty folder, the uuid of a checkpoint to be; `faults` come in the way from now on."""
+        hasty = any(fault.kind == "hang" for fault in faults)
+        site = self.sites.new(self.engine, hasty=hasty)
+        paced = [replace(fault, bytes_per_second=4 * self.part_bytes) for fault in faults]
+        return site, str(uuids.uuid4()), self.endpoint.new_plan(*paced)
+
+    def save(self, site: Site, uuid: str) -> Manifest | StorageError:
+        """Save on 2 ranks; how it ended, which must be soon."""
+        stores = site.stores()
+        return self.soon(lambda: save(stores, self.staged, uuid))
+
+    def soon(self, work: Callable[[], Result]) -> Result | StorageError:
+        """What `work` gives, in small pieces; how the storage failed it."""
+        with parts_of(self.part_bytes):
+            return within(DEADLINE_SECONDS, work)
+
+    @cached_property
+    def clean_save(self) -> Plan:
+        """All requests of a save that nothing comes in the way of."""
+        site, uuid, plan = self.new_site()
+        outcome = self.save(site, uuid)
+        self.endpoint.new_plan()
+        assert isinstance(outcome, Manifest), outcome
+        check(site, uuid, outcome)
+        return plan
+
+
+@pytest.fixture(scope="session")
+def scenes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Scene]]:
+    """Scenes by the names of server and engine (``moto-s3fs``), each made when first asked for."""
+    made: dict[str, Scene] = {}
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(moto_models, "S3_UPLOAD_PART_MIN_SIZE", 1)
+        patch.setattr(logging.getLogger("werkzeug"), "disabled", True)  # a line a request
+        # Clients try again soon: their own pauses are up to 1 s, then longer before each of 5.
+        patch.setattr(ExponentialBackoff, "delay_amount", lambda backoff, context: 0.02)
+        patch.setattr(S3FileSystem, "retries", 2)
+
+        def get(name: str) -> Scene:
+            if name not in made:
+                server, engine = name.split("-")
+                backend: S3Server = request.getfixturevalue(f"{server}_s3")
+                endpoint = stack.enter_context(faulty_s3(backend))
+                part_bytes = PART_BYTES[server]
+                staged = stage_ranks(tmp_path_factory.mktemp(name), part_bytes)
+                made[name] = Scene(
+                    endpoint, Sites(endpoint), engine, staged, part_bytes, server == "ceph"
+                )
+            return made[name]
+
+        yield get
+
+
+@pytest.fixture(
+    params=[
+        "moto-s3fs",
+        "moto-obstore",
+        pytest.param("ceph-s3fs", marks=pytest.mark.gateway),
+        pytest.param("ceph-obstore", marks=pytest.mark.gateway),
+    ]
+)
+def scene(request: pytest.FixtureRequest, scenes: Callable[[str], Scene]) -> Scene:
+    """A scene with each engine, on an imitation of S3 and on a real gateway."""
+    return scenes(request.param)
+
+
+@pytest.fixture(params=["moto-s3fs", pytest.param("ceph-s3fs", marks=pytest.mark.gateway)])
+def s3fs_scene(request: pytest.FixtureRequest, scenes: Callable[[str], Scene]) -> Scene:
+    """A scene on each kind of server, for what no other engine does."""
+    return scenes(request.param)
+
+
+@pytest.fixture(params=["moto-s3fs", "moto-obstore"])
+def quick_scene(request: pytest.FixtureRequest, scenes: Callable[[str], Scene]) -> Scene:
+    """A scene with each engine, on an imitation of S3."""
+    return scenes(request.param)
+
+
+@pytest.fixture(scope="session")
+def saves() -> Iterator[ForkedSaves]:
+    """Saves in processes that can be killed."""
+    with forked_saves() as processes:
+        yield processes

@@ -1,0 +1,73 @@
+"""Tries trials that break a rule, on every rank of one start; prints what each raised, as JSON.
+
+In the environment, TRIALS: a JSON list of ``[request, until]``. `request` is a `BuildTrial` as a
+mapping; `until` says how far to go with the trial: "build", "load", "train"; or "everything" and
+"weights", which restore what the trial itself has saved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trial_core.controller.controller import Controller
+from trial_core.distributed import DistributedContext
+from trial_core.errors import TrialError
+from trial_core.messages import (
+    BuildLoaders,
+    BuildTrial,
+    FetchCheckpoint,
+    PersistCheckpoint,
+    SaveCheckpoint,
+    TrainBatches,
+)
+
+TOY = Path(os.environ["PYTHONPATH"]) / "tests" / "support" / "toy"
+
+
+RANKS = DistributedContext.from_environment()
+
+
+def go(controller: Controller, build: BuildTrial, until: Any) -> None:
+    """Carry out what a driver would ask for."""
+    begin = BuildLoaders(batches_trained=0, checkpoint=None)
+    controller.carry_out(build)
+    if until == "build":
+        return
+    controller.carry_out(begin)
+    if until == "load":
+        return
+    controller.carry_out(TrainBatches(until=1))
+    if until == "train":
+        return
+    controller.carry_out(SaveCheckpoint(uuid="saved"))
+    persisted: Any = controller.carry_out(PersistCheckpoint(uuid="saved"))
+    everybody = RANKS.allgather(persisted.files)
+    controller.carry_out(build)
+    files = [entry for rank in everybody for entry in rank]
+    controller.carry_out(FetchCheckpoint(uuid="saved", files=files))
+    RANKS.allgather("fetched")
+    controller.carry_out(BuildLoaders(batches_trained=0, checkpoint="saved", restore=until))
+
+
+def main() -> None:
+    """Try one trial after the other."""
+    os.chdir(TOY)
+    controller, said = Controller(emit=lambda _: None, distributed=RANKS), []
+    for request, until in json.loads(os.environ["TRIALS"]):
+        try:
+            go(controller, msgspec.convert(request, BuildTrial), until)
+            said.append("not refused")
+        except TrialError as error:
+            said.append(str(error))
+    print(json.dumps(said), flush=True)
+    sys.stderr.flush()
+    os._exit(0)  # some of the engines are half built
+
+
+main()

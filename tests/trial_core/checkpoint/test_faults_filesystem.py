@@ -1,0 +1,119 @@
+"""A save on 2 ranks over any file system that fsspec knows, of which any operation fails."""
+
+from __future__ import annotations
+
+import uuid as uuids
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from tests.support.faults.filesystem import planned
+from tests.support.faults.plan import Fault, Plan
+from tests.support.faults.saving import CLIENTS, TRIAL, keys_of, save, stage_ranks, within
+from tests.trial_core.checkpoint.helpers import stored_files
+from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer import fetch_files, find_damage
+from trial_core.errors import CheckpointDamaged, CheckpointNotFound, StorageError
+
+DEADLINE_SECONDS = 30.0
+Kind = Literal["500", "503", "cut request", "lose reply"]
+
+each_kind = pytest.mark.parametrize("kind", ["500", "503", "cut request", "lose reply"])
+
+
+@dataclass
+class Place:
+    """A folder behind a file system that fails on purpose."""
+
+    folder: Path
+    staged: Mapping[int, Path]
+
+    @contextmanager
+    def store(self, *faults: Fault) -> Iterator[tuple[CheckpointStore, Plan]]:
+        """The store there, while `faults` come in the way."""
+        name = uuids.uuid4().hex
+        with planned(name, Plan(*faults)) as plan:
+            yield CheckpointStore(f"faulty://{name}{self.folder}"), plan
+
+    def save(self, uuid: str, *faults: Fault) -> tuple[Manifest | StorageError, Plan]:
+        """Save on 2 ranks, while `faults` come in the way; how it ended."""
+        with self.store(*faults) as (store, plan):
+            stores = dict.fromkeys(CLIENTS, store)
+            return within(DEADLINE_SECONDS, lambda: save(stores, self.staged, uuid)), plan
+
+    def check(self, uuid: str, outcome: Manifest | StorageError) -> None:
+        """What must hold after a save that ended like this, and after a sweep."""
+        with self.store() as (store, _):
+            listed = store.list()
+            assert listed == [outcome] or isinstance(outcome, StorageError)
+            for manifest in listed:
+                assert find_damage(store, manifest.uuid, manifest.files) == []
+            if not listed:
+                with pytest.raises((CheckpointNotFound, CheckpointDamaged)):
+                    store.open(uuid)
+            store.sweep(TRIAL)
+            assert store.list() == listed
+        assert stored_files(self.folder).keys() == keys_of(listed)
+
+
+@pytest.fixture
+def staged(tmp_path: Path) -> Mapping[int, Path]:
+    return stage_ranks(tmp_path / "staged", 2**12)
+
+
+@pytest.fixture
+def operations(tmp_path: Path, staged: Mapping[int, Path]) -> int:
+    """How many operations a save takes that nothing comes in the way of."""
+    place, uuid = Place(tmp_path / "clean", staged), str(uuids.uuid4())
+    outcome, plan = place.save(uuid)
+    assert isinstance(outcome, Manifest), outcome
+    place.check(uuid, outcome)
+    return len(plan.seen)
+
+
+@each_kind
+@pytest.mark.parametrize("times", [1, None], ids=["once", "from then on"])
+def test_any_operation_of_a_save_fails(
+    tmp_path: Path, staged: Mapping[int, Path], operations: int, kind: Kind, times: int | None
+) -> None:
+    """At every one of them: the save is committed or raises in time, what is listed verifies, and
+    a sweep leaves nothing else."""
+    assert operations > 10
+    for index in range(operations):
+        place, uuid = Place(tmp_path / f"{index}", staged), str(uuids.uuid4())
+        outcome, plan = place.save(uuid, Fault(kind, first=index, times=times, byte=50))
+        assert plan.has_struck, str(plan)
+        place.check(uuid, outcome)
+
+
+@pytest.mark.parametrize("kind", ["500", "503", "cut request", "cut reply", "lose reply"])
+def test_any_operation_of_a_fetch_fails(
+    tmp_path: Path, staged: Mapping[int, Path], kind: Kind
+) -> None:
+    """At every one of them: the files come back as they were, or the fetch raises; a read that
+    gave too little without an error is found out, and no file that differs has its name."""
+    place = Place(tmp_path / "store", staged)
+    manifest, _ = place.save(str(uuids.uuid4()))
+    assert isinstance(manifest, Manifest)
+    expected = {
+        path: data for folder in staged.values() for path, data in stored_files(folder).items()
+    }
+    index, struck = 0, True
+    while struck:
+        target = tmp_path / f"target-{index}"
+        with place.store(Fault(kind, first=index, byte=50)) as (store, plan):
+            try:
+                fetch_files(store, manifest.uuid, manifest.files, target)
+                failed = False
+            except (StorageError, CheckpointDamaged):
+                failed = True
+        found = stored_files(target)
+        assert found.items() <= expected.items()
+        assert failed or found == expected
+        index, struck = index + 1, plan.has_struck
+    assert index > len(expected)

@@ -1,0 +1,121 @@
+"""Fetching a checkpoint over S3, of which any request fails.
+
+By default at some of the requests, with ``-m faults`` (``make test-long``) at each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.faults.plan import Fault, Plan
+from tests.support.faults.saving import Site, rank_files
+from tests.support.faults.scene import Scene
+from tests.trial_core.checkpoint.helpers import stored_files
+from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.transfer import fetch_files
+from trial_core.errors import StorageError
+
+FAULTS = {
+    "cut request": Fault("cut request"),
+    "cut reply": Fault("cut reply"),
+    "cut in the middle": Fault("cut reply", byte=500),
+    "500": Fault("500"),
+    "503": Fault("503"),
+    "hang": Fault("hang"),
+    "slow": Fault("slow"),
+}
+SOME = 4
+
+each_kind = pytest.mark.parametrize("kind", FAULTS)
+
+
+@dataclass
+class Stored:
+    """A checkpoint, and how many requests it takes to fetch it."""
+
+    scene: Scene
+    site: Site
+    manifest: Manifest
+    files: Mapping[str, bytes]
+    requests: int = 0
+
+    def fetch(self, target: Path, *faults: Fault) -> tuple[object, Plan]:
+        """Fetch everything while `faults` come in the way: how it ended, which must be soon."""
+        clients, _, plan = self.scene.new_site(*faults)
+        site = replace(self.site, options=clients.options)
+        entries, store = self.manifest.files, site.stores()["rank-0"]
+        outcome = self.scene.soon(lambda: fetch_files(store, self.manifest.uuid, entries, target))
+        self.scene.endpoint.new_plan()
+        return outcome, plan
+
+    def passes(self, target: Path, fault: Fault) -> None:
+        """Once: every file comes back as it was, or the fetch raises in time; and no file that
+        differs, nor a part of one, lies under its name or any other."""
+        outcome, plan = self.fetch(target, fault)
+        assert plan.has_struck, str(plan)
+        found = stored_files(target) if target.exists() else {}
+        assert found.items() <= self.files.items()
+        assert isinstance(outcome, StorageError) or found == self.files
+
+    def stays(self, target: Path, fault: Fault) -> None:
+        """From one request on nothing works: the fetch raises in time (unless it is merely slow),
+        and goes on afterwards with what it has."""
+        outcome, plan = self.fetch(target, replace(fault, times=None))
+        assert fault.kind == "slow" or isinstance(outcome, StorageError), str(plan)
+        found = stored_files(target) if target.exists() else {}
+        assert found.items() <= self.files.items()
+        fetched, _ = self.fetch(target)
+        assert fetched == self.manifest.total_bytes - sum(map(len, found.values()))
+        assert stored_files(target) == self.files
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[int, Stored]:
+    return {}
+
+
+@pytest.fixture
+def stored(
+    scene: Scene, made: dict[int, Stored], tmp_path_factory: pytest.TempPathFactory
+) -> Stored:
+    """A checkpoint in each scene, saved once."""
+    if id(scene) not in made:
+        site, uuid, _ = scene.new_site()
+        manifest = scene.save(site, uuid)
+        assert isinstance(manifest, Manifest)
+        first, second = rank_files(scene.part_bytes).values()
+        stored = Stored(scene, site, manifest, {**first, **second})
+        outcome, plan = stored.fetch(tmp_path_factory.mktemp("clean"))
+        assert outcome == manifest.total_bytes
+        stored.requests = len(plan.seen)
+        made[id(scene)] = stored
+    return made[id(scene)]
+
+
+@each_kind
+def test_a_fault_that_passes(stored: Stored, tmp_path: Path, kind: str) -> None:
+    """At some of the requests; not the same ones for all kinds."""
+    first = list(FAULTS).index(kind) % SOME
+    for index in range(first, stored.requests, SOME):
+        stored.passes(tmp_path / str(index), replace(FAULTS[kind], first=index))
+
+
+@each_kind
+def test_a_fault_that_stays(stored: Stored, tmp_path: Path, kind: str) -> None:
+    """From one of the requests on; not the same one for all kinds."""
+    index = list(FAULTS).index(kind) * (stored.requests - 1) // (len(FAULTS) - 1)
+    stored.stays(tmp_path / "target", replace(FAULTS[kind], first=index))
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1800)
+@each_kind
+def test_any_fault_at_any_request(stored: Stored, tmp_path: Path, kind: str) -> None:
+    """At every index."""
+    for index in range(stored.requests):
+        stored.passes(tmp_path / f"passes-{index}", replace(FAULTS[kind], first=index))
+        stored.stays(tmp_path / f"stays-{index}", replace(FAULTS[kind], first=index))

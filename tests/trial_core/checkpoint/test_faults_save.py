@@ -1,0 +1,196 @@
+"""A save on 2 ranks over S3, of which any request fails.
+
+By default: at each kind of request, some kinds of fault. With ``-m faults`` (``make test-long``):
+every kind at every single request, by its index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from tests.support.faults.plan import Fault, Plan
+from tests.support.faults.saving import RANKS, Site, check
+from tests.support.faults.scene import Scene
+from trial_core.checkpoint.manifest import Manifest
+from trial_core.errors import StorageError
+
+REQUESTS = {
+    "intent": ("PUT", "/uploads/"),
+    "small file": ("PUT", "/state/rank-1.pt"),
+    "multipart begins": ("POST", "?uploads"),
+    "first part": ("PUT", "partNumber=1"),
+    "last part": ("PUT", "partNumber=3"),
+    "multipart ends": ("POST", "?uploadId="),
+    "intent read": ("GET", "/uploads/"),
+    "listing": ("GET", "list-type=2"),
+    "commit": ("PUT", "/manifests/"),
+    "uploads listed": ("GET", "?uploads"),
+    "intent goes": ("DELETE", "/uploads/"),
+}
+FAULTS = {
+    "cut before": Fault("cut request"),
+    "cut in the middle": Fault("cut request", byte=100),
+    "cut reply": Fault("cut reply", byte=10),
+    "lost reply": Fault("lose reply"),
+    "500": Fault("500"),
+    "503": Fault("503"),
+    "hang": Fault("hang"),
+    "slow": Fault("slow"),
+}
+HARD = ("cut before", "500", "503", "hang")
+
+UPLOADING = ("small file", "multipart begins", "first part", "last part", "multipart ends")
+"""What an engine sends by itself; all else is s3fs's in any case."""
+
+Scenes = Callable[[str], Scene]
+ON_MOTO = [
+    *(("moto-s3fs", request_kind) for request_kind in REQUESTS),
+    *(("moto-obstore", request_kind) for request_kind in UPLOADING),
+]
+ON_CEPH = [
+    *(("ceph-s3fs", request_kind) for request_kind in (*UPLOADING, "commit")),
+    *(("ceph-obstore", request_kind) for request_kind in UPLOADING),
+]
+GOING_AWAY = ("intent", "first part", "multipart ends", "commit")
+
+
+def each(*cases: tuple[str, str]) -> pytest.MarkDecorator:
+    """Parameters: the name of a scene, and a kind of request."""
+    return pytest.mark.parametrize(
+        ("where", "request_kind"),
+        [
+            pytest.param(*case, marks=pytest.mark.gateway if "ceph" in case[0] else ())
+            for case in cases
+        ],
+    )
+
+
+def some_faults(where: str, request_kind: str, names: Sequence[str], count: int) -> Iterator[Fault]:
+    """A few of those kinds of fault for a kind of request; other ones for the next, and for
+    another engine."""
+    index = list(REQUESTS).index(request_kind) + where.endswith("obstore")
+    method, key = REQUESTS[request_kind]
+    for n in range(count):
+        yield replace(FAULTS[names[(index + 3 * n) % len(names)]], method=method, key=key)
+
+
+def fail(scene: Scene, fault: Fault) -> tuple[Site, str, Manifest | StorageError, Plan]:
+    """Save while `fault` comes in the way; where, and how it ended."""
+    site, uuid, plan = scene.new_site(fault)
+    outcome = scene.save(site, uuid)
+    scene.endpoint.new_plan()
+    assert plan.has_struck, f"{fault} met nothing:\n{plan}"
+    return site, uuid, outcome, plan
+
+
+def passes(scene: Scene, fault: Fault) -> None:
+    """Once: the request is tried again and the checkpoint committed, or the save raises in time."""
+    site, uuid, outcome, _ = fail(scene, fault)
+    check(site, uuid, outcome)
+
+
+def stays(scene: Scene, fault: Fault) -> None:
+    """The same request fails however often it is tried: the save raises, and leaves no upload of
+    parts open; except where all that is left to do is to tidy up."""
+    site, uuid, outcome, plan = fail(scene, replace(fault, times=None, is_alike=True))
+    met = plan.struck()[0]
+    is_tidying = met.method == "DELETE" or (met.method == "GET" and "?uploads" in met.key)
+    expected = Manifest if is_tidying and is_after_the_commit(plan, met.index) else StorageError
+    assert isinstance(outcome, expected), f"{outcome}\n{plan}"
+    assert site.multipart_uploads() == [], str(plan)
+    check(site, uuid, outcome)
+
+
+def goes_away(scene: Scene, index: int, fault: Fault) -> None:
+    """From one request on nothing works: the save raises in time, unless it was committed by then;
+    what it could not clear away, the next run's sweep does."""
+    site, uuid, outcome, plan = fail(scene, replace(fault, first=index, times=None))
+    if not is_after_the_commit(plan, plan.struck()[0].index):
+        assert isinstance(outcome, StorageError), f"{outcome}\n{plan}"
+    check(site, uuid, outcome)
+
+
+def is_after_the_commit(plan: Plan, index: int) -> bool:
+    """Whether the manifest had been written before that request."""
+    return any("/manifests/" in each.key and each.method == "PUT" for each in plan.seen[:index])
+
+
+def test_what_a_clean_save_asks_for(scene: Scene) -> None:
+    """All kinds of requests that faults are tried on are among those of a save; both ranks send
+    large files in parts, the driver begins and commits."""
+    for method, key in REQUESTS.values():
+        assert [s for s in scene.clean_save.seen if s.method == method and key in s.key], (
+            method,
+            key,
+        )
+    for rank in RANKS:
+        sent = [seen.key for seen in scene.clean_save.seen if seen.client == f"rank-{rank}"]
+        assert sum("partNumber=" in key for key in sent) == 3
+    first, *_, last = scene.clean_save.seen
+    assert (first.client, last.client) == ("driver", "driver")
+
+
+@each(*ON_MOTO, *ON_CEPH)
+def test_a_fault_that_passes(scenes: Scenes, where: str, request_kind: str) -> None:
+    """At each kind of request, some kinds of fault, once."""
+    count = 1 if "ceph" in where else 2
+    for fault in some_faults(where, request_kind, tuple(FAULTS), count):
+        passes(scenes(where), fault)
+
+
+@each(*ON_MOTO)
+def test_a_fault_that_stays(scenes: Scenes, where: str, request_kind: str) -> None:
+    """At each kind of request, one kind of fault, however often it is tried."""
+    for fault in some_faults(where, request_kind, HARD, 1):
+        stays(scenes(where), fault)
+
+
+@each(*(case for case in ON_MOTO if case[1] in GOING_AWAY))
+def test_a_server_that_goes_away(scenes: Scenes, where: str, request_kind: str) -> None:
+    """From a request of some kinds on, with one kind of fault."""
+    scene, (method, key) = scenes(where), REQUESTS[request_kind]
+    requests = scene.clean_save.seen
+    index = next(each.index for each in requests if each.method == method and key in each.key)
+    for fault in some_faults(where, request_kind, HARD, 1):
+        goes_away(scene, index, replace(fault, method=None, key=""))
+
+
+@pytest.mark.parametrize("request_kind", ["multipart ends", "commit"])
+def test_a_save_that_failed_can_be_done_again(quick_scene: Scene, request_kind: str) -> None:
+    """The same checkpoint is saved again, as by a retried task, over what is there."""
+    method, key = REQUESTS[request_kind]
+    site, uuid, failed, _ = fail(quick_scene, Fault("500", method=method, key=key, times=None))
+    assert isinstance(failed, StorageError)
+    outcome = quick_scene.save(site, uuid)
+    assert isinstance(outcome, Manifest)
+    check(site, uuid, outcome)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_that_passes_at_any_request(scene: Scene, name: str) -> None:
+    """At every index."""
+    for seen in scene.clean_save.seen:
+        passes(scene, replace(FAULTS[name], first=seen.index))
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", HARD)
+def test_a_fault_that_stays_at_any_request(scene: Scene, name: str) -> None:
+    """At every index."""
+    for seen in scene.clean_save.seen:
+        stays(scene, replace(FAULTS[name], first=seen.index))
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", HARD)
+def test_a_server_that_goes_away_at_any_request(scene: Scene, name: str) -> None:
+    """At every index."""
+    for seen in scene.clean_save.seen:
+        goes_away(scene, seen.index, FAULTS[name])

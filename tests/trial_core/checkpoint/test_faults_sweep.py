@@ -1,0 +1,113 @@
+"""A sweep, or a deletion, over S3 of which any request fails."""
+
+from __future__ import annotations
+
+import uuid as uuids
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tests.support.faults.plan import Fault
+from tests.support.faults.saving import ATTEMPT, TRIAL, Site, keys_of
+from tests.support.faults.scene import Scene
+from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.transfer import upload_files, verify_files
+from trial_core.errors import StorageError
+
+FAULTS = (
+    Fault("cut request"),
+    Fault("cut reply", byte=10),
+    Fault("lose reply"),
+    Fault("500"),
+    Fault("503"),
+)
+SOME = 4
+Scenes = Callable[[str], Scene]
+
+each_length = pytest.mark.parametrize("times", [1, None], ids=["once", "from then on"])
+
+
+def littered(scene: Scene) -> tuple[Site, Manifest]:
+    """A committed checkpoint whose intent has stayed; half of another, and an upload of parts."""
+    site, uuid, _ = scene.new_site()
+    manifest = scene.save(site, uuid)
+    assert isinstance(manifest, Manifest)
+    store, orphan = site.behind, str(uuids.uuid4())
+    for begun in (uuid, orphan):
+        store.begin(TRIAL, begun, ATTEMPT)
+    upload_files(store, orphan, scene.staged[0], 0)
+    site.begin_multipart_upload(f"checkpoints/{orphan}/in-part")
+    return site, manifest
+
+
+def sweep(scene: Scene, fault: Fault) -> bool:
+    """Sweep while `fault` comes in the way, then without; whether there was anything in the way."""
+    site, manifest = littered(scene)
+    plan = scene.endpoint.new_plan(fault)
+    store = site.stores()["driver"]
+    outcome = scene.soon(lambda: store.sweep(TRIAL))
+    scene.endpoint.new_plan()
+    assert site.behind.list() == [manifest]
+    verify_files(site.behind, manifest.uuid, manifest.files)
+    if not isinstance(outcome, StorageError):
+        assert site.objects() == keys_of([manifest]), str(plan)
+    site.behind.sweep(TRIAL)
+    assert site.objects() == keys_of([manifest]), str(plan)
+    assert site.multipart_uploads() == [], str(plan)
+    return plan.has_struck
+
+
+def delete(scene: Scene, fault: Fault) -> bool:
+    """Delete while `fault` comes in the way, then without; whether there was anything."""
+    site, uuid, _ = scene.new_site()
+    manifest = scene.save(site, uuid)
+    assert isinstance(manifest, Manifest)
+    plan = scene.endpoint.new_plan(fault)
+    store = site.stores()["driver"]
+    outcome = scene.soon(lambda: store.delete(manifest))
+    scene.endpoint.new_plan()
+    for listed in site.behind.list():
+        verify_files(site.behind, listed.uuid, listed.files)
+    if not isinstance(outcome, StorageError):
+        assert site.objects() == set(), str(plan)
+    site.behind.delete(manifest)
+    assert site.objects() == set(), str(plan)
+    return plan.has_struck
+
+
+def rotating(index: int, times: int | None) -> Fault:
+    """One kind of fault for each index."""
+    return replace(FAULTS[index // SOME % len(FAULTS)], first=index, times=times)
+
+
+@each_length
+def test_a_sweep_that_fails(scenes: Scenes, times: int | None) -> None:
+    """At some of its requests: what is committed stays whole, and the next sweep does the rest."""
+    index = 0
+    while sweep(scenes("moto-s3fs"), rotating(index, times)):
+        index += SOME
+    assert index > 4 * SOME
+
+
+@each_length
+def test_a_deletion_that_fails(scenes: Scenes, times: int | None) -> None:
+    """At some of its requests: what is still listed is whole, and deleting again does the rest."""
+    index = 0
+    while delete(scenes("moto-s3fs"), rotating(index, times)):
+        index += SOME
+    assert index > SOME
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1800)
+@each_length
+@pytest.mark.parametrize("work", [sweep, delete])
+def test_any_fault_at_any_request(
+    s3fs_scene: Scene, times: int | None, work: Callable[[Scene, Fault], bool]
+) -> None:
+    """At every index."""
+    for fault in FAULTS:
+        index = 0
+        while work(s3fs_scene, replace(fault, first=index, times=times)):
+            index += 1

@@ -1,0 +1,64 @@
+"""How much memory moving a file takes, measured in a process of its own against the file's size."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.s3 import S3Server
+
+MIB = 2**20
+FILE_MIB, FILES = 48, 3
+SCRIPT = """
+import json, os, resource, sys
+from pathlib import Path
+from trial_core.checkpoint import window
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer import fetch_files, upload_files
+
+MIB = 2**20
+window.PIECE_BYTES = 5 * MIB
+url, options, folder = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
+
+def mib(name):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(name)) / 1024
+
+def peak_of(work):
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now
+    before = mib("VmRSS")
+    result = work()
+    return result, mib("VmHWM") - before
+
+store = CheckpointStore(url, options)
+(folder / "warm").mkdir()
+(folder / "warm" / "up").write_bytes(b"1")
+warm = upload_files(store, "w", folder / "warm", 0)
+fetch_files(store, "w", warm, folder / "warmed")
+files, up = peak_of(lambda: upload_files(store, "u", folder / "files", 0))
+_, down = peak_of(lambda: fetch_files(store, "u", files, folder / "target"))
+print(json.dumps([up, down]))
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="measured by Linux")
+def test_memory_is_bounded_whatever_is_moved(
+    moto_s3: S3Server, engine: str, tmp_path: Path
+) -> None:
+    """Three files at once take the window, here of 30 MiB, and little besides: not what they are
+    long, which is 144 MiB, nor the window once for each."""
+    (tmp_path / "files").mkdir()
+    for number in range(FILES):
+        (tmp_path / "files" / str(number)).write_bytes(os.urandom(MIB) * FILE_MIB)
+    ran = subprocess.run(
+        [sys.executable, "-c", SCRIPT, moto_s3.new_bucket(), json.dumps(moto_s3.options), tmp_path],
+        capture_output=True, text=True, check=True, cwd=Path(__file__).parents[3],
+    )  # fmt: skip
+    up_mib, down_mib = json.loads(ran.stdout)
+    assert up_mib < 0.5 * FILES * FILE_MIB
+    assert down_mib < 0.5 * FILES * FILE_MIB

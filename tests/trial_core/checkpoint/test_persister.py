@@ -1,0 +1,131 @@
+"""The process that uploads for a rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.processes import descendants, wait_until_gone
+from tests.trial_core.checkpoint.helpers import entry, stage, stored_files
+from trial_core.checkpoint.images import Images
+from trial_core.checkpoint.persister import Persister, StagedFile
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.errors import StorageError
+
+FILES = {"latest": b"model0", "model0/shard.pt": b"weights" * 1000}
+RANK = 3
+
+
+@pytest.fixture
+def persister() -> Iterator[Persister]:
+    """One whose process is gone afterwards."""
+    persister = Persister()
+    yield persister
+    persister.close()
+    assert not uploaders()
+
+
+def uploaders() -> list[int]:
+    """The uploading processes of this one."""
+    return [pid for pid in descendants(os.getpid()) if "persister" in " ".join(command(pid))]
+
+
+def command(pid: int) -> list[str]:
+    try:
+        return psutil.Process(pid).cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def staged(folder: Path, files: dict[str, bytes]) -> list[StagedFile]:
+    stage(folder, files)
+    return [StagedFile(name, str(folder / name), len(data)) for name, data in files.items()]
+
+
+def test_what_was_staged_is_stored_and_described(tmp_path: Path, persister: Persister) -> None:
+    """On disk or in memory: the manifest's entries are those of the bytes that were staged."""
+    store, checkpoint = CheckpointStore(str(tmp_path / "store")), str(uuid.uuid4())
+    files, images = staged(tmp_path / "staging", FILES), Images(10_000)
+    images.begin()
+    images.write(tmp_path / "staging", "image.pt", lambda file: file.write(b"in memory"))
+    images.end()
+    files.append(StagedFile("image.pt", str(tmp_path / "staging" / "image.pt"), 9))
+    entries = persister.upload(store.spec, checkpoint, RANK, files)
+    expected = {**FILES, "image.pt": b"in memory"}
+    assert {each.path: each for each in entries} == {
+        name: entry(name, data, RANK) for name, data in expected.items()
+    }
+    assert stored_files(tmp_path / "store" / "checkpoints" / checkpoint) == expected
+    images.close()
+
+
+def test_a_killed_uploader_is_the_storages_failure(tmp_path: Path, persister: Persister) -> None:
+    """Its rank goes on: the error says what happened, and the next try has a new process."""
+    store, checkpoint = CheckpointStore(str(tmp_path / "store")), str(uuid.uuid4())
+    files = staged(tmp_path / "staging", FILES)
+    os.mkfifo(tmp_path / "stuck")
+    # Opening a pipe that nobody writes keeps the uploader waiting until it is killed.
+    stuck = StagedFile("stuck", str(tmp_path / "stuck"), 1)
+    killer = subprocess.Popen(
+        [sys.executable, "-c", KILL_THE_UPLOADER, str(os.getpid())], stdin=subprocess.DEVNULL
+    )
+    with pytest.raises(StorageError, match=r"rank 3's files was ended by SIGKILL"):
+        persister.upload(store.spec, checkpoint, RANK, [*files, stuck])
+    killer.wait()
+    assert persister.upload(store.spec, checkpoint, RANK, files)
+
+
+KILL_THE_UPLOADER = """
+import sys, time, psutil
+deadline = time.monotonic() + 20
+while time.monotonic() < deadline:
+    for child in psutil.Process(int(sys.argv[1])).children():
+        if "-m" in child.cmdline():
+            child.kill()
+            sys.exit()
+    time.sleep(0.05)
+"""
+
+
+def test_an_uploader_ends_with_its_rank(tmp_path: Path) -> None:
+    """However that ends: nothing goes on uploading for a rank that is dead."""
+    script = tmp_path / "rank.py"
+    script.write_text(RANK_THAT_UPLOADS)
+    rank = subprocess.Popen(
+        [sys.executable, script, tmp_path / "store"], stdout=subprocess.PIPE, cwd=Path.cwd()
+    )
+    assert rank.stdout is not None
+    assert rank.stdout.readline() == b"uploaded\n"
+    uploaders = descendants(rank.pid)
+    assert uploaders
+    os.kill(rank.pid, signal.SIGKILL)
+    rank.wait()
+    assert not wait_until_gone(uploaders, timeout_seconds=10)
+
+
+RANK_THAT_UPLOADS = """
+import sys, time, uuid
+from trial_core.checkpoint.persister import Persister, StagedFile
+from trial_core.checkpoint.store import CheckpointStore
+store = CheckpointStore(sys.argv[1])
+Persister().upload(store.spec, str(uuid.uuid4()), 0, [StagedFile("me", __file__, 1)])
+print("uploaded", flush=True)
+time.sleep(600)
+"""
+
+
+def test_credentials_are_on_no_command_line(tmp_path: Path, persister: Persister) -> None:
+    """The storage's options go through the connection alone, where no other user sees them."""
+    store = CheckpointStore(str(tmp_path / "store"), {"auto_mkdir": True})
+    persister.upload(store.spec, str(uuid.uuid4()), RANK, staged(tmp_path / "staging", FILES))
+    (pid,) = uploaders()
+    assert "auto_mkdir" not in " ".join(command(pid))
+    assert str(tmp_path) not in " ".join(command(pid))

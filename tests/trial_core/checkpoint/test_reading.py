@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import pytest
+
+from tests.trial_core.checkpoint.helpers import stored_files, upload
+from trial_core.checkpoint import layout, window
+from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.parallel import StopSignal
+from trial_core.checkpoint.storage import Piece, Storage
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer import fetch_files, find_damage
+from trial_core.checkpoint.window import Window
+from trial_core.errors import CheckpointDamaged
+
+PIECE = 100
+BIG = os.urandom(7 * PIECE + 13)
+
+
+@pytest.fixture(params=["file", "memory", "s3fs", "obstore"])
+def kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window, "PIECE_BYTES", PIECE)
+
+
+def upload_whole(
+    store: CheckpointStore, folder: Path, files: dict[str, bytes] | None = None
+) -> Manifest:
+    """Upload files in one part each: S3 takes none so small as the ranges here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(window, "PIECE_BYTES", 2**20)
+        return upload(store, folder / "staging", files or {"big": BIG})
+
+
+def overwrite_after_the_first_range(
+    monkeypatch: pytest.MonkeyPatch, store: CheckpointStore, manifest: Manifest
+) -> None:
+    """Somebody replaces the file ``big`` as soon as its first range has been read."""
+    key, read_into = layout.file_key(manifest.uuid, "big"), store.storage.read_into
+
+    def read_then_overwrite(
+        of: str, start: int, view: memoryview, stop: StopSignal, version: str | None = None
+    ) -> Piece:
+        piece = read_into(of, start, view, stop, version)
+        if start == 0:
+            store.storage.write(key, BIG[::-1])
+        return piece
+
+    monkeypatch.setattr(store.storage, "read_into", read_then_overwrite)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_files_of_many_ranges_are_whole(store: CheckpointStore, tmp_path: Path) -> None:
+    """Whole ranges, a rest, just one range, one byte, none: all files come back."""
+    sizes = {"rest": 713, "whole": 700, "one": PIECE, "byte": 1, "empty": 0}
+    files = {name: BIG[:size] for name, size in sizes.items()}
+    manifest = upload_whole(store, tmp_path, files)
+    fetched = fetch_files(store, manifest.uuid, manifest.files, tmp_path / "target")
+    assert stored_files(tmp_path / "target") == files
+    assert fetched == sum(sizes.values())
+    assert find_damage(store, manifest.uuid, manifest.files) == []
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_ranges_of_one_file_are_read_at_once(
+    local_store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of one big file is not read on one connection."""
+    manifest = upload(local_store, tmp_path / "staging", {"big": BIG})
+    both, read_into = Barrier(2), local_store.storage.read_into
+
+    def read_together(of: str, start: int, *others: Any) -> Piece:
+        if start < 2 * PIECE:
+            both.wait(timeout=10)
+        return read_into(of, start, *others)
+
+    monkeypatch.setattr(local_store.storage, "read_into", read_together)
+    assert find_damage(local_store, manifest.uuid, manifest.files) == []
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_readers_that_share_a_window_do_not_wait_for_each_other_for_ever(
+    local_store: CheckpointStore, tmp_path: Path
+) -> None:
+    """Whatever order threads get on in, the range whose turn it is has its buffer."""
+    manifest = upload(local_store, tmp_path / "staging", {"a": BIG, "b": BIG[1:], "c": BIG * 30})
+    local_store.storage.window = Window(2)
+
+    def read(_: int) -> list[Any]:
+        return find_damage(local_store, manifest.uuid, manifest.files, threads=5)
+
+    with ThreadPoolExecutor(3) as pool:
+        reading = [pool.submit(read, number) for number in range(3)]
+        assert [each.result(timeout=60) for each in reading] == [[], [], []]
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_file_that_is_overwritten_between_ranges_is_found(
+    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of one state and half of another is not taken for a file; and it is said what it was."""
+    manifest = upload_whole(store, tmp_path)
+    overwrite_after_the_first_range(monkeypatch, store, manifest)
+    seen = "has digest" if store.is_process_local else "was overwritten while it was read"
+    with pytest.raises(CheckpointDamaged, match=f"big, written by rank 3, {seen}"):
+        fetch_files(store, manifest.uuid, manifest.files, tmp_path / "target", threads=1)
+    assert stored_files(tmp_path / "target") == {}
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_on_a_real_server_too(
+    s3_store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ETags tell as well; verifying goes on with the other files."""
+    manifest = upload_whole(s3_store, tmp_path, {"big": BIG, "other": b"1"})
+    overwrite_after_the_first_range(monkeypatch, s3_store, manifest)
+    damage = find_damage(s3_store, manifest.uuid, manifest.files, threads=1)
+    assert [(each.entry.path, each.is_moving) for each in damage] == [("big", True)]
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_where_versions_are_kept_one_is_read(
+    s3_store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a bucket that keeps versions, a file is read to its end as it was at the first range."""
+    bucket = s3_store.url.split("/")[2]
+    versioning = {"Status": "Enabled"}
+    s3_store.storage._fs.call_s3(
+        "put_bucket_versioning", Bucket=bucket, VersioningConfiguration=versioning
+    )
+    manifest = upload_whole(s3_store, tmp_path)
+    overwrite_after_the_first_range(monkeypatch, s3_store, manifest)
+    fetch_files(s3_store, manifest.uuid, manifest.files, tmp_path / "target", threads=1)
+    assert stored_files(tmp_path / "target") == {"big": BIG}
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_file_that_becomes_shorter_is_found(
+    s3_store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Truncated between the listing and the reading: named, not waited for."""
+    manifest = upload_whole(s3_store, tmp_path)
+    sizes = Storage.sizes
+
+    def truncate_then_say(storage: Storage, folder: str) -> dict[str, int]:
+        there = sizes(storage, folder)
+        s3_store.storage.write(layout.file_key(manifest.uuid, "big"), BIG[:130])
+        return there
+
+    monkeypatch.setattr(Storage, "sizes", truncate_then_say)
+    damage = find_damage(s3_store, manifest.uuid, manifest.files)
+    assert [(each.entry.path, each.seen_bytes) for each in damage] == [("big", 130)]

@@ -1,0 +1,76 @@
+"""Epochs of `trial_core.pytorch.DataLoader` on real ranks, resumed in the middle of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.slots import drive, lines, toy_config
+from tests.trial_core.deepspeed.resuming import assert_resuming_is_bit_identical
+from trial_core.slots.group import SlotGroup
+
+pytestmark = pytest.mark.slots
+Warm = Callable[[int], SlotGroup]
+
+
+def epochs(folder: Path, world_size: int, length: int) -> list[list[float]]:
+    """The samples of all ranks, in the order in which they share them, epoch by epoch."""
+    recorded = [lines(folder, "samples", rank) for rank in range(world_size)]
+    assert len({len(calls) for calls in recorded}) == 1
+    seen = [i for calls in zip(*recorded, strict=True) for _, _, *own in calls for i in own]
+    return [seen[begin : begin + length] for begin in range(0, len(seen), length)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "hparams",
+    [
+        {},
+        {"workers": 2},
+        {"workers": 2, "persistent_workers": True},
+        {"workers": 2, "persistent_workers": True, "shuffle": False},
+        {"workers": 2, "iterable": True},
+    ],
+    ids=lambda hparams: "-".join(hparams) or "plain",
+)
+def test_every_epoch_shows_every_sample_once_though_resumed_within_one(
+    warm_slots: Warm, tmp_path: Path, world_size: int, hparams: dict[str, Any]
+) -> None:
+    """21 samples in micro-batches of 2, the last of 1: saved after 12, 24 or 48 of them, none of
+    which ends an epoch. Order, augmentations and so weights are the uninterrupted run's; what the
+    ranks see together is each sample once an epoch, in another order each time if shuffled."""
+    assert_resuming_is_bit_identical(
+        warm_slots(world_size), tmp_path, "loader_trials:Epochs",
+        accumulation=3, train_samples=21, **hparams,
+    )  # fmt: skip
+    *whole, last = epochs(tmp_path / "parts", world_size, 21)
+    assert len(whole) > 1
+    assert [sorted(epoch) for epoch in whole] == [list(range(21))] * len(whole)
+    assert len(set(last)) == len(last)
+    assert (whole[0] != whole[1]) == hparams.get("shuffle", True)
+
+
+@pytest.mark.parametrize(("world_size", "started", "ended"), [(1, 2, 1), (2, 4, 3), (4, 7, 7)])
+def test_epoch_hooks_fire_once_an_epoch(
+    warm_slots: Warm, tmp_path: Path, world_size: int, started: int, ended: int
+) -> None:
+    """10 micro-batches an epoch, 3 a batch and rank: epochs begin and end inside batches, and each
+    still starts once and ends once, in order, on every rank: 18, 36 or 72 micro-batches in all."""
+    config = toy_config(
+        tmp_path, 6, hyperparameters={
+            "train_samples": 20, "accumulation": 3, "record": str(tmp_path)
+        },
+    )  # fmt: skip
+    drive(warm_slots(world_size), config, tmp_path)
+    for rank in range(world_size):
+        hooks = [
+            (line["hook"].removeprefix("on_training_epoch_"), line["epoch"])
+            for line in lines(tmp_path, "hooks", rank)
+            if "epoch" in line
+        ]
+        assert [epoch for kind, epoch in hooks if kind == "start"] == list(range(started))
+        assert [epoch for kind, epoch in hooks if kind == "end"] == list(range(ended))
+        assert hooks.index(("end", 0)) < hooks.index(("start", 1))

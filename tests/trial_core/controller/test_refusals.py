@@ -1,0 +1,251 @@
+"""What the reference does not allow, on the way from a trial's engines to its metrics."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+from tests.support.slots import TOY, build, toy_config
+from tests.support.toy.toy_trial import samples
+from tests.trial_core.deepspeed.resuming import assert_resuming_is_bit_identical
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.context import RunInfo
+from trial_core.controller.controller import Controller
+from trial_core.controller.loaders import build_loaders
+from trial_core.controller.reduction import reduce_metrics
+from trial_core.controller.state import read_rank_state
+from trial_core.deepspeed.weights import load_engine
+from trial_core.distributed import DistributedContext
+from trial_core.errors import CheckpointDamaged, TrialError
+from trial_core.messages import BuildTrial, PersistCheckpoint, Persisted
+from trial_core.pytorch import DataLoader
+from trial_core.pytorch.reducer import BatchMetrics, ReducerRegistry
+from trial_core.slots.group import SlotGroup
+
+Warm = Callable[[int], SlotGroup]
+SCRIPTS = TOY.with_name("scripts")
+
+
+def alone() -> DistributedContext:
+    return DistributedContext.from_environment({})
+
+
+def engine(**more: Any) -> Any:
+    """A trial's engine on a single rank that needs data and reports metrics."""
+    return SimpleNamespace(
+        **{
+            "needs_data": True,
+            "requires_reproducible_loaders": True,
+            "reports_metrics": True,
+            "micro_batches_per_batch": 1,
+            "micro_batches_per_evaluation": 1,
+            "data_parallel_rank": 0,
+            "data_parallel_size": 1,
+            "evaluates_in_lockstep": False,
+            "pads_evaluation": True,
+            "training_loader": lambda: DataLoader(samples(4)),
+            "validation_loader": lambda: DataLoader(samples(3)),
+            **more,
+        }
+    )
+
+
+# ------------------------------------------------------------------------------------- loaders
+
+
+@pytest.mark.parametrize("which", ["training", "validation"])
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (
+            None,
+            "build_{}_data_loader returned None on a rank that needs data; return a "
+            "trial_core.pytorch.DataLoader",
+        ),
+        (
+            torch.utils.data.DataLoader(samples(3)),
+            "build_{}_data_loader returned torch.utils.data.dataloader.DataLoader; return a "
+            "trial_core.pytorch.DataLoader, which shards, shuffles and resumes reproducibly, or "
+            "call context.disable_dataset_reproducibility_checks() to take care of that yourself",
+        ),
+        (
+            DataLoader(samples(3), batch_size=5, drop_last=True),
+            "the {} loader is empty: it has no batch at all; its dataset has no samples, or fewer "
+            "than one batch with drop_last=True",
+        ),
+    ],
+    ids=["none", "torch", "empty"],
+)
+def test_a_loader_that_cannot_be_used(which: str, loader: Any, message: str) -> None:
+    """None where data is needed, one that does not shard, and one without a batch; of either."""
+    with pytest.raises(TrialError) as refusal:
+        build_loaders(engine(**{f"{which}_loader": lambda: loader}), alone(), seed=0)
+    assert str(refusal.value) == message.format(which)
+
+
+def test_a_validation_loader_that_can_be_read_only_once() -> None:
+    """In step with others, a rank whose shard is over reads the loader again for one more batch."""
+    everything = iter(DataLoader(samples(3)))
+    own: Any = engine(validation_loader=lambda: everything, requires_reproducible_loaders=False)
+    validation = build_loaders(own, alone(), seed=0).validation
+    assert len(list(validation.begin() or ())) == 3
+    with pytest.raises(TrialError, match="no validation batch left to keep in step with"):
+        validation.padding()
+
+
+# ------------------------------------------------------------------------------------- metrics
+
+
+@pytest.mark.parametrize("kind", ["training", "validation"])
+def test_a_reducer_with_the_name_of_a_metric_of_the_trials(kind: Any) -> None:
+    """One of the two would hide the other."""
+    reducers, metrics = ReducerRegistry(), BatchMetrics()
+    reducers.wrap(len, name="accuracy")
+    metrics.add_batch([{"loss": 1.5, "accuracy": 0.5}])
+    message = f"{kind} metric(s) accuracy are both returned by the trial and given by a wrapped"
+    with pytest.raises(TrialError, match=re.escape(message)):
+        reduce_metrics(kind, metrics, engine(reducers=reducers), alone())
+
+
+# --------------------------------------------------------------- all that needs a trial, on ranks
+
+# By the trial, and how far it gets.
+REFUSED = {
+    "bad_trials:LatePipeline build": (
+        "wrap_model_engine got a PipelineEngine as engine 1, after one that is no pipeline: the "
+        "first engine's layout is the whole trial's. Wrap the pipeline first, and give all "
+        "pipelines of a trial the same stages"
+    ),
+    "bad_trials:UnequalPipelines build": (
+        "wrap_model_engine got a PipelineEngine as engine 1, after one that has other stages: the "
+        "first engine's layout is the whole trial's"
+    ),
+    "parallel_trials:MisfitMPU build": (
+        "the ModelParallelUnits of the ranks do not fit together: every rank must give the same "
+        "data_parallel_world_size n, and together they must give each data_parallel_rank from 0 to "
+        "n - 1; seen, rank by rank: ['0 of 2', '0 of 2']"
+    ),
+    "bad_trials:LoadsNothing load": (
+        "build_training_data_loader returned None on a rank that needs data; return a "
+        "trial_core.pytorch.DataLoader"
+    ),
+    "bad_trials:NamesTwoLoss train": (
+        "training metric(s) loss are both returned by the trial and given by a wrapped reducer; "
+        "name one of them otherwise"
+    ),
+    "bad_trials:SavesInItsOwnWay everything": 'DeepSpeed found no checkpoint (tag "model0") in ',
+    "bad_trials:SavesInItsOwnWay weights": 'DeepSpeed found no weights (tag "model0") in ',
+    "toy_trial:ToyTrial weights": "not refused",
+}
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What each rank raised with each of those trials, all in one start of two ranks."""
+    requests = []
+    for index, (entrypoint, until) in enumerate(map(str.split, REFUSED)):
+        folder = tmp_path_factory.mktemp(f"refused-{index}")
+        config = toy_config(folder, entrypoint=entrypoint)
+        request = BuildTrial(
+            trial="toy-0000beef",
+            experiment=config.model_dump(mode="json"),
+            run_dir=str(folder),
+            storage=CheckpointStore(config.checkpoint_storage.url).spec,
+        )
+        requests.append([msgspec.to_builtins(request), until])
+    program = (SCRIPTS / "refused.py").read_text()
+    ranks: Any = run_ranks(program, 2, TRIALS=json.dumps(requests))
+    return [dict(zip(REFUSED, messages, strict=True)) for messages in ranks]
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize("trial", REFUSED)
+def test_a_trial_that_is_refused(said: list[dict[str, str]], trial: str) -> None:
+    """On every rank alike, before one can wait for another that will not come."""
+    for rank in (0, 1):
+        assert said[rank][trial].startswith(REFUSED[trial])
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize(
+    ("restore", "method"), [("everything", "load"), ("weights", "load_weights")]
+)
+def test_what_to_do_about_a_save_of_ones_own(
+    said: list[dict[str, str]], restore: str, method: str
+) -> None:
+    """DeepSpeed does not find what it did not write: the trial must read it itself, too."""
+    message = said[1][f"bad_trials:SavesInItsOwnWay {restore}"]
+    assert message.endswith(f"; a trial that overrides save overrides {method} as well")
+
+
+@pytest.mark.slots
+def test_two_pipelines_with_the_same_stages_are_one_trial(warm_slots: Warm, tmp_path: Path) -> None:
+    """The reference allows several engines of one layout: both are trained, saved and restored."""
+    stored = assert_resuming_is_bit_identical(
+        warm_slots(2), tmp_path, "parallel_trials:TwoPipelines"
+    )
+    assert len({shard.parent.name for shard in stored.rglob("layer_*-model_states.pt")}) == 2
+
+
+@pytest.mark.slots
+def test_unequal_micro_batch_sizes_are_warned_of(warm_slots: Warm, tmp_path: Path) -> None:
+    """It may be meant: the trial is built, and counted by its first engine."""
+    slots = warm_slots(2)
+    logs = [slots.log_dir / f"rank-{rank}.log" for rank in (0, 1)]
+    before = [log.stat().st_size for log in logs]
+    config = toy_config(tmp_path, entrypoint="bad_trials:UnequalEngines")
+    assert build(slots, config, tmp_path).batch_samples == 2 * 2
+    for log, offset in zip(logs, before, strict=True):
+        assert (
+            "engine 1 has a micro-batch size of 5, the first one has 2; batches and samples are "
+            "counted by the first"
+        ) in log.read_text()[offset:]
+
+
+# --------------------------------------------------------------------------------- checkpoints
+
+
+def test_deepspeed_says_that_it_has_loaded_nothing(tmp_path: Path) -> None:
+    """It returns None for the path then, which must not pass for success."""
+    (tmp_path / "model0").mkdir()
+    (tmp_path / "model0" / "mp_rank_00_model_states.pt").touch()
+    nothing: Any = SimpleNamespace(
+        load_checkpoint=lambda folder, tag: (None, {}), module=torch.nn.Identity()
+    )
+    with pytest.raises(TrialError, match="DeepSpeed found no checkpoint"):
+        load_engine(nothing, tmp_path, "model0")
+
+
+def test_a_checkpoint_of_fewer_ranks_has_nothing_for_the_last(tmp_path: Path) -> None:
+    """The message says which file is looked for, and how many ranks to take."""
+    unused: Any = None
+    with pytest.raises(CheckpointDamaged) as refusal:
+        read_rank_state(tmp_path, rank=3, reader=unused)
+    assert str(refusal.value) == (
+        "the checkpoint has no trialflow/rank-00003.pt: was it saved with fewer ranks? Resume with "
+        "the slots_per_trial that it was saved with"
+    )
+
+
+def test_files_that_no_checkpoint_can_have_do_not_end_the_rank(tmp_path: Path) -> None:
+    """The rank tells its driver, apart from what a storage failed of, which may be tried again."""
+    store = CheckpointStore(f"file://{tmp_path}/checkpoints")
+    controller = Controller(emit=lambda _: None, distributed=alone())
+    trial: Any = SimpleNamespace(callbacks={}, topology=lambda: None, batch_samples=1)
+    controller.attach(trial, RunInfo("toy-0000beef", {}), tmp_path, store)
+    staging = tmp_path / "staging" / "some-uuid" / "rank-0"
+    staging.mkdir(parents=True)
+    (staging / "manifest.json").touch()
+    result = controller.carry_out(PersistCheckpoint(uuid="some-uuid"))
+    assert isinstance(result, Persisted)
+    assert (result.files, result.problem) == ([], None)
+    assert str(result.mistake).startswith("rank 0 saved a file 'manifest.json' at the top of its")

@@ -1,0 +1,207 @@
+"""Training goes on where it was, on other ranks and with another ZeRO stage."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.slots import Driven, build, drive, lines
+from tests.support.tensors import differing, tensors
+from tests.trial_core.deepspeed.moving import config, files, load, moved, save
+from trial_core.config.checkpointing import CheckpointingConfig
+from trial_core.deepspeed.export import export_weights
+from trial_core.slots.group import SlotGroup
+
+pytestmark = pytest.mark.slots
+Warm = Callable[[int], SlotGroup]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "other_ranks", "other_stage", "hparams"),
+    [
+        (2, 1, 1, 3, {}),
+        (1, 3, 2, 2, {}),
+        (2, 1, 1, 2, {"bf16": True}),
+        (2, 2, 1, 3, {"bf16": True}),
+        (2, 2, 1, 1, {"zero": {"round_robin_gradients": True, "parameter_alignment": True}}),
+        (1, 0, 2, 1, {}),
+        (2, 0, 1, 0, {}),
+    ],
+)
+def test_there_and_back_changes_nothing(
+    warm_slots: Warm, tmp_path: Path, ranks: int, stage: int, other_ranks: int, other_stage: int,
+    hparams: dict[str, Any],
+) -> None:  # fmt: skip
+    """7 batches straight, and 3 + 4 with a detour over other ranks: the same to the last bit."""
+    slots, settings = warm_slots(ranks), config(tmp_path, 7, stage, **hparams)
+    whole = drive(slots, settings, tmp_path, persist=True)
+    first = drive(slots, config(tmp_path, 3, stage, **hparams), tmp_path, persist=True)
+    # Of another seed, so that what is not restored shows.
+    other = config(tmp_path, 3, other_stage, seed=9, bf16=hparams.get("bf16", False))
+    away = moved(warm_slots(other_ranks), other, tmp_path / "away", first)
+    rest = drive(slots, settings, tmp_path, resume=away, persist=True)
+
+    expected, seen = (
+        tensors(files(tmp_path, run.checkpoints[-1]) / "model0") for run in (whole, rest)
+    )
+    assert len(expected) > 10
+    assert differing(expected, seen) == []
+    assert rest.validation[-1] == whole.validation[-1]
+
+
+def seen_by_all(folder: Path, ranks: int) -> list[dict[str, Any]]:
+    """What all ranks together have recorded of each batch."""
+    batches: dict[int, list[dict[str, Any]]] = {}
+    for rank in range(ranks):
+        for line in lines(folder, "samples", rank):
+            batches.setdefault(line["batch"], []).append(line)
+    return [
+        {
+            "epoch": parts[0]["epoch"],
+            "lr": parts[-1]["lr"],  # as the step left it
+            "samples": sorted(sample for part in parts for sample in part["samples"]),
+            "loss": sum(part["loss"] for part in parts) / len(parts),
+        }
+        for _, parts in sorted(batches.items())
+    ]
+
+
+def test_data_and_schedules_go_on(warm_slots: Warm, tmp_path: Path) -> None:
+    """16 batches on 2 ranks; and 4 there, 5 on 4 ranks, 7 on 1 rank with larger micro-batches: the
+    same samples in the same batches, the same learning rates, and losses that differ by rounding.
+
+    6 batches are an epoch, and the learning rate rises for 10.
+    """
+
+    def run(
+        ranks: int,
+        batches: int,
+        stage: int,
+        part: str,
+        resume: Driven | None = None,
+        **hparams: Any,
+    ) -> Driven:
+        (folder := tmp_path / part).mkdir()
+        hparams = {"train_samples": 48, "record": str(folder), **hparams}
+        return drive(
+            warm_slots(ranks), config(tmp_path, batches, stage, **hparams), folder,
+            resume=resume, persist=True,
+        )  # fmt: skip
+
+    run(2, 16, 1, "whole")
+    first = run(2, 4, 1, "first")
+    second = run(4, 9, 3, "second", resume=first, seed=8)
+    run(1, 16, 2, "third", resume=second, seed=9, micro_batch_size=4)
+
+    expected = seen_by_all(tmp_path / "whole", 2)
+    parts = [
+        batch
+        for part, ranks in (("first", 2), ("second", 4), ("third", 1))
+        for batch in seen_by_all(tmp_path / part, ranks)
+    ]
+    assert len(expected) == len(parts) == 16
+    losses = [[batch.pop("loss") for batch in batches] for batches in (expected, parts)]
+    assert parts == expected
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_steps_are_counted_once_for_each_part_of_a_group(warm_slots: Warm, tmp_path: Path) -> None:
+    """A group of ZeRO-1's, with one count of steps, is several of ZeRO-3's, each with its own."""
+    first = drive(warm_slots(1), config(tmp_path, 2, 1), tmp_path, persist=True)
+    rest = drive(warm_slots(1), config(tmp_path, 5, 3), tmp_path, resume=first, persist=True)
+    steps = [
+        step for name, step in tensors(files(tmp_path, rest.checkpoints[-1])).items()
+        if name.endswith("/step")
+    ]  # fmt: skip
+    assert steps == [5] * 4
+
+
+def test_the_loss_scale_goes_on(warm_slots: Warm, tmp_path: Path) -> None:
+    """What fp16 needs besides weights and moments is carried over, also where there is no fp16."""
+    first = drive(warm_slots(1), config(tmp_path, 1, 1), tmp_path, persist=True)
+    uuid = first.checkpoints[-1]
+    shutil.copytree(files(tmp_path, uuid), fetched := tmp_path / "restored" / uuid)
+    (shard,) = (fetched / "model0").glob("*_optim_states.pt")
+    state = torch.load(shard, weights_only=False)
+    state["optimizer_state_dict"]["loss_scaler"].cur_scale = 64.0
+    torch.save(state, shard)
+    build(warm_slots(1), config(tmp_path, 1, 3), tmp_path)
+    load(warm_slots(1), first)
+    after = save(warm_slots(1), first).checkpoints[-1]
+    (shard,) = (files(tmp_path, after) / "model0").glob("*_optim_states.pt")
+    loaded = torch.load(shard, weights_only=False)["optimizer_state_dict"]
+    assert loaded["loss_scaler"].cur_scale == 64.0
+
+
+def test_random_generators_begin_anew_on_other_ranks(warm_slots: Warm, tmp_path: Path) -> None:
+    """They are seeded by rank and batch: resuming twice draws the same, and each rank its own."""
+
+    def draws(part: str, ranks: int, batches: int, resume: Driven) -> list[list[float]]:
+        (folder := tmp_path / part).mkdir()
+        settings = config(tmp_path, batches, 1, record=str(folder))
+        drive(warm_slots(ranks), settings, folder, resume=resume)
+        return [[line["draw"] for line in lines(folder, "samples", rank)] for rank in range(ranks)]
+
+    first = drive(warm_slots(1), config(tmp_path, 3, 1), tmp_path, persist=True)
+    second = drive(warm_slots(1), config(tmp_path, 4, 1), tmp_path, resume=first, persist=True)
+    once, again = draws("once", 2, 5, first), draws("again", 2, 5, first)
+    assert once == again
+    assert len({draw for rank in once for draw in rank}) == 2 * 2 * 2
+    later = draws("later", 2, 5, second)
+    assert not {draw for rank in later for draw in rank} & {draw for rank in once for draw in rank}
+
+
+def test_random_generators_go_on_with_another_zero_stage(warm_slots: Warm, tmp_path: Path) -> None:
+    """Where the ranks are as many as they were, each draws what it would have drawn."""
+
+    def draws(part: str, stage: int, resume: Driven | None = None) -> list[list[float]]:
+        (folder := tmp_path / part).mkdir()
+        settings = config(tmp_path, 6, stage, record=str(folder))
+        drive(warm_slots(2), settings, folder, resume=resume)
+        return [[line["draw"] for line in lines(folder, "samples", rank)] for rank in range(2)]
+
+    whole = draws("whole", 1)
+    # Validations may draw, and one comes before each checkpoint: none of these toys' does.
+    first = drive(
+        warm_slots(2), config(tmp_path, 4, 1, record=str(tmp_path)), tmp_path, persist=True
+    )
+    rest = draws("rest", 2, first)
+    assert rest == [rank[-len(rest[0]) :] for rank in whole]
+
+
+def test_callbacks_of_new_ranks_go_on_with_the_first_ones_state(
+    warm_slots: Warm, tmp_path: Path
+) -> None:
+    """A callback that counts epochs has counted those before, also on ranks that were not there."""
+    hparams = {"train_samples": 8, "record": str(tmp_path)}
+    first = drive(warm_slots(1), config(tmp_path, 3, 1, **hparams), tmp_path, persist=True)
+    drive(warm_slots(2), config(tmp_path, 5, 1, **hparams), tmp_path, resume=first)
+    counted = [line["seen"] for line in lines(tmp_path, "hooks", 1) if "seen" in line]
+    assert counted == [4, 5]
+
+
+@pytest.mark.parametrize(("stage", "other_stage"), [(1, 1), (1, 3), (2, 2), (3, 1), (3, 3)])
+def test_frozen_parameters_that_were_left_out_stay_as_they_were_built(
+    warm_slots: Warm, tmp_path: Path, stage: int, other_stage: int
+) -> None:
+    """They are in no file; on as many ranks as before, and on others, the rest is restored."""
+    leaves_out = {"checkpointing": CheckpointingConfig(exclude_frozen_parameters=True)}
+    settings = config(tmp_path, 2, stage, frozen_seed=5).model_copy(update=leaves_out)
+    first = drive(warm_slots(1), settings, tmp_path, persist=True)
+    stored = files(tmp_path, first.checkpoints[-1])
+    expected = export_weights(stored)
+    assert not any("frozen" in name for name in tensors(stored))
+
+    elsewhere = config(tmp_path, 2, other_stage, seed=9, frozen_seed=6)
+    built = drive(warm_slots(1), elsewhere, tmp_path / "built", persist=True)
+    frozen = export_weights(files(tmp_path, built.checkpoints[-1]))
+    for ranks in (1, 2):
+        there = moved(warm_slots(ranks), elsewhere, tmp_path / str(ranks), first)
+        weights = export_weights(files(tmp_path, there.checkpoints[-1]))
+        for name, weight in weights.items():
+            assert torch.equal(weight, (frozen if "frozen" in name else expected)[name])

@@ -1,0 +1,64 @@
+"""Objects of every size on real ranks, and ranks that call different things."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.slots
+
+PROGRAM = """
+import json, os, pickle, time, torch.distributed as dist
+from trial_core.errors import SlotsError
+from trial_core.exchange import ROOM_BYTES, Exchange
+
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo")
+exchange = Exchange("all", range(size), rank, 60)
+
+# Pickled, a text of this length just fits into a frame.
+fits = ROOM_BYTES - (len(pickle.dumps("a" * 1000)) - 1000)
+sizes = [[0, 1, 2], [fits - 1, fits, fits + 1], [1, 3 * fits, 2], [9 * fits, 0, 5 * fits]]
+said = {"lengths": []}
+for lengths in sizes:
+    own = "abc"[rank] * lengths[rank]
+    expected = ["abc"[each] * length for each, length in enumerate(lengths)]
+    gathered = exchange.gather("gather", own)
+    said["lengths"].append([
+        exchange.allgather("allgather", own) == expected,
+        gathered == (expected if rank == 0 else None),
+        exchange.broadcast("broadcast", own) == expected[0],
+    ])
+
+began = time.monotonic()
+try:
+    (exchange.gather if rank == 1 else exchange.allgather)(["a", "b", "c"][rank], None)
+except SlotsError as error:
+    said["message"] = str(error)
+said["seconds"] = time.monotonic() - began
+print(json.dumps(said), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def said() -> list[dict[str, Any]]:
+    """What each of three ranks had to say."""
+    return run_ranks(PROGRAM, 3)
+
+
+def test_objects_of_every_size_arrive(said: list[dict[str, Any]]) -> None:
+    """Smaller than a frame, just as large, larger on one rank only: nothing is cut or padded."""
+    assert [rank["lengths"] for rank in said] == [[[True] * 3] * 4] * 3
+
+
+def test_ranks_that_call_different_things_hear_of_it_at_once(said: list[dict[str, Any]]) -> None:
+    """Not by the deadline: every rank is told who called what."""
+    for rank in range(3):
+        others = [each for each in range(3) if each != rank]
+        told = "; ".join(f"rank {other} called {'abc'[other]} instead" for other in others)
+        assert f"on rank {rank}: {told}. Every rank must call the same" in said[rank]["message"]
+        assert said[rank]["seconds"] < 30

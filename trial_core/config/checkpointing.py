@@ -1,0 +1,43 @@
+"""How checkpoints are taken and read, as far as a run can choose."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from trial_core.config.base import Section
+from trial_core.config.values import Flag
+
+
+class CheckpointingConfig(Section):
+    """How checkpoints are taken and read."""
+
+    at: ClassVar[str] = "checkpointing"
+
+    memory_gib_per_rank: float | None = Field(
+        default=None,
+        ge=0,
+        title="Memory for snapshots",
+        description="GiB of host memory that a rank may hold a snapshot in while it is uploaded; "
+        "what does not fit, and everything with 0, is staged on local disk. Default: half of what "
+        "is free on the machine, divided among its ranks.",
+    )
+    when_busy: Literal["wait", "skip"] = Field(
+        default="wait",
+        title="When an upload is still under way",
+        description="Whether the next checkpoint waits for it, or is skipped where it is only "
+        "periodic; the best and the last ones always wait.",
+    )
+    exclude_frozen_parameters: Flag = Field(
+        default=False,
+        title="Leave out frozen parameters",
+        description="Whether weights that are not trained are left out of checkpoints; a run that "
+        "resumes has those that the trial builds. For trials that do not override save.",
+    )
+    trusted: Flag = Field(
+        default=False,
+        title="Trusted checkpoints",
+        description="Whether reading a checkpoint may construct objects of any class, which can "
+        "run code. By default only tensors, plain data and a few known classes are read.",
+    )

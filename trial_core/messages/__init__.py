@@ -1,0 +1,98 @@
+"""What the driver and the ranks say to each other: plain data, encoded as MessagePack.
+
+The driver sends every rank the same `Request`; each rank replies with one `Answer`. Events flow
+from ranks to the driver unasked. Nothing here is ever a pickle: a message can carry only what its
+type declares, and a message that does not fit its type is refused on arrival.
+
+`workloads` has the requests and their results, `envelopes` what carries them.
+"""
+
+from __future__ import annotations
+
+from trial_core.messages.envelopes import (
+    Answer,
+    BatchesTrained,
+    Envelope,
+    FromRank,
+    Hello,
+    LogLines,
+    Peer,
+    RankError,
+    decode_envelope,
+    decode_from_rank,
+    decode_hello,
+    encode,
+)
+from trial_core.messages.workloads import (
+    AnyRequest,
+    AnyResult,
+    BuildLoaders,
+    BuildTrial,
+    Done,
+    FetchCheckpoint,
+    Fetched,
+    FinishRunFiles,
+    HookDone,
+    Lane,
+    LoadersBuilt,
+    Message,
+    PersistCheckpoint,
+    Persisted,
+    Ping,
+    ReleaseStaging,
+    Request,
+    Result,
+    RunFilesStored,
+    RunHook,
+    RunValidation,
+    SaveCheckpoint,
+    Saved,
+    Shutdown,
+    TrainBatches,
+    Trained,
+    TrialBuilt,
+    Validated,
+)
+
+__all__ = [
+    "Answer",
+    "AnyRequest",
+    "AnyResult",
+    "BatchesTrained",
+    "BuildLoaders",
+    "BuildTrial",
+    "Done",
+    "Envelope",
+    "FetchCheckpoint",
+    "Fetched",
+    "FinishRunFiles",
+    "FromRank",
+    "Hello",
+    "HookDone",
+    "Lane",
+    "LoadersBuilt",
+    "LogLines",
+    "Message",
+    "Peer",
+    "PersistCheckpoint",
+    "Persisted",
+    "Ping",
+    "RankError",
+    "ReleaseStaging",
+    "Request",
+    "Result",
+    "RunFilesStored",
+    "RunHook",
+    "RunValidation",
+    "SaveCheckpoint",
+    "Saved",
+    "Shutdown",
+    "TrainBatches",
+    "Trained",
+    "TrialBuilt",
+    "Validated",
+    "decode_envelope",
+    "decode_from_rank",
+    "decode_hello",
+    "encode",
+]
