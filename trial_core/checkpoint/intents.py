@@ -11,13 +11,13 @@ the other, so no checkpoint is listed whose files a sweep deletes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import msgspec
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.manifest import utc_now
+from trial_core.checkpoint.manifest import is_json, utc_now
 from trial_core.checkpoint.storage import Storage
 
 
@@ -71,16 +71,10 @@ class Swept:
         )
 
 
-def sweep(
-    storage: Storage, trial: str, committed: Callable[[Collection[str]], Collection[str]]
-) -> list[Swept]:
-    """Delete what uploads of a trial that never ended have left; what that was.
-
-    Args:
-        committed: which of these checkpoints of the trial are, as of the moment it is called.
-    """
+def sweep(storage: Storage, trial: str) -> list[Swept]:
+    """Delete what uploads of a trial that never ended have left; what that was."""
     claimed = _claim(storage, trial)
-    spared = committed({intent.uuid for intent in claimed})  # not before: see above
+    spared = _committed(storage, trial, {intent.uuid for intent in claimed})  # not before the claim
     swept = []
     for intent in claimed:
         if intent.uuid in spared:
@@ -95,10 +89,9 @@ def sweep(
     return swept
 
 
-def write_intent(storage: Storage, intent: Intent) -> None:
-    """Store an intent, over an earlier one of the same checkpoint."""
-    data = msgspec.json.format(msgspec.json.encode(intent), indent=2) + b"\n"
-    storage.write(intent.key, data)
+def as_object(intent: Intent) -> bytes:
+    """What is stored: JSON that a person can read."""
+    return msgspec.json.format(msgspec.json.encode(intent), indent=2) + b"\n"
 
 
 def read_intent(storage: Storage, trial: str, uuid: str) -> Intent | None:
@@ -121,6 +114,22 @@ def _claim(storage: Storage, trial: str) -> list[Intent]:
         intent = read_intent(storage, trial, uuid) if uuid is not None else None
         if intent is not None:
             intent = msgspec.structs.replace(intent, swept_at=intent.swept_at or utc_now())
-            write_intent(storage, intent)
+            storage.write(intent.key, as_object(intent))
             claimed.append(intent)
     return claimed
+
+
+def _committed(storage: Storage, trial: str, uuids: Collection[str]) -> set[str]:
+    """Which of those checkpoints are committed now. Half a manifest, which a broken connection may
+    leave where a storage has no conditional write, makes none, and goes."""
+    found = set()
+    for key, size_bytes in storage.sizes(layout.trial_folder(trial)).items():
+        name = layout.parse_manifest_key(key)
+        if name is None or name.uuid not in uuids:
+            continue
+        data = storage.read(key)
+        if data is not None and len(data) == size_bytes and not is_json(data):
+            storage.remove(key)
+        elif data is not None:
+            found.add(name.uuid)
+    return found

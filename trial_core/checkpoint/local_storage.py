@@ -18,8 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from trial_core.checkpoint.moving import Cleared, Piece, chunks
 from trial_core.checkpoint.parallel import StopSignal
-from trial_core.checkpoint.storage import Cleared, Piece, Storage, chunks
+from trial_core.checkpoint.storage import Storage
 
 _TEMPORARY = re.compile(r"(^|/)\.[0-9a-f]{32}\.part$")
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)

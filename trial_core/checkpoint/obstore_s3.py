@@ -17,12 +17,13 @@ from obstore.exceptions import GenericError
 
 from trial_core.checkpoint import window
 from trial_core.checkpoint.failures import service_code
+from trial_core.checkpoint.moving import Piece, changed
 from trial_core.checkpoint.obstore_options import UntranslatableError, s3_store
 from trial_core.checkpoint.parallel import StopSignal
 from trial_core.checkpoint.s3_requests import ETAG, VERSION
 from trial_core.checkpoint.s3_storage import S3Storage
 from trial_core.checkpoint.s3_upload import end_uploads
-from trial_core.checkpoint.storage import Piece, StorageSpec, changed
+from trial_core.checkpoint.storage import StorageSpec
 from trial_core.errors import StorageError
 
 if TYPE_CHECKING:

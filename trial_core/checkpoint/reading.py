@@ -16,8 +16,9 @@ from threading import Condition, Lock
 from trial_core.checkpoint import window
 from trial_core.checkpoint.local_storage import PartFile
 from trial_core.checkpoint.manifest import FileEntry
+from trial_core.checkpoint.moving import Piece
 from trial_core.checkpoint.parallel import StopSignal, in_parallel
-from trial_core.checkpoint.storage import Piece, Storage
+from trial_core.checkpoint.storage import Storage
 
 READ_THREADS = window.WINDOW_PIECES
 """Ranges read at once. Each has a piece of the storage's window in memory, and no more."""

@@ -16,11 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trial_core.checkpoint.moving import Piece, changed
 from trial_core.checkpoint.on_loop import LoopTask
 from trial_core.checkpoint.parallel import StopSignal
 from trial_core.checkpoint.s3_requests import S3Requests
 from trial_core.checkpoint.s3_upload import MultipartUpload
-from trial_core.checkpoint.storage import Piece, Storage, StorageSpec, changed
+from trial_core.checkpoint.storage import Storage, StorageSpec
 from trial_core.checkpoint.window import piece_bytes, read_piece
 
 _logger = logging.getLogger(__name__)

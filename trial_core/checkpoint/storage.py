@@ -12,28 +12,22 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 
 import msgspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from trial_core.checkpoint.failures import Explainer, service_code, storage_exceptions
+from trial_core.checkpoint.moving import DELETED_IN_VAIN, Cleared, Piece, changed, chunks
 from trial_core.checkpoint.parallel import StopSignal, in_parallel
 from trial_core.checkpoint.window import Window
-from trial_core.errors import CheckpointError, StorageError
-
-READ_BYTES = 4 * 2**20
-"""How much of a local file is in memory at once, a thread."""
+from trial_core.errors import StorageError
 
 # AWS's answer to two conditional writes at once is that neither counts: "try again".
 _TRY_AGAIN_CODES = ("ConditionalRequestConflict", "OperationAborted")
 _CREATE_ATTEMPTS = 5
 _DELETE_THREADS = 8
-DELETED_IN_VAIN = (
-    "the storage may keep what was deleted for a time, or not allow it: look for a retention rule "
-    "or a legal hold, then delete again"
-)
 _SHOWN = 3
 
 
@@ -51,32 +45,6 @@ class StorageSpec(msgspec.Struct, frozen=True):
     def __repr__(self) -> str:
         shown = Explainer(self.url, self.options).url
         return f"StorageSpec(url={shown!r}, options=<{len(self.options)} not shown>)"
-
-
-class Piece(NamedTuple):
-    """What a ranged read has brought.
-
-    Attributes:
-        size_bytes: how much; less than was asked for where the object ends.
-        version: what tells this state of the object from others, where the storage says so.
-    """
-
-    size_bytes: int
-    version: str | None
-
-
-class Cleared(NamedTuple):
-    """What was deleted.
-
-    Attributes:
-        files: how many objects.
-        size_bytes: their size together.
-        uploads: how many uploads that somebody had begun and never ended.
-    """
-
-    files: int
-    size_bytes: int
-    uploads: int
 
 
 class Storage:
@@ -329,19 +297,3 @@ def _is_half(existing: bytes, data: bytes) -> bool:
     """Whether that is how far a connection got that broke while `data` was written, as storages
     without a conditional write may leave it."""
     return len(existing) < len(data) and data.startswith(existing)
-
-
-def chunks(file: BinaryIO, size_bytes: int) -> Iterator[bytes]:
-    """What an open file holds, a little at a time, up to that size."""
-    left = size_bytes
-    while chunk := file.read(min(READ_BYTES, left)):
-        left -= len(chunk)
-        yield chunk
-
-
-def changed(source: Path) -> CheckpointError:
-    """What to raise of a file that somebody wrote to while it was uploaded."""
-    return CheckpointError(
-        f"{source} changed while it was uploaded: a trial's save must have finished writing when "
-        "it returns"
-    )

@@ -10,21 +10,21 @@ from __future__ import annotations
 import itertools
 import logging
 import uuid as uuids
-from collections.abc import Collection, Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.intents import Intent, Swept, read_intent, sweep, write_intent
-from trial_core.checkpoint.manifest import Manifest, is_json, utc_now
+from trial_core.checkpoint.committing import begin, commit
+from trial_core.checkpoint.intents import Swept, sweep
+from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.moving import DELETED_IN_VAIN
 from trial_core.checkpoint.opening import open_storage
 from trial_core.checkpoint.parallel import StopSignal, in_parallel
-from trial_core.checkpoint.storage import DELETED_IN_VAIN, StorageSpec
+from trial_core.checkpoint.storage import StorageSpec
 from trial_core.errors import (
     CheckpointDamaged,
     CheckpointError,
     CheckpointNotFound,
-    CommitConflict,
     StorageError,
 )
 
@@ -92,13 +92,15 @@ class CheckpointStore:
 
     def begin(self, trial: str, uuid: str, attempt: str) -> None:
         """Say that a checkpoint is about to be uploaded, so that a later run of the trial finds
-        what is left of it, should this one die. The driver calls it, before any rank uploads.
+        what is left of it, should this one die. The driver calls it, before any rank uploads, and
+        before each further try.
+
+        Raises:
+            CommitConflict: a later run of the trial has swept it away.
         """
         if not layout.is_name(trial) or not layout.is_uuid(uuid):
             raise CheckpointError(f"not a trial and a checkpoint's uuid: {trial!r}, {uuid!r}")
-        write_intent(
-            self.storage, Intent(trial=trial, uuid=uuid, attempt=attempt, created_at=utc_now())
-        )
+        begin(self.storage, trial, uuid, attempt)
 
     def sweep(self, trial: str) -> _AllSwept:
         """Delete what earlier runs of a trial have begun to upload and never committed.
@@ -110,7 +112,7 @@ class CheckpointStore:
         Raises:
             StorageError: something could not be deleted. The next sweep tries again.
         """
-        return sweep(self.storage, trial, partial(self._committed, trial))
+        return sweep(self.storage, trial)
 
     def delete(self, manifest: Manifest) -> None:
         """Delete a checkpoint: its manifest first, so that it is never listed without its files.
@@ -139,25 +141,7 @@ class CheckpointStore:
             CommitConflict: another writer has committed this checkpoint; or a later run of the
                 trial has swept its files away.
         """
-        data = manifest.to_json()
-        # What readers would refuse must not be committed.
-        Manifest.from_json(data, f"the manifest of checkpoint {manifest.uuid}")
-        begun = read_intent(self.storage, manifest.trial, manifest.uuid)
-        if begun is not None and begun.swept_at is not None:
-            raise self._was_swept(manifest)
-        self._require_files(manifest)
-        try:
-            self.storage.create(manifest.name.key, data)
-        except FileExistsError as error:
-            raise CommitConflict(
-                f"checkpoint {manifest.uuid} of trial {manifest.trial} is committed already, by "
-                f"another writer than {manifest.attempt} or with another manifest "
-                f"({self.url}/{manifest.name.key}): two runs may be writing this trial; let only "
-                "one of them go on"
-            ) from error
-        if begun is not None:
-            self._confirm(manifest, begun)
-            self._tidy(manifest, begun)
+        commit(self.storage, manifest)
 
     def list(self, trial: str | None = None) -> _Manifests:
         """All checkpoints, or those of a trial, oldest first."""
@@ -259,65 +243,6 @@ class CheckpointStore:
                 f"{where} is the manifest of another checkpoint: of {manifest.name.key}"
             )
         return manifest
-
-    def _committed(self, trial: str, uuids: Collection[str]) -> set[str]:
-        """Which of those checkpoints are. Half a manifest, which a broken connection may leave
-        where a storage has no conditional write, makes none, and goes."""
-        found = set()
-        for key, size_bytes in self.storage.sizes(layout.trial_folder(trial)).items():
-            name = layout.parse_manifest_key(key)
-            if name is None or name.uuid not in uuids:
-                continue
-            data = self.storage.read(key)
-            if data is not None and len(data) == size_bytes and not is_json(data):
-                self.storage.remove(key)
-            elif data is not None:
-                found.add(name.uuid)
-        return found
-
-    def _confirm(self, manifest: Manifest, begun: Intent) -> None:
-        """Take a commit back if a sweep came between: see `intents`."""
-        now = read_intent(self.storage, manifest.trial, manifest.uuid)
-        if now == begun:
-            return
-        if now is None and self._first_missing(manifest) is None:
-            return  # the sweep is over, and has spared it
-        self.storage.remove(manifest.name.key)
-        write_intent(self.storage, begun)  # for the next sweep: this one may have missed a file
-        raise self._was_swept(manifest)
-
-    def _tidy(self, manifest: Manifest, begun: Intent) -> None:
-        """Drop what retries may have left beside a committed checkpoint's files, and its intent."""
-        try:
-            self.storage.end_uploads(layout.files_folder(manifest.uuid))
-            self.storage.remove(begun.key)
-        except StorageError as error:
-            _logger.warning("left until trial %s runs again: %s", manifest.trial, error)
-
-    def _was_swept(self, manifest: Manifest) -> CommitConflict:
-        return CommitConflict(
-            f"checkpoint {manifest.uuid} is not committed: another run of trial {manifest.trial} "
-            f"has begun since, and deleted what {manifest.attempt} had uploaded of it to "
-            f"{self.files_url(manifest.uuid)}; let only one of them go on"
-        )
-
-    def _require_files(self, manifest: Manifest) -> None:
-        if (missing := self._first_missing(manifest)) is not None:
-            raise CheckpointDamaged(f"checkpoint {manifest.uuid} is not committed: {missing}")
-
-    def _first_missing(self, manifest: Manifest) -> str | None:
-        """What is wrong with the first file that is not stored whole."""
-        there = self.storage.sizes(layout.files_folder(manifest.uuid))
-        for file in manifest.files:
-            seen = there.get(layout.file_key(manifest.uuid, file.path))
-            if seen != file.size_bytes:
-                return (
-                    f"{file.path}, written by rank {file.rank}, "
-                    f"{'is missing' if seen is None else f'has {seen} bytes'} in "
-                    f"{self.files_url(manifest.uuid)}, and {file.size_bytes} bytes were expected; "
-                    "upload it before committing"
-                )
-        return None
 
 
 def _how_far(manifest: Manifest) -> tuple[int, str, str]:

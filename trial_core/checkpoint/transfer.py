@@ -21,10 +21,10 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.failures import Explainer
 from trial_core.checkpoint.local_storage import whole_file
 from trial_core.checkpoint.manifest import FileEntry, Manifest
+from trial_core.checkpoint.moving import READ_BYTES
 from trial_core.checkpoint.parallel import StopSignal, in_parallel
 from trial_core.checkpoint.reading import READ_THREADS, Damage, StoredFile, read_files
 from trial_core.checkpoint.staging import staged_files
-from trial_core.checkpoint.storage import READ_BYTES
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointDamaged, CheckpointError
 

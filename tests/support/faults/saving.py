@@ -36,7 +36,7 @@ RANKS = (0, 1)
 CLIENTS = ("driver", "rank-0", "rank-1")
 
 PATIENT = {"connect_timeout": 20, "read_timeout": 20}
-HASTY = {"connect_timeout": 2, "read_timeout": 0.4}
+HASTY = {"connect_timeout": 2, "read_timeout": 0.3}
 
 
 def rank_files(part_bytes: int) -> dict[int, dict[str, bytes]]:

@@ -40,10 +40,10 @@ class Saved:
         uuid = self.run.checkpoints[-2] if before else self.uuid
         return self.folder / "checkpoints" / "checkpoints" / uuid / path
 
-    def shards(self) -> list[FileEntry]:
-        """The optimizer's part of each rank: equally large, not equal."""
+    def files(self, kind: str) -> list[FileEntry]:
+        """One file of each rank, by what is in its name."""
         entries = self.run.files[self.uuid]
-        found = sorted((e for e in entries if "optim_states" in e.path), key=lambda e: e.rank)
+        found = sorted((e for e in entries if kind in e.path), key=lambda e: e.rank)
         assert [entry.rank for entry in found] == [0, 1]
         return found
 
@@ -51,7 +51,10 @@ class Saved:
 @pytest.fixture(scope="module")
 def saved(warm_slots: Warm, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp("saved")
-    config = toy_config(folder, 8, scheduling_unit=4, min_checkpoint_period={"batches": 4})
+    config = toy_config(
+        folder, 8, scheduling_unit=4, min_checkpoint_period={"batches": 4},
+        hyperparameters={"record": str(folder), "ballast_mib": 1},
+    )  # fmt: skip
     run = drive(warm_slots(2), config, folder / "run", persist=True)
     return Saved(warm_slots(2), config, run, folder)
 
@@ -82,27 +85,24 @@ def remove(saved: Saved, first: Path, second: Path) -> None:
 
 def swap(saved: Saved, first: Path, second: Path) -> None:
     one, other = first.read_bytes(), second.read_bytes()
-    assert len(one) == len(other)
-    assert one != other
     first.write_bytes(other)
     second.write_bytes(one)
 
 
 def take_another_steps(saved: Saved, first: Path, second: Path) -> None:
     path = first.relative_to(saved.stored("")).as_posix()
-    earlier = saved.stored(path, before=True)
-    assert len(earlier.read_bytes()) == len(first.read_bytes())
-    shutil.copyfile(earlier, first)
+    shutil.copyfile(saved.stored(path, before=True), first)
 
 
 @pytest.mark.parametrize("corrupt", [flip_a_bit, truncate, remove, swap, take_another_steps])
+@pytest.mark.parametrize("kind", ["optim_states", "ballast-"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_has_rotted_is_found_before_training_goes_on(
-    saved: Saved, tmp_path: Path, corrupt: Callable[[Saved, Path, Path], None], rank: int
+    saved: Saved, tmp_path: Path, corrupt: Callable[[Saved, Path, Path], None], kind: str, rank: int
 ) -> None:
     """Ranks of a machine that has nothing yet say which file it is, whose, and both digests; and
     no file that differs is among what they have fetched."""
-    entry, other = saved.shards()[rank], saved.shards()[1 - rank]
+    entry, other = saved.files(kind)[rank], saved.files(kind)[1 - rank]
     path = saved.stored(entry.path)
     corrupt(saved, path, saved.stored(other.path))
     build(saved.slots, saved.config, tmp_path)
@@ -139,3 +139,14 @@ def test_unharmed_it_is_fetched(saved: Saved, tmp_path: Path) -> None:
     build(saved.slots, saved.config, tmp_path)
     request = FetchCheckpoint(uuid=saved.uuid, files=saved.run.files[saved.uuid])
     assert saved.slots.request(request, Fetched) == [Fetched(), Fetched()]
+
+
+def test_the_ballast_tells_by_its_digest_alone(saved: Saved) -> None:
+    """Of all ranks and steps it has one size, and each time other contents."""
+    files = [
+        saved.stored(entry.path, before=before).read_bytes()
+        for entry in saved.files("ballast-")
+        for before in (False, True)
+    ]
+    assert {len(content) for content in files} == {2**20}
+    assert len(set(files)) == 4

@@ -5,8 +5,9 @@ By default at some of the requests, with ``-m faults`` (``make test-long``) at e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -28,9 +29,20 @@ FAULTS = {
     "hang": Fault("hang"),
     "slow": Fault("slow"),
 }
-SOME = 4
+SOME = 5
 
-each_kind = pytest.mark.parametrize("kind", FAULTS)
+ON_MOTO, ON_CEPH = ("moto-s3fs", "moto-obstore"), ("ceph-s3fs", "ceph-obstore")
+
+
+def each(cases: Iterable[tuple[str, str]]) -> pytest.MarkDecorator:
+    """Parameters: the name of a scene, and a kind of fault."""
+    return pytest.mark.parametrize(
+        ("where", "kind"),
+        [
+            pytest.param(where, kind, marks=pytest.mark.gateway if where in ON_CEPH else ())
+            for where, kind in cases
+        ],
+    )
 
 
 @dataclass
@@ -74,48 +86,57 @@ class Stored:
 
 
 @pytest.fixture(scope="module")
-def made() -> dict[int, Stored]:
-    return {}
-
-
-@pytest.fixture
 def stored(
-    scene: Scene, made: dict[int, Stored], tmp_path_factory: pytest.TempPathFactory
-) -> Stored:
-    """A checkpoint in each scene, saved once."""
-    if id(scene) not in made:
-        site, uuid, _ = scene.new_site()
-        manifest = scene.save(site, uuid)
-        assert isinstance(manifest, Manifest)
-        first, second = rank_files(scene.part_bytes).values()
-        stored = Stored(scene, site, manifest, {**first, **second})
-        outcome, plan = stored.fetch(tmp_path_factory.mktemp("clean"))
-        assert outcome == manifest.total_bytes
-        stored.requests = len(plan.seen)
-        made[id(scene)] = stored
-    return made[id(scene)]
+    scenes: Callable[[str], Scene], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Stored]:
+    """A checkpoint in the scene of that name, saved when first asked for."""
+    made: dict[str, Stored] = {}
+
+    def get(where: str) -> Stored:
+        if where not in made:
+            scene = scenes(where)
+            site, uuid, _ = scene.new_site()
+            manifest = scene.save(site, uuid)
+            assert isinstance(manifest, Manifest)
+            first, second = rank_files(scene.part_bytes).values()
+            stored = Stored(scene, site, manifest, {**first, **second})
+            outcome, plan = stored.fetch(tmp_path_factory.mktemp("clean"))
+            assert outcome == manifest.total_bytes
+            made[where] = replace(stored, requests=len(plan.seen))
+        return made[where]
+
+    return get
 
 
-@each_kind
-def test_a_fault_that_passes(stored: Stored, tmp_path: Path, kind: str) -> None:
+@each([*product(ON_MOTO, FAULTS), *product(ON_CEPH, ("cut in the middle", "503"))])
+def test_a_fault_that_passes(
+    stored: Callable[[str], Stored], tmp_path: Path, where: str, kind: str
+) -> None:
     """At some of the requests; not the same ones for all kinds."""
+    here = stored(where)
     first = list(FAULTS).index(kind) % SOME
-    for index in range(first, stored.requests, SOME):
-        stored.passes(tmp_path / str(index), replace(FAULTS[kind], first=index))
+    for index in range(first, here.requests, SOME):
+        here.passes(tmp_path / str(index), replace(FAULTS[kind], first=index))
 
 
-@each_kind
-def test_a_fault_that_stays(stored: Stored, tmp_path: Path, kind: str) -> None:
+@each(product(ON_MOTO, ("cut request", "cut in the middle", "503", "hang", "slow")))
+def test_a_fault_that_stays(
+    stored: Callable[[str], Stored], tmp_path: Path, where: str, kind: str
+) -> None:
     """From one of the requests on; not the same one for all kinds."""
-    index = list(FAULTS).index(kind) * (stored.requests - 1) // (len(FAULTS) - 1)
-    stored.stays(tmp_path / "target", replace(FAULTS[kind], first=index))
+    here = stored(where)
+    index = list(FAULTS).index(kind) * (here.requests - 1) // (len(FAULTS) - 1)
+    here.stays(tmp_path / "target", replace(FAULTS[kind], first=index))
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(1800)
-@each_kind
-def test_any_fault_at_any_request(stored: Stored, tmp_path: Path, kind: str) -> None:
+@each(product((*ON_MOTO, *ON_CEPH), FAULTS))
+def test_any_fault_at_any_request(
+    stored: Callable[[str], Stored], tmp_path: Path, where: str, kind: str
+) -> None:
     """At every index."""
-    for index in range(stored.requests):
-        stored.passes(tmp_path / f"passes-{index}", replace(FAULTS[kind], first=index))
-        stored.stays(tmp_path / f"stays-{index}", replace(FAULTS[kind], first=index))
+    here = stored(where)
+    for index in range(here.requests):
+        here.passes(tmp_path / f"passes-{index}", replace(FAULTS[kind], first=index))
+        here.stays(tmp_path / f"stays-{index}", replace(FAULTS[kind], first=index))

@@ -22,7 +22,7 @@ FAULTS = (
     Fault("500"),
     Fault("503"),
 )
-SOME = 4
+SOME = 6
 Scenes = Callable[[str], Scene]
 
 each_length = pytest.mark.parametrize("times", [1, None], ids=["once", "from then on"])
@@ -87,7 +87,7 @@ def test_a_sweep_that_fails(scenes: Scenes, times: int | None) -> None:
     index = 0
     while sweep(scenes("moto-s3fs"), rotating(index, times)):
         index += SOME
-    assert index > 4 * SOME
+    assert index > 3 * SOME
 
 
 @each_length

@@ -77,7 +77,7 @@ def test_a_crash_between_manifest_and_intent_loses_nothing(
     """A checkpoint that is listed is not swept, though its intent was left."""
     manifest = begin(store, tmp_path / "staging")
     with monkeypatch.context() as patch:
-        patch.setattr(store, "_tidy", lambda *_: None)
+        patch.setattr("trial_core.checkpoint.committing._tidy", lambda *_: None)
         store.commit(manifest)
     assert store.sweep(manifest.trial) == []
     assert everything(store) == keys_of(manifest)
@@ -98,6 +98,19 @@ def test_what_was_swept_cannot_be_committed(store: CheckpointStore, tmp_path: Pa
     with pytest.raises(CheckpointError, match="is not committed"):
         store.commit(manifest)
     assert store.list() == []
+
+
+def test_a_second_try_does_not_bring_back_what_is_swept(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    """While a sweep is at it, a retry of the upload is refused; a retry before or after is not."""
+    manifest = begin(store, tmp_path / "staging")
+    store.begin(manifest.trial, manifest.uuid, manifest.attempt)
+    sweep_up_to(store, manifest, "looked")
+    with pytest.raises(CommitConflict, match="is not committed: another run"):
+        store.begin(manifest.trial, manifest.uuid, manifest.attempt)
+    store.sweep(manifest.trial)
+    store.begin(manifest.trial, manifest.uuid, manifest.attempt)
 
 
 @pytest.mark.parametrize("step", ["claimed", "looked", "cleared"])
@@ -133,7 +146,7 @@ def sweep_up_to(store: CheckpointStore, manifest: Manifest, step: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Died):
         if step == "claimed":
-            patch.setattr(store, "_names", die)
+            patch.setattr("trial_core.checkpoint.intents._committed", die)
         elif step == "looked":
             patch.setattr(store.storage, "clear", die)
         store.sweep(manifest.trial)

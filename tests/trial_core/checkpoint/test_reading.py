@@ -11,8 +11,9 @@ import pytest
 from tests.trial_core.checkpoint.helpers import stored_files, upload
 from trial_core.checkpoint import layout, window
 from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.moving import Piece
 from trial_core.checkpoint.parallel import StopSignal
-from trial_core.checkpoint.storage import Piece, Storage
+from trial_core.checkpoint.storage import Storage
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer import fetch_files, find_damage
 from trial_core.checkpoint.window import Window
