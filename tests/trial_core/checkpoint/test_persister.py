@@ -71,14 +71,15 @@ def test_a_killed_uploader_is_the_storages_failure(tmp_path: Path, persister: Pe
     """Its rank goes on: the error says what happened, and the next try has a new process."""
     store, checkpoint = CheckpointStore(str(tmp_path / "store")), str(uuid.uuid4())
     files = staged(tmp_path / "staging", FILES)
-    os.mkfifo(tmp_path / "stuck")
-    # Opening a pipe that nobody writes keeps the uploader waiting until it is killed.
-    stuck = StagedFile("stuck", str(tmp_path / "stuck"), 1)
+    # Long enough to be killed over: all of it is a hole, read but nowhere stored.
+    with open(tmp_path / "endless", "wb") as file:
+        file.truncate(2**38)
+    endless = StagedFile("endless", str(tmp_path / "endless"), 2**38)
     killer = subprocess.Popen(
         [sys.executable, "-c", KILL_THE_UPLOADER, str(os.getpid())], stdin=subprocess.DEVNULL
     )
     with pytest.raises(StorageError, match=r"rank 3's files was ended by SIGKILL"):
-        persister.upload(store.spec, checkpoint, RANK, [*files, stuck])
+        persister.upload(store.spec, checkpoint, RANK, [*files, endless])
     killer.wait()
     assert persister.upload(store.spec, checkpoint, RANK, files)
 
@@ -88,7 +89,7 @@ import sys, time, psutil
 deadline = time.monotonic() + 20
 while time.monotonic() < deadline:
     for child in psutil.Process(int(sys.argv[1])).children():
-        if "-m" in child.cmdline():
+        if "trial_core.checkpoint.persister" in child.cmdline():
             child.kill()
             sys.exit()
     time.sleep(0.05)
