@@ -12,9 +12,9 @@ import pytest
 
 from tests.support.interleaving import VERBS, interleave
 from tests.trial_core.checkpoint.helpers import FILES, entry, new_manifest
-from trial_core.checkpoint import layout
+from trial_core.checkpoint import intents, layout
 from trial_core.checkpoint.claims import claim_key, claims, running
-from trial_core.checkpoint.intents import Intent, as_object
+from trial_core.checkpoint.intents import Intent
 from trial_core.checkpoint.manifest import Manifest, utc_now
 from trial_core.checkpoint.pins import DELETIONS, Deletion, as_object, deletion_key, pin
 from trial_core.checkpoint.pruning import experiments, finish_deletions, plan_pruning, prune
@@ -271,7 +271,7 @@ def test_a_trial_that_uploads_runs(local_store: CheckpointStore) -> None:
     local_store.begin(newest.trial, uuid_to_come, "attempt-2")
     assert plan_pruning(local_store, NOTHING, "gpt").deletions == []
     given_up = Intent(trial=newest.trial, uuid=uuid_to_come, attempt="", created_at=LONG_AGO)
-    local_store.storage.write(given_up.key, as_object(given_up))
+    local_store.storage.write(given_up.key, intents.as_object(given_up))
     assert apply(local_store, NOTHING) == [newest]
 
 
