@@ -12,7 +12,7 @@ from tests.support.prefect import PrefectServer
 from tests.support.slots import lines, toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
-from trial_core.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
+from trial_core.errors import CheckpointDamaged, CheckpointNotFound
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
@@ -67,18 +67,18 @@ def test_a_new_trial_starts_from_anothers_checkpoint(here: Path) -> None:
     assert told(here, "own", "on_trial_startup")[-1]["uuid"] == result.checkpoint_uuid
 
 
-def test_weights_alone_start_on_any_number_of_slots(here: Path) -> None:
-    """Under ZeRO-3, one slot's weights on two: the same validation. With the optimizer's state it
-    is refused, with what to do."""
+def test_a_trial_starts_on_any_number_of_slots(here: Path) -> None:
+    """Under ZeRO-3, what one slot has saved on two: the same validation, with the optimizer's state
+    as with the weights alone."""
     source = train(experiment(here, 1, "source"))
     uuid = source.checkpoint_uuid
-    train(experiment(here, 2, "own", source_checkpoint_uuid=uuid, source_weights_only=True))
-    first, _ = told(here, "own", "on_validation_end")
-    assert first["metrics"]["loss"] == pytest.approx(source.validation_metrics["loss"], rel=1e-5)
-    with pytest.raises(
-        CheckpointError, match=r"or take its weights alone: searcher.source_weights"
-    ):
-        train(experiment(here, 2, "refused", source_checkpoint_uuid=uuid))
+    for name, weights_only in (("weights", True), ("state", False)):
+        train(
+            experiment(here, 2, name, source_checkpoint_uuid=uuid, source_weights_only=weights_only)
+        )
+        first, _ = told(here, name, "on_validation_end")
+        expected = pytest.approx(source.validation_metrics["loss"], rel=1e-5)
+        assert first["metrics"]["loss"] == expected
 
 
 def test_a_source_that_cannot_be_used(here: Path) -> None:
