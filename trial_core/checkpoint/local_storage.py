@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import re
@@ -158,17 +159,28 @@ class PartFile:
 
 
 def _link(temporary: Path, path: Path) -> None:
-    """Give the file its name, unless the name is taken: in one step where links exist."""
+    """Give the file its name, unless the name is taken: whole, and in one step."""
     try:
         os.link(temporary, path)
     except OSError as error:
         if error.errno not in _NO_HARD_LINKS:
             raise
-        # Still exclusive. A crash half-way leaves a file that does not parse, and so is not read.
-        with open(path, "xb") as file:
-            file.write(temporary.read_bytes())
-            file.flush()
-            os.fsync(file.fileno())
+        # An exclusive open would show others a file that is not written yet.
+        with _locked(path.parent):
+            if path.exists():
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+            os.replace(temporary, path)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Alone among those who lock the folder: processes, and threads of one. It ends with them."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _sync_folder(folder: Path) -> None:
