@@ -55,7 +55,7 @@ def s3_store(fs: Any, bucket: str, *, for_reading: bool) -> S3Store:
         "unsigned_payload": _s3(config, "payload_signing_enabled") is False,
         "skip_signature": config.signature_version is UNSIGNED,
     }
-    if fs.requester_pays:
+    if fs.req_kw:
         settings["request_payer"] = True
     retries: RetryConfig = {"max_retries": _retries(config)}
     return S3Store(

@@ -22,6 +22,7 @@ ENGINE_VARIABLE = "TRIALFLOW_STORAGE_ENGINE"
 ENGINES = ("auto", "s3fs", "obstore")
 """auto: obstore where it is installed and can be told what s3fs was, else s3fs."""
 
+_CHECKSUMS = "request_checksum_calculation"
 _S3_PROTOCOLS = ("s3", "s3a")
 _PACKAGES = {
     "s3": "s3fs",
@@ -92,7 +93,8 @@ def _s3_storage(spec: StorageSpec, fs: Any, root: str) -> Storage:
     has_obstore = importlib.util.find_spec("obstore") is not None
     if engine == "obstore" and not has_obstore:
         raise StorageError(f"{ENGINE_VARIABLE} asks for obstore: pip install 'trialflow[obstore]'")
-    uses_checksums = _uses_checksums(spec.options)
+    with Explainer(spec.url, spec.options).explaining("use"):
+        uses_checksums = _uses_checksums(spec.options)
     if engine == "s3fs" or not has_obstore:
         from trial_core.checkpoint.s3_storage import S3Storage
 
@@ -109,7 +111,11 @@ def _s3_options(given: dict[str, Any]) -> dict[str, Any]:
     signed nor summed by botocore, which does both on the event loop: requests are signed, TLS and
     sums of our own protect what they carry, and the manifest's digests all of it.
     """
-    config = {"request_checksum_calculation": "when_required", **(given.get("config_kwargs") or {})}
+    from botocore.config import Config  # late, as s3fs
+
+    config = dict(given.get("config_kwargs") or {})
+    if _CHECKSUMS in Config.OPTION_DEFAULTS:  # since botocore computes any by itself
+        config.setdefault(_CHECKSUMS, "when_required")
     config["s3"] = {"payload_signing_enabled": False, **(config.get("s3") or {})}
     return {
         "use_listings_cache": False,
@@ -121,13 +127,12 @@ def _s3_options(given: dict[str, Any]) -> dict[str, Any]:
 
 def _uses_checksums(options: dict[str, Any]) -> bool:
     """Whether the user has not forbidden them, for a server that stumbles over them."""
-    name = "request_checksum_calculation"
-    said = (options.get("config_kwargs") or {}).get(name)
+    said = (options.get("config_kwargs") or {}).get(_CHECKSUMS)
     if said is None:
         import botocore.session  # late, as s3fs
 
         session = botocore.session.Session(profile=options.get("profile"))
-        said = session.get_config_variable(name)
+        said = session.get_config_variable(_CHECKSUMS)
     return bool(str(said).lower() != "when_required")
 
 

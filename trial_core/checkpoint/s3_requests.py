@@ -213,7 +213,10 @@ class S3Requests:
         return reply
 
     async def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
-        reply: dict[str, Any] = await self._fs._call_s3(method, Bucket=self._bucket, **arguments)
+        # Older releases of s3fs leave it to each request to say who pays.
+        reply: dict[str, Any] = await self._fs._call_s3(
+            method, self._fs.req_kw, Bucket=self._bucket, **arguments
+        )
         return reply
 
 

@@ -56,6 +56,12 @@ def test_missing_credentials_are_explained(monkeypatch: pytest.MonkeyPatch) -> N
         store.check_writable()
 
 
+def test_a_missing_profile_is_explained() -> None:
+    """A profile that nobody has set up is no mystery, however early it is looked for."""
+    with pytest.raises(StorageError, match="profile does not exist: check the credentials"):
+        CheckpointStore("s3://bucket", {"profile": "no-such-profile"}).check_writable()
+
+
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A storage whose package is not installed says what to install."""
     monkeypatch.setitem(sys.modules, "gcsfs", None)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support.faults.killing import Fit, ForkedFits, forked_fits
+from tests.support.faults.saving import keys_of
 from tests.support.s3 import S3Server
 from tests.support.tensors import differing, tensors
 from trial_core.checkpoint.manifest import Manifest
@@ -54,6 +55,20 @@ def end_of(fit: Fit, folder: Path) -> dict[str, torch.Tensor]:
     assert last.progress.batches_trained == BATCHES
     download(store_of(fit), last.uuid, folder)
     return tensors(folder)
+
+
+def orphans(store: CheckpointStore) -> set[str]:
+    """What is no checkpoint's, but for what another trial had begun: a run that is killed before
+    its first commit is not gone on with, and only its own trial's next run would sweep."""
+    listed = store.list()
+    trials = {manifest.trial for manifest in listed}
+    begun = [key.split("/")[1:] for key in store.storage.sizes("uploads")]
+    of_others = {name.removesuffix(".json") for trial, name in begun if trial not in trials}
+    files = {
+        key for key in store.storage.sizes("checkpoints") if key.split("/")[1] not in of_others
+    }
+    swept_too_late = {"/".join(parts) for parts in begun if parts[0] in trials}
+    return (files | swept_too_late) - keys_of(listed)
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +115,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
             verify_files(store_of(fit), manifest.uuid, manifest.files)
     fits.run(fit)
 
+    assert orphans(store_of(fit)) == set()
     for rank in range(fit.ranks):
         expected = {line[0]: line for line in whole.batches(rank)}
         seen = fit.batches(rank)

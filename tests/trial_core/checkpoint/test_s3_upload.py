@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import logging
 import os
@@ -150,6 +151,36 @@ def test_a_file_that_shrinks_leaves_nothing(
         upload_files(s3_store, "u", staging, 0)
     assert unfinished(s3_store) == []
     assert s3_store.storage.sizes("checkpoints") == {}
+
+
+def test_what_obstore_leaves_open_is_ended(
+    moto_s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It aborts by itself, as long as it knows of the upload and can: both may not be."""
+    monkeypatch.setenv("TRIALFLOW_STORAGE_ENGINE", "obstore")
+    store = CheckpointStore(moto_s3.new_bucket(), moto_s3.options)
+    storage = storage_of(store)
+
+    def begin_and_fail(_: object, key: str, *__: object, **___: object) -> None:
+        storage._fs.call_s3("create_multipart_upload", Bucket=storage._bucket, Key=key)
+        raise OSError("the cause")
+
+    monkeypatch.setattr("obstore.put", begin_and_fail)
+    with pytest.raises(StorageError, match="the cause"):
+        upload_files(store, "u", stage(tmp_path / "staging", {"big": BIG}), 0)
+    assert unfinished(store) == []
+
+
+@pytest.mark.gateway
+def test_small_objects_carry_a_sum(ceph_s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manifest that is garbled on its way is refused by the server, which compares."""
+    store = CheckpointStore(ceph_s3.new_bucket(), ceph_s3.options)
+    wrong = base64.b64encode(hashlib.md5(b"other").digest())
+    store.storage.write("manifests/a", b"1")
+    monkeypatch.setattr(base64, "b64encode", lambda _: wrong)
+    with pytest.raises(StorageError):
+        store.storage.write("manifests/a", b"2")
+    assert store.storage.read("manifests/a") == b"1"
 
 
 INTERRUPTED = """
