@@ -24,12 +24,15 @@ from trial_core.config.sections import (
     ResourcesConfig,
     SearcherConfig,
 )
+from trial_core.config.stopping import StoppingConfig
 from trial_core.config.storage import StorageConfig
 from trial_core.config.values import Count, Flag, PlainMapping, Positive, Text
 from trial_core.config.words import explain
 from trial_core.errors import ConfigError
 from trial_core.sequencer import CheckpointPolicy, Schedule
 from trial_core.units import Batch
+
+_NOT_WHAT_IS_TRAINED = {"code", "checkpoint_storage", "checkpointing", "stopping", "environment"}
 
 
 def _absolute(folder: str | Path) -> Path:
@@ -108,6 +111,7 @@ class ExperimentConfig(Section):
         title="Restarts",
         description="How often to start again from the last checkpoint when a rank fails.",
     )
+    stopping: StoppingConfig = Field(default_factory=StoppingConfig, title="Stopping")
     environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig, title="Environment")
 
     @classmethod
@@ -165,13 +169,11 @@ class ExperimentConfig(Section):
     def digest(self) -> str:
         """``sha256:…`` of what is trained and how.
 
-        Where the code and the checkpoints lie, how these are taken and what the ranks' environment
-        holds are left out,
-        and with them every credential: the same experiment has the same digest on every machine.
+        Where the code and the checkpoints lie, how these are taken, when a run stops by itself and
+        what the ranks' environment holds are left out, and with them every credential: the same
+        experiment has the same digest on every machine.
         """
-        content = self.model_dump(
-            mode="json", exclude={"code", "checkpoint_storage", "checkpointing", "environment"}
-        )
+        content = self.model_dump(mode="json", exclude=_NOT_WHAT_IS_TRAINED)
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
