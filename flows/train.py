@@ -1,20 +1,22 @@
 """The flow `train`: one trial, from an experiment to its last checkpoint.
 
 Read `follow_schedule` for the story of a run; `train` wraps it in what keeps a run going: slots
-that are always torn down, and a new group of them, from the last committed checkpoint, when a rank
-is lost.
+that are always torn down; a new group of them, from the last committed checkpoint, when a rank is
+lost; and an end in good order when the run is asked to stop.
 """
 
 from __future__ import annotations
 
 import os
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prefect import flow, runtime
 from prefect.logging import get_run_logger
 
+from flows.restarts import Restarts
 from flows.uploads import Uploads
 from tasks.build import build_loaders, build_trial, fetch_checkpoint
 from tasks.callbacks import run_callbacks
@@ -28,16 +30,15 @@ from trial_core.checkpoint.claims import running
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
-from trial_core.errors import CheckpointDamaged, RankFailed, TrialError
+from trial_core.errors import CheckpointDamaged, RankFailed, Stalled, Stopped, TrialError
 from trial_core.observer import current_observer
 from trial_core.runs import clear_leftovers, run_folder, trial_id
 from trial_core.sequencer import Checkpoint, Finish, Train, Validate, next_workload
 from trial_core.slots.accelerators import slots_to_launch
 from trial_core.slots.group import SlotGroup
 from trial_core.start import Start
+from trial_core.stopping import Stopping
 from trial_core.units import in_batches
-
-LONGEST_PAUSE_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -79,38 +80,50 @@ def train(config: ExperimentConfig, trial: str | None = None) -> TrialResult:
         trial: id of a trial to go on with, from its last committed checkpoint; by default the
             flow run's own, so that a retry of the flow run goes on as well.
     """
-    store = CheckpointStore(config.checkpoint_storage.url, config.checkpoint_storage.options)
-    store.check_writable()
     flow_run_id = str(runtime.flow_run.id)
     trial = trial or trial_id(config.name, flow_run_id)
-    restarts, last_cause = 0, None
+    with Stopping(config.stopping.grace_seconds) as stopping:
+        result = train_trial(config, trial, stopping)
+    return replace(result, flow_run_id=flow_run_id)
+
+
+def train_trial(config: ExperimentConfig, trial: str, stopping: Stopping) -> TrialResult:
+    """Train a trial to its end, or until it is asked to stop; restart ranks that fail.
+
+    Raises:
+        RankFailed, Stalled: once too often.
+        Stopped: the run was asked to stop, and there was nothing to save yet, or no time to.
+    """
+    store = CheckpointStore(config.checkpoint_storage.url, config.checkpoint_storage.options)
+    store.check_writable()
+    restarts = Restarts(config.max_restarts)
     with (
         run_folder(trial) as run_dir,
         Report(config, trial, run_dir, current_observer()) as report,
         running(store, trial, config.searcher.source_checkpoint_uuid) as claim,
     ):
         while True:
-            run = TrialRun(config, trial, run_dir, store, report, claim)
+            run = TrialRun(config, trial, run_dir, store, report, stopping, claim)
             sweep_leftovers(run)
             try:
                 # In this order: an upload ends with the ranks, or (memory://) soon after them.
-                with Uploads(run) as uploads, launch_slots(run) as run.slots:
+                with Uploads(run) as uploads, launch_slots(run) as run.slots, obeying(run):
                     result = follow_schedule(run, uploads)
-            except RankFailed as failure:
+            except (RankFailed, Stalled) as failure:
                 get_run_logger().error("%s", failure.report())
-                cause = _cause(failure, run)
-                is_spent = restarts == config.max_restarts
-                if is_spent or cause == last_cause or not _worth_a_restart(failure, run):
+                if stopping.asked is not None:
+                    raise Stopped(f"{stopping.asked}, and while it saved: {failure}") from failure
+                if not restarts.has_another(failure, run):
                     raise
-                restarts, last_cause = restarts + 1, cause
-                report.restarting(str(failure), restarts, config.max_restarts)
+                report.restarting(str(failure), restarts.count, restarts.limit)
                 clear_leftovers(run_dir)
-                time.sleep(pause_seconds(restarts))
+                if stopping.wait(restarts.pause_seconds):
+                    raise Stopped(f"{stopping.asked}, and no ranks ran") from failure
             else:
                 report.ended(
                     "stopped" if result.stopped_early else "completed", result.tensorboard_url
                 )
-                return replace(result, report_path=str(report.path), flow_run_id=flow_run_id)
+                return replace(result, report_path=str(report.path))
 
 
 def launch_slots(run: TrialRun) -> SlotGroup:
@@ -123,7 +136,25 @@ def launch_slots(run: TrialRun) -> SlotGroup:
         environment=variables,
         on_batches=run.observer.batches_trained,
         on_log=run.observer.rank_logged,
+        is_unwanted=lambda: run.stopping.asked is not None,
     )
+
+
+@contextmanager
+def obeying(run: TrialRun) -> Iterator[None]:
+    """While the block runs, its ranks do what a stop asks of them."""
+
+    def stop() -> None:
+        if run.can_save:
+            run.slots.stop()
+        else:
+            run.slots.abort(f"{run.stopping.asked}, before there was anything to save")
+
+    def end() -> None:
+        run.slots.abort(f"{run.stopping.asked}, and ended before all was saved")
+
+    with run.stopping.listening(stop, end):
+        yield
 
 
 def follow_schedule(run: TrialRun, uploads: Uploads) -> TrialResult:
@@ -147,19 +178,24 @@ def follow_schedule(run: TrialRun, uploads: Uploads) -> TrialResult:
     uploads.newest = start.checkpoint if progress.batches_trained else None
     mistake: TrialError | None = None
 
+    run.can_save = True
     while not isinstance(work := next_workload(progress, schedule, epoch), Finish):
         trained = progress.batches_trained
         if isinstance(work, Train):
-            progress = progress.after_training(train_workload(run, trained, work.until))
-            run_callbacks(run, "on_training_workload_end", work.until)
+            reached = train_workload(run, trained, work.until)
+            progress = progress.after_training(reached)
+            if reached > trained:
+                run_callbacks(run, "on_training_workload_end", reached)
         elif isinstance(work, Validate):
+            metric = None
             try:
                 metric = validate(run, trained)
             except TrialError as error:
                 mistake = error  # raised once what has been trained is saved
-            else:
+            if metric is not None:
                 progress = progress.after_validation(metric, schedule.smaller_is_better)
-            run_callbacks(run, "on_validation_end", trained)
+            if metric is not None or mistake is not None:  # it was not broken off
+                run_callbacks(run, "on_validation_end", trained)
         elif isinstance(work, Checkpoint):
             if not uploads.have_room(work.is_optional):
                 progress = progress.skipping_checkpoint()
@@ -170,7 +206,7 @@ def follow_schedule(run: TrialRun, uploads: Uploads) -> TrialResult:
             uploads.start(checkpoint_upload.submit(run, staged))
             progress = progress.after_checkpoint()
         uploads.settle()
-        progress = progress.stopping(run.stop_requested or mistake is not None)
+        progress = progress.stopping(run.is_to_stop or mistake is not None)
 
     uploads.finish()
     run_callbacks(run, "on_trial_shutdown", progress.batches_trained)
@@ -219,28 +255,3 @@ def fetch(run: TrialRun, start: Start, manifest: Manifest) -> str | None:
         start.require_convertible(run.topology)
     run.claim.needs(manifest.uuid)  # before: it must not be pruned while it is fetched
     return fetch_checkpoint(run, manifest, weights_only=start.restore == "weights")
-
-
-def pause_seconds(restart: int) -> int:
-    """How long to wait before the `restart`-th restart: not at all before the first."""
-    return 0 if restart == 1 else min(2 ** (restart - 1), LONGEST_PAUSE_SECONDS)
-
-
-def _worth_a_restart(failure: RankFailed, run: TrialRun) -> bool:
-    """Whether starting again may help: a mistake in the trial would come again at once."""
-    raised = failure.error_type is not None
-    return not failure.is_trial_mistake and (run.has_trained or not raised)
-
-
-def _cause(failure: RankFailed, run: TrialRun) -> tuple[object, ...]:
-    """What is the same when a failure comes again, for which no further restart is spent.
-
-    An exception: who raised what, during what, after how many batches. A death never is the same:
-    whatever ends processes (memory, preemption) leaves no such trace.
-    """
-    if failure.error_type is None:
-        return (failure,)
-    return (
-        failure.rank, failure.error_type, failure.error_message, failure.during,
-        run.batches_trained,
-    )  # fmt: skip

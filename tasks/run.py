@@ -15,6 +15,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.observer import Observer
 from trial_core.slots.group import SlotGroup
+from trial_core.stopping import Stopping
 from trial_core.units import EpochLength
 
 
@@ -29,12 +30,14 @@ class TrialRun:
         store: where its checkpoints are kept.
         slots: its ranks, once they are launched.
         observer: who watches.
+        stopping: whether it has been asked to stop.
         claim: tells those who delete checkpoints what this run needs.
         metrics: the last ones of each kind.
         hooks: the callback hooks that the trial overrides, once it is built.
         topology, versions, batch_samples: what the ranks said of themselves, once it is built.
         epoch: how long one is, once the loaders are built, if they have a length.
         stop_requested: whether the trial has asked to save and end.
+        can_save: whether there may be something to save: training may have begun.
         has_trained: whether this attempt has got through a train-workload.
         batches_trained: where the last train-workload ended, or this attempt began.
         writes_run_files: whether some rank writes files for TensorBoard, to upload with the run.
@@ -49,6 +52,7 @@ class TrialRun:
         run_dir: Path,
         store: CheckpointStore,
         observer: Observer,
+        stopping: Stopping | None = None,
         claim: Running | None = None,
     ) -> None:
         self.config = config
@@ -57,6 +61,7 @@ class TrialRun:
         self.run_dir = run_dir
         self.store = store
         self.observer = observer
+        self.stopping = stopping or Stopping(0)
         self.claim = claim or Running(store, trial)
         self.metrics: dict[str, dict[str, Any]] = {}
         self.hooks: frozenset[str] = frozenset()
@@ -65,9 +70,15 @@ class TrialRun:
         self.batch_samples = 0
         self.epoch: EpochLength | None = None
         self.stop_requested = False
+        self.can_save = False
         self.has_trained = False
         self.batches_trained = 0
         self.writes_run_files = False
+
+    @property
+    def is_to_stop(self) -> bool:
+        """Whether to save and end: the trial has asked for it, or somebody else."""
+        return self.stop_requested or self.stopping.asked is not None
 
     @contextmanager
     def stage(self, name: str, detail: str) -> Iterator[None]:

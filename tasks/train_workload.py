@@ -16,17 +16,24 @@ from trial_core.messages import TrainBatches, Trained
     cache_policy=NO_CACHE,
 )
 def train_workload(run: TrialRun, begin: int, until: int) -> int:
-    """Train from `begin` until `until` batches have been trained in all; how many that is."""
+    """Train from `begin` until `until` batches have been trained in all, or fewer if the run is
+    asked to stop; how many that is."""
     with run.stage("train-workload", f"[{begin}→{until}]"):
-        results = run.slots.request(TrainBatches(until=until), Trained)
-    run.has_trained = True
-    run.batches_trained = until
+        stall_seconds = run.config.stopping.stall_timeout_seconds
+        request = TrainBatches(until=until)
+        results = run.slots.request(request, Trained, stall_seconds=stall_seconds)
+    reached = results[0].batches_trained
     run.stop_requested |= any(result.stop_requested for result in results)
+    if reached == begin:
+        return reached
+    run.has_trained = True
+    run.batches_trained = reached
     run.metrics["training"] = results[0].metrics
     seconds = max(result.seconds for result in results)
-    samples = (until - begin) * run.batch_samples
+    samples = (reached - begin) * run.batch_samples
     get_run_logger().info(
-        "trained [%d→%d] at %.1f samples/s: %s", begin, until, samples / seconds, results[0].metrics
-    )
-    run.observer.metrics_reported("training", until, results[0].metrics)
-    return results[0].batches_trained
+        "trained [%d→%d] at %.1f samples/s: %s",
+        begin, reached, samples / seconds, results[0].metrics,
+    )  # fmt: skip
+    run.observer.metrics_reported("training", reached, results[0].metrics)
+    return reached

@@ -12,16 +12,22 @@ from trial_core.searcher import searcher_metric
 
 
 @task(name="validate", task_run_name="validate @{batches_trained}", cache_policy=NO_CACHE)
-def validate(run: TrialRun, batches_trained: int) -> float:
-    """Validate; the value of the searcher's metric.
+def validate(run: TrialRun, batches_trained: int) -> float | None:
+    """Validate; the value of the searcher's metric. None: broken off, since the run is to stop.
 
     Raises:
         TrialError: the trial does not report the searcher's metric.
     """
     with run.stage("validate", f"@{batches_trained}"):
-        results = run.slots.request(RunValidation(), Validated)
-    metrics = results[0].metrics
+        stall_seconds = run.config.stopping.stall_timeout_seconds
+        results = run.slots.request(RunValidation(), Validated, stall_seconds=stall_seconds)
     run.stop_requested |= any(result.stop_requested for result in results)
+    if results[0].is_broken_off:
+        get_run_logger().info(
+            "validation at %d broken off: %s", batches_trained, run.stopping.asked
+        )
+        return None
+    metrics = results[0].metrics
     run.metrics["validation"] = metrics
     get_run_logger().info("validation at %d: %s", batches_trained, metrics)
     run.observer.metrics_reported("validation", batches_trained, metrics)

@@ -8,7 +8,9 @@ Each message says what was seen, what was expected, and what to do about it::
     ├── SlotsError             the slot group could not be started or used
     │   ├── LaunchError        a slot group could not be started
     │   ├── RankFailed         a rank died, or its workload raised
-    │   └── DeadlineExceeded   ranks are alive but did not answer in time
+    │   ├── DeadlineExceeded   ranks are alive but did not answer in time
+    │   ├── Stalled            ranks are alive but get no further
+    │   └── Stopped            the ranks were ended because the run was asked to stop
     └── CheckpointError        anything about stored checkpoints
         ├── StorageError       the storage cannot be reached, read or written
         ├── CheckpointNotFound no committed checkpoint answers to that name
@@ -22,7 +24,7 @@ classes carry their message alone.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,6 +44,10 @@ class TrialError(TrialflowError):
 class SlotsError(TrialflowError):
     """The slot group could not be started or used."""
 
+    def report(self) -> str:
+        """All that is known of it, for a log."""
+        return str(self)
+
 
 class LaunchError(SlotsError):
     """A slot group could not be started."""
@@ -49,6 +55,29 @@ class LaunchError(SlotsError):
 
 class DeadlineExceeded(SlotsError):
     """Ranks are alive but did not answer within the deadline of a request."""
+
+
+class Stalled(SlotsError):
+    """Ranks are alive but get no further; they were ended.
+
+    Attributes:
+        stacks: where each rank's main thread was, as text, by rank.
+    """
+
+    def __init__(self, message: str, stacks: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.stacks = tuple(stacks)
+
+    def report(self) -> str:
+        """The message, and where each rank's main thread was."""
+        return "\n".join(
+            [str(self), *(f"rank {rank}:\n{stack}" for rank, stack in enumerate(self.stacks))]
+        )
+
+
+class Stopped(SlotsError):
+    """The ranks were ended as they are because the run was asked to stop. What was not saved by
+    then is lost; the last committed checkpoint is not."""
 
 
 class CheckpointError(TrialflowError):

@@ -54,6 +54,7 @@ class Stopping:
         self._asked: StopRequest | None = None
         self._deadline: float | None = None
         self._has_expired = False
+        self._was_asked = threading.Event()
         self._listener: tuple[Callable[[], None], Callable[[], None]] | None = None
         self._thread = threading.Thread(target=self._serve, name="stopping", daemon=True)
 
@@ -88,6 +89,10 @@ class Stopping:
         """Ask the run to end as it is. Returns at once."""
         self._queue.put("at once")
 
+    def wait(self, seconds: float) -> bool:
+        """Wait so long, or until the run is asked to stop; whether it is."""
+        return self._was_asked.wait(seconds)
+
     @contextmanager
     def listening(self, stop: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
         """For the length of the block, call `stop` when the run is asked to stop, and `end` when
@@ -119,11 +124,13 @@ class Stopping:
 
     def _note(self, said: StopRequest | Literal["at once", "over"]) -> None:
         if isinstance(said, StopRequest):
-            if self._asked is None:
-                self._asked = said
-                self._deadline = time.monotonic() + self._grace_seconds
-                if self._listener is not None:
-                    self._listener[0]()
+            if self._asked is not None:
+                return
+            self._asked = said
+            self._deadline = time.monotonic() + self._grace_seconds
+            self._was_asked.set()
+            if self._listener is not None:
+                self._listener[0]()
         elif not self._has_expired:
             self._has_expired = True
             if self._listener is not None:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 import flows.train
+from flows.restarts import Restarts
 from tests.support.flow import one_slot, stages, train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import lines
-from trial_core.errors import RankFailed, TrialflowError
+from trial_core.errors import RankFailed, Stalled, TrialflowError
 from trial_core.runs import run_folder
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
@@ -85,5 +86,9 @@ def test_two_drivers_do_not_train_one_trial(here: Path) -> None:
 
 def test_restarts_are_ever_further_apart() -> None:
     """At once at first, a minute at most."""
-    pauses = [flows.train.pause_seconds(restart) for restart in range(1, 9)]
+    restarts, pauses = Restarts(8), []
+    for _ in range(8):
+        assert restarts.has_another(Stalled("no batch has ended"), None)
+        pauses.append(restarts.pause_seconds)
     assert pauses == [0, 2, 4, 8, 16, 32, 60, 60]
+    assert not restarts.has_another(Stalled("no batch has ended"), None)

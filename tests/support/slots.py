@@ -156,19 +156,25 @@ class _Driver:
         trained = self.run.progress.batches_trained
         results = self._slots.request(TrainBatches(until=until), Trained)
         self.run.training.append(results[0].metrics)
+        reached = {result.batches_trained for result in results}
+        assert len(reached) == 1, "ranks have ended after different batches"
         self.run.stages.append(f"train [{trained}→{until}]")
-        self.run.progress = self.run.progress.after_training(results[0].batches_trained)
+        self.run.progress = self.run.progress.after_training(reached.pop())
         self._heed(results)
+        self.stop_requested |= self.run.progress.batches_trained < until  # it was told to
         self.hook("on_training_workload_end")
 
     def validate(self) -> None:
         results = self._slots.request(RunValidation(), Validated)
+        self._heed(results)
+        if results[0].is_broken_off:
+            self.stop_requested = True
+            return
         self.run.validation.append(results[0].metrics)
         self.run.stages.append(f"validate @{self.run.progress.batches_trained}")
         metric = float(results[0].metrics[self._config.searcher.metric])
         smaller_is_better = self._config.searcher.smaller_is_better
         self.run.progress = self.run.progress.after_validation(metric, smaller_is_better)
-        self._heed(results)
         self.hook("on_validation_end")
 
     def save(self) -> None:

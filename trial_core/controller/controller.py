@@ -26,7 +26,7 @@ from trial_core.controller.loaders import Loaders, build_loaders
 from trial_core.controller.measured import Measured, instruments_in
 from trial_core.controller.redistributed import Move
 from trial_core.controller.snapshot import Snapshots
-from trial_core.controller.state import restore_rng
+from trial_core.controller.state import capture_rng, restore_rng
 from trial_core.controller.training import Ticker, train_batches
 from trial_core.distributed import DistributedContext
 from trial_core.errors import CheckpointDamaged, CheckpointError, SlotsError, StorageError
@@ -34,6 +34,7 @@ from trial_core.messages import (
     AnyRequest,
     AnyResult,
     BatchesTrained,
+    BatchesValidated,
     BuildLoaders,
     BuildTrial,
     Done,
@@ -56,6 +57,7 @@ from trial_core.messages import (
     Validated,
 )
 from trial_core.pytorch.callback import HOOKS, overridden_hooks
+from trial_core.slots.brake import Brake, NoBrake
 
 T = TypeVar("T")
 
@@ -70,14 +72,17 @@ class Controller:
     Args:
         emit: is told now and then, on rank 0, how far training has come.
         distributed: who this rank is; by default what the environment says.
+        brake: asked before each batch whether it may begin.
     """
 
     def __init__(
         self,
-        emit: Callable[[BatchesTrained], None],
+        emit: Callable[[BatchesTrained | BatchesValidated], None],
         distributed: DistributedContext | None = None,
+        brake: Brake | None = None,
     ) -> None:
         self._emit = emit
+        self._brake = brake or NoBrake()
         self._distributed = distributed or DistributedContext.from_environment()
         self._info: RunInfo | None = None
         self._engine: TrialEngine | None = None
@@ -197,7 +202,8 @@ class Controller:
             loaders.training,
             request.until,
             self._distributed,
-            Ticker(self._tell_batches),
+            self._ticker(BatchesTrained),
+            self._brake,
         )
         info.instruments.report("training", info.batches_trained, outcome.avg_metrics)
         self._hook_arguments["on_training_workload_end"] = {
@@ -214,14 +220,21 @@ class Controller:
     def validate(self, request: RunValidation) -> Validated:
         """Validate. Collective."""
         self._restore_rng()
-        began = time.monotonic()
-        metrics = validate(self._the_engine, self._the_loaders, self._distributed)
-        self._the_info.instruments.report("validation", self._the_info.batches_trained, metrics)
-        self._hook_arguments["on_validation_end"] = {"metrics": metrics}
+        began, rng = time.monotonic(), capture_rng()
+        info, ticker = self._the_info, self._ticker(BatchesValidated)
+        metrics = validate(
+            self._the_engine, self._the_loaders, self._distributed, ticker, self._brake
+        )
+        if metrics is None:
+            restore_rng(rng)  # it will be validated anew: as if this had not been
+        else:
+            info.instruments.report("validation", info.batches_trained, metrics)
+            self._hook_arguments["on_validation_end"] = {"metrics": metrics}
         return Validated(
-            metrics=metrics,
+            metrics=metrics or {},
             seconds=time.monotonic() - began,
-            stop_requested=self._the_info.stop_requested,
+            stop_requested=info.stop_requested,
+            is_broken_off=metrics is None,
         )
 
     def save_checkpoint(self, request: SaveCheckpoint) -> Saved:
@@ -283,9 +296,12 @@ class Controller:
             restore_rng(self._rng)
             self._rng = None
 
-    def _tell_batches(self, batches: int) -> None:
-        if self._distributed.get_rank() == 0:
-            self._emit(BatchesTrained(batches=batches))
+    def _ticker(self, event: type[BatchesTrained] | type[BatchesValidated]) -> Ticker:
+        def tell(batches: int) -> None:
+            if self._distributed.get_rank() == 0:
+                self._emit(event(batches=batches))
+
+        return Ticker(tell)
 
     @property
     def _the_info(self) -> RunInfo:

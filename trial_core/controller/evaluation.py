@@ -4,7 +4,7 @@ One validation, with every hook that runs inside it::
 
     on_validation_start()
     on_validation_epoch_start()
-    for each batch of this rank's shard:
+    for each batch of this rank's shard, while nobody asks the run to stop:
         trial.evaluate_batch(...)               or trial.evaluate_full_dataset once, on rank 0
     on_validation_epoch_end(outputs)            this rank's metrics, one mapping a batch
     reduce the metrics over all ranks           once
@@ -21,21 +21,35 @@ import torch
 from trial_core.controller.engine import TrialEngine
 from trial_core.controller.loaders import Loaders
 from trial_core.controller.reduction import reduce_metrics
+from trial_core.controller.training import Ticker
 from trial_core.controller.validation_set import ValidationSet
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
 from trial_core.pytorch.reducer import BatchMetrics, Reducer
+from trial_core.slots.brake import Brake
+
+
+class _BrokenOff(Exception):
+    """The validation ends here, on every rank."""
 
 
 def validate(
-    engine: TrialEngine, loaders: Loaders, distributed: DistributedContext
-) -> dict[str, Any]:
+    engine: TrialEngine,
+    loaders: Loaders,
+    distributed: DistributedContext,
+    ticker: Ticker,
+    brake: Brake,
+) -> dict[str, Any] | None:
     """Validate on the whole set; metrics reduced over all ranks. Collective: every rank calls this.
 
     Where a forward pass needs other ranks (ZeRO-3, custom model parallelism), a rank whose shard
     is shorter than another's goes on with a batch that does not count: neither in the metrics nor
     in the custom reducers. With pipelines all ranks end with the shortest shard, because DeepSpeed
     averages a loss over all of them. Validation loaders need no length.
+
+    Args:
+        ticker: told now and then how many batches this rank has validated.
+        brake: may break it off, on every rank. There are no metrics then, but None.
 
     Raises:
         TrialError: the set is empty, or too small for a pipeline; or the trial took more
@@ -49,13 +63,21 @@ def validate(
     engine.set_training(False)
     contribution = None
     reducers: Any = engine.evaluation_reducer()
-    with torch.no_grad():
-        if engine.evaluates_full_dataset:
-            metrics = _in_one_go(engine, loaders.validation, distributed)
-            reducers = Reducer.AVG  # of a single value: the trial has reduced them
-        else:
-            metrics, contribution = _in_batches(engine, loaders.validation, distributed)
-    engine.set_training(True)
+    try:
+        with torch.no_grad():
+            if engine.evaluates_full_dataset:
+                metrics = _in_one_go(engine, loaders.validation, distributed)
+                reducers = Reducer.AVG  # of a single value: the trial has reduced them
+            else:
+                metrics, contribution = _in_batches(
+                    engine, loaders.validation, distributed, ticker, brake
+                )
+        if not brake.lets_end():
+            return None
+    except _BrokenOff:
+        return None
+    finally:
+        engine.set_training(True)
     outputs = metrics.per_batch()
     for callback in engine.callbacks.values():
         callback.on_validation_epoch_end(outputs)
@@ -72,13 +94,19 @@ def _in_one_go(
 
 
 def _in_batches(
-    engine: TrialEngine, validation: ValidationSet, distributed: DistributedContext
+    engine: TrialEngine,
+    validation: ValidationSet,
+    distributed: DistributedContext,
+    ticker: Ticker,
+    brake: Brake,
 ) -> tuple[BatchMetrics, list[Any] | None]:
     """The metrics; and what the custom reducers held before the first batch that did not count."""
     metrics = BatchMetrics("evaluate_batch")
     contribution = None
     batches = validation.begin()
     for batch_idx, counts in enumerate(validation.evaluations(batches, distributed)):
+        if not brake.lets_begin():
+            raise _BrokenOff
         if not counts and contribution is None:
             contribution = engine.reducers.contribution("validation")
             if batches is not None:
@@ -86,6 +114,7 @@ def _in_batches(
         outcome = _evaluate(engine, batches, batch_idx)
         if counts and engine.reports_metrics:
             metrics.add_batch([outcome])
+        ticker.tick(batch_idx + 1)
     return metrics, contribution
 
 

@@ -2,7 +2,7 @@
 
 One train-workload, with every hook that runs inside it::
 
-    for each batch up to `until`:
+    for each batch up to `until`, while nobody asks the run to stop:
         on_training_epoch_start(epoch_idx)      if an epoch begins with this batch
         trial.train_batch(...)                  once per micro-batch, or once with pipelines
         on_training_epoch_end(epoch_idx)        if an epoch ends with this batch
@@ -25,6 +25,7 @@ from trial_core.controller.reduction import reduce_metrics
 from trial_core.distributed import DistributedContext
 from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.pytorch.reducer import BatchMetrics
+from trial_core.slots.brake import Brake
 from trial_core.units import EpochLength
 
 TICK_SECONDS = 0.2
@@ -65,12 +66,18 @@ def train_batches(
     until: int,
     distributed: DistributedContext,
     ticker: Ticker,
+    brake: Brake,
 ) -> TrainOutcome:
-    """Train from `info.batches_trained` up to `until`. Collective: every rank calls this."""
+    """Train from `info.batches_trained` up to `until`. Collective: every rank calls this.
+
+    Args:
+        brake: may end it earlier, after the same batch on every rank.
+    """
+    begins_at = info.batches_trained
     metrics = BatchMetrics()
     engine.reducers.reset(for_training=True)
     engine.set_training(True)
-    while info.batches_trained < until:
+    while info.batches_trained < until and brake.lets_begin():
         batch_idx = info.batches_trained
         epoch_idx = _begin_epochs(engine.callbacks, info.epoch, batch_idx)
         calls = engine.train_batch(micro_batches, epoch_idx, batch_idx)
@@ -82,6 +89,8 @@ def train_batches(
         info.batches_trained = batch_idx + 1
         info.instruments.batch_ended()
         ticker.tick(info.batches_trained)
+    if info.batches_trained == begins_at:
+        return TrainOutcome({}, [])  # nothing to average
     averages = reduce_metrics("training", metrics, engine, distributed)
     return TrainOutcome(averages, metrics.per_batch())
 

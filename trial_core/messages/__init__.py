@@ -1,8 +1,9 @@
 """What the driver and the ranks say to each other: plain data, encoded as MessagePack.
 
 The driver sends every rank the same `Request`; each rank replies with one `Answer`. Events flow
-from ranks to the driver unasked. Nothing here is ever a pickle: a message can carry only what its
-type declares, and a message that does not fit its type is refused on arrival.
+from ranks to the driver unasked; where a workload shall end early, both agree on its last step.
+Nothing here is ever a pickle: a message can carry only what its type declares, and a message that
+does not fit its type is refused on arrival.
 
 `workloads` has the requests and their results, `envelopes` what carries them.
 """
@@ -12,13 +13,18 @@ from __future__ import annotations
 from trial_core.messages.envelopes import (
     Answer,
     BatchesTrained,
+    BatchesValidated,
     Envelope,
+    FromDriver,
     FromRank,
+    Held,
     Hello,
+    Hold,
     LogLines,
     Peer,
+    Proceed,
     RankError,
-    decode_envelope,
+    decode_from_driver,
     decode_from_rank,
     decode_hello,
     encode,
@@ -59,6 +65,7 @@ __all__ = [
     "AnyRequest",
     "AnyResult",
     "BatchesTrained",
+    "BatchesValidated",
     "BuildLoaders",
     "BuildTrial",
     "Done",
@@ -66,8 +73,11 @@ __all__ = [
     "FetchCheckpoint",
     "Fetched",
     "FinishRunFiles",
+    "FromDriver",
     "FromRank",
+    "Held",
     "Hello",
+    "Hold",
     "HookDone",
     "Lane",
     "LoadersBuilt",
@@ -77,6 +87,7 @@ __all__ = [
     "PersistCheckpoint",
     "Persisted",
     "Ping",
+    "Proceed",
     "RankError",
     "ReleaseStaging",
     "Request",
@@ -91,7 +102,7 @@ __all__ = [
     "Trained",
     "TrialBuilt",
     "Validated",
-    "decode_envelope",
+    "decode_from_driver",
     "decode_from_rank",
     "decode_hello",
     "encode",

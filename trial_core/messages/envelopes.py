@@ -18,10 +18,16 @@ class Hello(Message):
 
 
 class Envelope(Message):
-    """A request on its way to a rank, with the number its answer will carry."""
+    """A request on its way to a rank.
+
+    Attributes:
+        number: what its answer will carry.
+        ends_at_once: whether it ends before its first step, if it has steps: the run is to stop.
+    """
 
     number: int
     request: AnyRequest
+    ends_at_once: bool = False
 
 
 class RankError(Message):
@@ -53,13 +59,40 @@ class BatchesTrained(Message):
     batches: int
 
 
+class BatchesValidated(Message):
+    """Rank 0 has come this far in a validation; sent a few times a second at most."""
+
+    batches: int
+
+
+class Hold(Message):
+    """Begin no further step of the workload with that number, and say how many have begun."""
+
+    number: int
+
+
+class Held(Message):
+    """A rank's reply to `Hold`: how many steps of its workload it has begun."""
+
+    number: int
+    steps: int
+
+
+class Proceed(Message):
+    """Go on up to so many steps of the workload with that number, and end it there."""
+
+    number: int
+    steps: int
+
+
 class LogLines(Message):
     """New lines of a rank's output."""
 
     lines: list[str]
 
 
-FromRank = Answer | BatchesTrained | LogLines
+FromRank = Answer | BatchesTrained | BatchesValidated | Held | LogLines
+FromDriver = Envelope | Hold | Proceed
 
 
 @dataclass(frozen=True)
@@ -73,7 +106,7 @@ class Peer:
 
 _encoder = msgspec.msgpack.Encoder()
 _from_rank = msgspec.msgpack.Decoder(FromRank)
-_envelope = msgspec.msgpack.Decoder(Envelope)
+_from_driver = msgspec.msgpack.Decoder(FromDriver)
 _hello = msgspec.msgpack.Decoder(Hello)
 
 
@@ -82,15 +115,16 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_from_rank(data: bytes) -> Answer | BatchesTrained | LogLines:
+def decode_from_rank(data: bytes) -> FromRank:
     """What a rank has sent. Raises msgspec.ValidationError when it is no such message."""
-    message: Answer | BatchesTrained | LogLines = _from_rank.decode(data)
+    message: FromRank = _from_rank.decode(data)
     return message
 
 
-def decode_envelope(data: bytes) -> Envelope:
+def decode_from_driver(data: bytes) -> FromDriver:
     """What the driver has sent. Raises msgspec.ValidationError when it is no such message."""
-    return _envelope.decode(data)
+    message: FromDriver = _from_driver.decode(data)
+    return message
 
 
 def decode_hello(data: bytes) -> Hello:

@@ -136,6 +136,7 @@ class Trained(Result):
     """A train-workload is over.
 
     Attributes:
+        batches_trained: in all; fewer than asked for if the run was asked to stop.
         metrics: averaged over the workload's batches and all ranks; the same on every rank.
         seconds: wall time of the workload on this rank.
         stop_requested: whether the trial asked to save and end.
@@ -152,11 +153,19 @@ class RunValidation(Request):
 
 
 class Validated(Result):
-    """A validation is over; `metrics` are reduced over all ranks, the same on every rank."""
+    """A validation is over.
+
+    Attributes:
+        metrics: reduced over all ranks, the same on every rank.
+        seconds: wall time of the validation on this rank.
+        stop_requested: whether the trial asked to save and end.
+        is_broken_off: whether it ended early, without metrics, because the run was asked to stop.
+    """
 
     metrics: dict[str, Any]
     seconds: float
     stop_requested: bool
+    is_broken_off: bool = False
 
 
 class SaveCheckpoint(Request):

@@ -21,9 +21,7 @@ import msgspec
 
 from trial_core.errors import LaunchError
 from trial_core.messages import (
-    Answer,
-    BatchesTrained,
-    LogLines,
+    FromRank,
     Message,
     Peer,
     decode_from_rank,
@@ -54,7 +52,7 @@ class Listener(Protocol):
 
     def rank_joined(self, peer: Peer) -> None: ...
 
-    def rank_said(self, rank: int, message: Answer | BatchesTrained | LogLines) -> None: ...
+    def rank_said(self, rank: int, message: FromRank) -> None: ...
 
     def rank_left(self, rank: int, why: str | None) -> None:
         """`why` says what was wrong with what it sent; None when its connection just ended."""
@@ -154,7 +152,7 @@ class Channel:
             self._writers.pop(peer.rank, None)
             writer.close()
 
-    def _pass_on(self, rank: int, message: Answer | BatchesTrained | LogLines) -> None:
+    def _pass_on(self, rank: int, message: FromRank) -> None:
         try:
             self._listener.rank_said(rank, message)
         except Exception:

@@ -3,7 +3,7 @@
 Every rank's process is watched, and its connection, so waiting for an answer needs no timeout to
 notice a death. When a rank fails the group is over: the others are killed (they may be inside a
 collective that can never complete) and everything that waits raises `RankFailed` with the first
-cause.
+cause. Ranks that hang are found by their silence, and their stacks logged before they are killed.
 """
 
 from __future__ import annotations
@@ -18,25 +18,38 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from trial_core.errors import DeadlineExceeded, LaunchError, RankFailed, SlotsError
+from trial_core.errors import (
+    DeadlineExceeded,
+    LaunchError,
+    RankFailed,
+    SlotsError,
+    Stalled,
+    Stopped,
+)
 from trial_core.messages import (
     Answer,
     AnyRequest,
     BatchesTrained,
+    BatchesValidated,
+    BuildTrial,
     Envelope,
+    FromRank,
+    Held,
     LogLines,
     Peer,
     Result,
     Shutdown,
 )
+from trial_core.slots.brake import Braking
 from trial_core.slots.channel import Channel
 from trial_core.slots.failures import FirstCause, how_it_ended
 from trial_core.slots.launcher import RankProcess, launch_ranks
+from trial_core.slots.pending import Pending, PendingRequests
+from trial_core.slots.stacks import log_stacks
 
 logger = logging.getLogger(__name__)
 
@@ -45,17 +58,10 @@ SHUTDOWN_SECONDS = 10.0
 KILL_SECONDS = 30.0
 # How long a rank may live on once its connection has ended.
 LEFT_SECONDS = 5.0
+# While ranks start, how often to ask whether they are still wanted.
+LOOK_SECONDS = 0.2
 
 R = TypeVar("R", bound=Result)
-
-
-@dataclass
-class _Pending:
-    """A request on its way: who has answered, and who waits."""
-
-    request: AnyRequest
-    future: Future[list[Result]] = field(default_factory=Future)
-    results: dict[int, Result] = field(default_factory=dict)
 
 
 class SlotGroup:
@@ -68,8 +74,14 @@ class SlotGroup:
         environment: the experiment's environment variables.
         on_batches: told how far training has come, a few times a second.
         on_log: told new lines of a rank's log, rate-capped by the rank.
+        is_unwanted: asked while the ranks start whether to give up.
 
-    Both callbacks run in the channel's thread and must return at once.
+    The first two callbacks run in the channel's thread and must return at once.
+
+    Raises:
+        LaunchError: they do not start, or do not join.
+        RankFailed: one of them died while starting.
+        Stopped: they were no longer wanted.
     """
 
     def __init__(
@@ -81,6 +93,7 @@ class SlotGroup:
         environment: Mapping[str, str] | None = None,
         on_batches: Callable[[int], None] = lambda batches: None,
         on_log: Callable[[int, str], None] = lambda rank, line: None,
+        is_unwanted: Callable[[], bool] = lambda: False,
     ) -> None:
         self.world_size = world_size
         self._on_batches = on_batches
@@ -88,14 +101,16 @@ class SlotGroup:
         self._lock = threading.Lock()
         self._peers: dict[int, Peer] = {}
         self._joined_or_failed = threading.Event()
-        self._pending: dict[int, _Pending] = {}
-        self._number = 0
+        self._pending = PendingRequests(world_size)
         self._closing = False
+        self._stopping = False
+        self._last_sign = time.monotonic()
         self._failure: SlotsError | None = None
-        self._causes = FirstCause(world_size, self._end_with)
+        self._causes = FirstCause(world_size, self._settle_on)
         self._own_log_dir = log_dir is None
         self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="trialflow-logs-"))
         self._channel = Channel(world_size, self)
+        self._braking = Braking(world_size, self._channel.send)
         self._ranks: list[RankProcess] = []
         try:
             launch_ranks(
@@ -108,7 +123,7 @@ class SlotGroup:
                 on_exit=self._rank_exited,
                 ranks=self._ranks,
             )
-            self._wait_until_joined(JOIN_SECONDS)
+            self._wait_until_joined(JOIN_SECONDS, is_unwanted)
         except BaseException:
             self.kill()
             raise
@@ -136,45 +151,86 @@ class SlotGroup:
 
         Raises (the future): RankFailed when a rank dies or its workload raises.
         """
-        pending = _Pending(request)
-        with self._lock:
-            if self._failure is not None or self._closing:
-                pending.future.set_exception(self._failure or _closed())
-                return pending.future
-            self._number += 1
-            number = self._number
-            self._pending[number] = pending
-        self._channel.send(Envelope(number=number, request=request))
-        return pending.future
+        return self._submit(request).future
 
     def request(
-        self, request: AnyRequest, expect: type[R], timeout_seconds: float | None = None
+        self,
+        request: AnyRequest,
+        expect: type[R],
+        timeout_seconds: float | None = None,
+        stall_seconds: float | None = None,
     ) -> list[R]:
         """Send `request` to every rank and wait for all results, in the order of ranks.
 
         Args:
             expect: the type of result that this request leads to.
             timeout_seconds: a deadline; None where the workload's length is the user's business.
+            stall_seconds: how long no batch may end; None where none is expected to.
 
         Raises:
             RankFailed: a rank died, or its workload raised.
+            Stalled: no batch ended for too long; the group is killed.
+            Stopped: the run was to end as it is; the group is killed.
             DeadlineExceeded: ranks are alive but silent; the group is killed.
         """
-        future = self.submit(request)
-        try:
-            results = future.result(timeout_seconds)
-        except FutureTimeout:
-            failure = DeadlineExceeded(
-                f"no answer to {_name(request)} within {timeout_seconds:g} s from "
-                f"rank {', '.join(map(str, self._silent_on(request)))}; the slot group was killed. "
-                f"Logs: {self.log_dir}"
-            )
-            self._end_with(failure)
-            raise failure from None
+        pending = self._submit(request)
+        results = self._wait_for(pending, timeout_seconds, stall_seconds)
         typed = [result for result in results if isinstance(result, expect)]
         if len(typed) != len(results):
-            raise SlotsError(f"{_name(request)} was answered by something else: {results!r}")
+            raise SlotsError(f"{pending.name} was answered by something else: {results!r}")
         return typed
+
+    def _submit(self, request: AnyRequest) -> Pending:
+        pending = self._pending.add(request)
+        with self._lock:  # so that nobody is told to hold before what is to be held
+            failure = self._failure or (_closed() if self._closing else None)
+            if isinstance(request, BuildTrial):
+                self._stopping = False
+            if failure is None:
+                self._last_sign = time.monotonic()
+                envelope = Envelope(
+                    number=pending.number, request=request, ends_at_once=self._stopping
+                )
+                self._channel.send(envelope)
+        if failure is not None:
+            self._pending.fail(failure)
+        return pending
+
+    def _wait_for(
+        self, pending: Pending, timeout_seconds: float | None, stall_seconds: float | None
+    ) -> list[Result]:
+        began = time.monotonic()
+        while True:
+            now = time.monotonic()
+            patience = [] if timeout_seconds is None else [began + timeout_seconds - now]
+            if stall_seconds is not None:
+                patience.append(self._last_sign + stall_seconds - now)
+            try:
+                return pending.future.result(max(0.0, min(patience)) if patience else None)
+            except FutureTimeout:
+                now = time.monotonic()
+            if timeout_seconds is not None and now >= began + timeout_seconds:
+                raise self._end_with(self._late(pending, timeout_seconds))
+            if stall_seconds is not None and now >= self._last_sign + stall_seconds:
+                raise self._end_with(self._stalled(pending, stall_seconds))
+
+    # ------------------------------------------------------------------------------- stopping
+
+    def stop(self) -> None:
+        """Have the training or validation under way end early, after a batch that the ranks agree
+        on, and those that follow before their first, until another trial is built. Everything else
+        is carried out as ever."""
+        with self._lock:
+            if self._stopping:
+                return
+            self._stopping = True
+            for pending in self._pending.all():
+                if pending.request.lane == "compute":
+                    self._braking.hold(pending.number)
+
+    def abort(self, why: str) -> None:
+        """End the ranks as they are; whoever waits for them raises `Stopped`."""
+        self._end_with(Stopped(why))
 
     # ------------------------------------------------------------------------------- ending
 
@@ -193,7 +249,7 @@ class SlotGroup:
         for rank in self._ranks:
             if not rank.wait(KILL_SECONDS):
                 logger.error("rank %d (process %d) does not end", rank.rank, rank.pid)
-        self._fail_pending(self._failure or _closed())
+        self._pending.fail(self._failure or _closed())
         self._channel.close()
         if self._own_log_dir:
             shutil.rmtree(self.log_dir, ignore_errors=True)
@@ -221,17 +277,22 @@ class SlotGroup:
         if len(self._peers) == self.world_size:
             self._joined_or_failed.set()
 
-    def rank_said(self, rank: int, message: Answer | BatchesTrained | LogLines) -> None:
+    def rank_said(self, rank: int, message: FromRank) -> None:
         """Part of the channel's `Listener`."""
         if isinstance(message, BatchesTrained):
+            self._last_sign = time.monotonic()
             self._on_batches(message.batches)
+        elif isinstance(message, BatchesValidated):
+            self._last_sign = time.monotonic()
+        elif isinstance(message, Held):
+            self._braking.rank_held(rank, message)
         elif isinstance(message, LogLines):
             for line in message.lines:
                 self._on_log(rank, line)
         elif message.error is not None:
             self._causes.note(self._failed_by_error(rank, message))
         elif message.result is not None:
-            self._note_result(rank, message.number, message.result)
+            self._pending.note(rank, message.number, message.result)
 
     def rank_left(self, rank: int, why: str | None) -> None:
         """Part of the channel's `Listener`."""
@@ -255,8 +316,11 @@ class SlotGroup:
 
     # ---------------------------------------------------------------------------- internals
 
-    def _wait_until_joined(self, timeout_seconds: float) -> None:
-        self._joined_or_failed.wait(timeout_seconds)
+    def _wait_until_joined(self, timeout_seconds: float, is_unwanted: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + timeout_seconds
+        while not self._joined_or_failed.wait(LOOK_SECONDS) and time.monotonic() < deadline:
+            if is_unwanted():
+                raise Stopped("the run was stopped while its ranks were starting")
         if self._failure is not None:
             raise self._failure
         missing = sorted(set(range(self.world_size)) - set(self._peers))
@@ -266,51 +330,46 @@ class SlotGroup:
                 f"{timeout_seconds:g} s; see the logs in {self.log_dir}"
             )
 
-    def _note_result(self, rank: int, number: int, result: Result) -> None:
-        with self._lock:
-            pending = self._pending.get(number)
-            if pending is None:
-                return
-            pending.results[rank] = result
-            if len(pending.results) < self.world_size:
-                return
-            del self._pending[number]
-        pending.future.set_result([pending.results[r] for r in range(self.world_size)])
-
-    def _end_with(self, failure: SlotsError) -> None:
+    def _end_with(self, failure: SlotsError) -> SlotsError:
+        """The group is over. What it is over with: the first failure of all."""
         with self._lock:
             if self._closing or self._failure is not None:
-                return
+                return self._failure or failure
             self._failure = failure
         for rank in self._ranks:
             rank.kill()
         self._joined_or_failed.set()
-        self._fail_pending(failure)
+        self._pending.fail(failure)
+        return failure
 
-    def _fail_pending(self, failure: SlotsError) -> None:
-        with self._lock:
-            waiting, self._pending = list(self._pending.values()), {}
-        for pending in waiting:
-            pending.future.set_exception(failure)
+    def _settle_on(self, cause: RankFailed) -> None:
+        self._end_with(cause)
 
     def _during(self) -> str:
-        with self._lock:
-            names = [_name(pending.request) for pending in self._pending.values()]
-        return " and ".join(names) or "no workload"
+        return " and ".join(each.name for each in self._pending.all()) or "no workload"
 
-    def _silent_on(self, request: AnyRequest) -> list[int]:
-        with self._lock:
-            for pending in self._pending.values():
-                if pending.request is request:
-                    return sorted(set(range(self.world_size)) - set(pending.results))
-        return []
+    def _late(self, pending: Pending, seconds: float) -> DeadlineExceeded:
+        silent = ", ".join(map(str, self._pending.silent_on(pending)))
+        return DeadlineExceeded(
+            f"no answer to {pending.name} within {seconds:g} s from rank {silent}; the slot group "
+            f"was killed. Logs: {self.log_dir}"
+        )
+
+    def _stalled(self, pending: Pending, seconds: float) -> Stalled:
+        """Logs the stacks of all ranks, which are alive still."""
+        return Stalled(
+            f"no batch has ended for {seconds:g} s during {pending.name}: the ranks hang, and are "
+            f"ended. Their stacks are in {self.log_dir}; if a batch may take that long, raise "
+            "stopping.stall_timeout_seconds",
+            log_stacks(self._ranks),
+        )
 
     def _failed_by_error(self, rank: int, answer: Answer) -> RankFailed:
         pending = self._pending.get(answer.number)
         error = answer.error
         return self._failed(
             rank,
-            during=_name(pending.request) if pending else "an earlier workload",
+            during=pending.name if pending else "an earlier workload",
             error_type=error.error_type if error else None,
             is_ours=error.is_ours if error else False,
             error_message=error.message if error else None,
@@ -327,10 +386,6 @@ class SlotGroup:
             log_path=str(process.log_path),
             **how,
         )
-
-
-def _name(request: AnyRequest) -> str:
-    return type(request).__name__
 
 
 def _closed() -> SlotsError:

@@ -65,6 +65,22 @@ class RankProcess:
             if self._process.returncode is None:
                 _kill_group(self.pid)
 
+    def signal(self, number: int) -> None:
+        """Send the rank a signal, if it is still there."""
+        with self._reaping:
+            if self._process.returncode is None:
+                os.kill(self.pid, number)
+
+    def log_size(self) -> int:
+        """How many bytes the rank's log has."""
+        return self.log_path.stat().st_size
+
+    def log_from(self, start: int) -> str:
+        """What the rank has logged after its first `start` bytes."""
+        with self.log_path.open("rb") as log:
+            log.seek(start)
+            return log.read().decode(errors="replace")
+
     def log_tail(self, lines: int = 20, limit_bytes: int = 16384) -> str:
         """The last lines of the rank's log."""
         try:

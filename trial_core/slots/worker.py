@@ -30,16 +30,22 @@ from trial_core.messages import (
     AnyResult,
     Done,
     Envelope,
+    FromDriver,
+    Held,
     Hello,
+    Hold,
     Message,
     Ping,
+    Proceed,
     RankError,
     Shutdown,
-    decode_envelope,
+    decode_from_driver,
 )
+from trial_core.slots.brake import Brake
 from trial_core.slots.connection import RankConnection
 from trial_core.slots.framing import ProtocolError
 from trial_core.slots.logpump import LogPump
+from trial_core.slots.stacks import dump_stacks_when_asked
 
 if TYPE_CHECKING:
     from trial_core.controller.controller import Controller
@@ -53,6 +59,7 @@ class Worker:
     def __init__(self, connection: RankConnection) -> None:
         self._connection = connection
         self._controller: Controller | None = None
+        self._brake = Brake()
         self._lanes: dict[str, queue.SimpleQueue[Envelope]] = {
             "compute": queue.SimpleQueue(),
             "io": queue.SimpleQueue(),
@@ -78,12 +85,24 @@ class Worker:
     def _receive(self) -> None:
         try:
             while True:
-                envelope = decode_envelope(self._connection.receive())
-                self._lanes[envelope.request.lane].put(envelope)
+                self._hear(decode_from_driver(self._connection.receive()))
         except (EOFError, OSError):
             end_now("the driver is gone")
         except msgspec.MsgspecError as error:
             end_now(f"the driver sent something that is no request: {error}")
+
+    def _hear(self, message: FromDriver) -> None:
+        if isinstance(message, Hold):
+            steps = self._brake.hold(message.number)
+            if steps is not None:
+                self.send(Held(number=message.number, steps=steps))
+        elif isinstance(message, Proceed):
+            self._brake.proceed(message.number, message.steps)
+        else:
+            lane = message.request.lane
+            if lane == "compute":
+                self._brake.arrived(message.number, message.ends_at_once)
+            self._lanes[lane].put(message)
 
     def _serve_io(self) -> None:
         while True:
@@ -117,7 +136,7 @@ class Worker:
             # Imports torch and deepspeed: seconds, which is why it waits until the rank has joined.
             from trial_core.controller.controller import Controller
 
-            self._controller = Controller(emit=self.send)
+            self._controller = Controller(emit=self.send, brake=self._brake)
         return self._controller
 
 
@@ -157,6 +176,7 @@ def main() -> None:
         format=f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
+    dump_stacks_when_asked()
     secret = bytes.fromhex(os.environ.pop("TRIALFLOW_CHANNEL_SECRET"))
     hello = Hello(rank=rank, pid=os.getpid(), host=socket.gethostname())
     try:

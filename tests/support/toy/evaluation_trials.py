@@ -179,3 +179,14 @@ class NeitherWay(ToyTrial):
     """Cannot be validated."""
 
     evaluate_batch = ToyTrial.__mro__[1].evaluate_batch
+
+
+class Drawing(ToyTrial):
+    """Its validation metric depends on random numbers; with ZeRO-3, ranks wait for each other in
+    each evaluation (which by itself it does for larger parameters only)."""
+
+    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+        metrics = super().evaluate_batch(dataloader_iter, batch_idx)
+        if self.hparams["zero_stage"] == 3:
+            self.context.distributed.allgather(batch_idx)
+        return {**metrics, "drawn": torch.rand(())}

@@ -82,7 +82,7 @@ class ToyTrial(DeepSpeedTrial):
     Hyperparameters: micro_batch_size, accumulation, zero_stage, train_samples, validation_samples,
     record (a folder for what each rank sees), ballast_mib (of a file that each rank adds to its
     checkpoints), and at_batch + do: what happens there, on do_rank, once if the file `once` is new
-    (`wait`: until there is a file `wait_for`).
+    (`wait`: until there is a file `wait_for`); at_evaluation: the same, in that evaluate_batch.
     """
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
@@ -162,6 +162,8 @@ class ToyTrial(DeepSpeedTrial):
                 time.sleep(0.01)
 
     def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+        if batch_idx == self.hparams.get("at_evaluation"):
+            self._misbehave()
         inputs, index = self.context.to_device(next(dataloader_iter))
         loss = self._loss(inputs, index)
         # Differs by rank and by batch: a lucky average cannot hide a wrong one.

@@ -18,7 +18,7 @@ from trial_core.messages import (
     LogLines,
     Peer,
     Ping,
-    decode_envelope,
+    decode_from_driver,
     encode,
 )
 from trial_core.slots.channel import Channel
@@ -65,7 +65,7 @@ def test_requests_and_answers_cross(channel: tuple[Channel, Hearing]) -> None:
     rank = RankConnection(driver.address, driver.secret, hello(1))
     assert hearing.next() == ("joined", 1)
     driver.send(Envelope(number=7, request=Ping()))
-    assert decode_envelope(rank.receive()) == Envelope(number=7, request=Ping())
+    assert decode_from_driver(rank.receive()) == Envelope(number=7, request=Ping())
     rank.send(Answer(number=7, result=Done()))
     assert hearing.next() == ("said", 1, Answer(number=7, result=Done()))
     rank.close()

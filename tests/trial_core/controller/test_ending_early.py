@@ -1,0 +1,146 @@
+"""A run that is asked to stop ends its workload early, on all ranks after the same batch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.slots import TOY, build, drive, lines, toy_config
+from tests.support.tensors import differing, tensors
+from trial_core.errors import Stalled
+from trial_core.messages import BuildLoaders, LoadersBuilt, TrainBatches, Trained
+from trial_core.slots.group import SlotGroup
+
+pytestmark = pytest.mark.slots
+Warm = Callable[[int], SlotGroup]
+PATIENCE = 60.0
+
+
+def waiting(folder: Path, **where: int) -> dict[str, Any]:
+    """Hyperparameters of a toy that waits on rank 1 until it is stopped there."""
+    return {
+        "record": str(folder), "do": "wait", "do_rank": 1, "once": str(folder / "there"),
+        "wait_for": str(folder / "stopped"), "train_samples": 50, **where,
+    }  # fmt: skip
+
+
+def stop_there(slots: SlotGroup, folder: Path) -> threading.Thread:
+    """Stops the run when rank 1 has come to where it waits, then lets it go on."""
+
+    def stop() -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not (folder / "there").exists():
+            assert time.monotonic() < deadline, "rank 1 never came there"
+            time.sleep(0.01)
+        slots.stop()
+        (folder / "stopped").touch()
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(("world_size", "zero_stage"), [(2, 1), (2, 3), (4, 1)])
+def test_a_stopped_run_goes_on_bit_for_bit(
+    warm_slots: Warm, tmp_path: Path, world_size: int, zero_stage: int
+) -> None:
+    """Stopped in the middle of a workload while ranks are a step apart, it saves after the same
+    batch on all of them, and ends as the run that nobody stopped."""
+    slots = warm_slots(world_size)
+
+    def config(part: str, **where: int) -> Any:
+        folder = tmp_path / part
+        folder.mkdir(exist_ok=True)
+        hparams = {**waiting(folder, **where), "zero_stage": zero_stage}
+        return toy_config(
+            folder, 11, min_validation_period={"batches": 4}, scheduling_unit=7,
+            hyperparameters=hparams,
+        )  # fmt: skip
+
+    whole = drive(slots, config("whole"), tmp_path / "whole", persist=True)
+    stopping = stop_there(slots, tmp_path / "parts")
+    first = drive(slots, config("parts", at_batch=5), tmp_path / "parts", persist=True)
+    stopping.join()
+    assert first.progress.batches_trained == 6
+    rest = drive(slots, config("parts"), tmp_path / "parts", persist=True, resume=first)
+
+    expected, resumed = (
+        tensors(tmp_path / part / "checkpoints" / "checkpoints" / run.checkpoints[-1])
+        for part, run in (("whole", whole), ("parts", rest))
+    )
+    assert len(expected) > 7
+    assert differing(expected, resumed) == []
+    for rank in range(world_size):
+        seen = [lines(tmp_path / part, "samples", rank) for part in ("whole", "parts")]
+        assert seen[0] == seen[1]
+
+
+def test_a_validation_that_is_broken_off_leaves_no_trace(warm_slots: Warm, tmp_path: Path) -> None:
+    """It has no metrics, no checkpoint waits for it, and the resumed run validates anew, with the
+    random numbers that it would have drawn."""
+    slots = warm_slots(2)
+    whole = drive(slots, drawing(tmp_path / "whole"), tmp_path / "whole", persist=True)
+    stopping = stop_there(slots, tmp_path / "parts")
+    config = drawing(tmp_path / "parts", at_evaluation=2)
+    first = drive(slots, config, tmp_path / "parts", persist=True)
+    stopping.join()
+    assert (first.progress.batches_trained, first.progress.validated_at) == (4, None)
+    assert len(first.checkpoints) == 1
+    config = drawing(tmp_path / "parts")
+    rest = drive(slots, config, tmp_path / "parts", persist=True, resume=first)
+    assert rest.validation == whole.validation
+
+
+def test_a_validation_that_has_ended_on_some_rank_ends_on_all(
+    warm_slots: Warm, tmp_path: Path
+) -> None:
+    """Where ranks do not evaluate in step, one may be through before another is stopped."""
+    stopping = stop_there(warm_slots(2), tmp_path)
+    config = drawing(tmp_path, at_evaluation=2, zero_stage=1)
+    run = drive(warm_slots(2), config, tmp_path)
+    stopping.join()
+    assert (run.progress.batches_trained, run.progress.validated_at) == (4, 4)
+
+
+def drawing(folder: Path, **hparams: int) -> Any:
+    """8 batches, with validations that draw random numbers, of 6 evaluations a rank."""
+    folder.mkdir(exist_ok=True)
+    hyperparameters = {**waiting(folder), "zero_stage": 3, "validation_samples": 24, **hparams}
+    return toy_config(
+        folder, 8, entrypoint="evaluation_trials:Drawing", min_validation_period={"batches": 4},
+        hyperparameters=hyperparameters,
+    )  # fmt: skip
+
+
+def test_nothing_begins_once_the_run_is_stopped(warm_slots: Warm, tmp_path: Path) -> None:
+    """A workload that comes after the stop ends before its first batch."""
+    slots = warm_slots(2)
+    build(slots, toy_config(tmp_path), tmp_path)
+    slots.request(BuildLoaders(batches_trained=0, checkpoint=None), LoadersBuilt)
+    slots.stop()
+    ended = slots.request(TrainBatches(until=5), Trained)
+    assert [(each.batches_trained, each.metrics) for each in ended] == [(0, {})] * 2
+
+
+def test_ranks_that_hang_are_found_and_show_where(tmp_path: Path) -> None:
+    """Without a batch for so long the group ends, with the place where each rank hangs in the
+    failure and in its log."""
+    hparams = {"at_batch": 1, "do": "sleep", "do_rank": 1}
+    config = toy_config(tmp_path, hyperparameters=hparams)
+    with SlotGroup(2, working_dir=TOY, log_dir=tmp_path / "logs") as slots:
+        build(slots, config, tmp_path)
+        slots.request(BuildLoaders(batches_trained=0, checkpoint=None), LoadersBuilt)
+        slots.request(TrainBatches(until=1), Trained, stall_seconds=PATIENCE)
+        with pytest.raises(Stalled, match="no batch has ended for 1 s during TrainB") as failure:
+            slots.request(TrainBatches(until=2), Trained, stall_seconds=1.0)
+    stacks = failure.value.stacks
+    assert "in _misbehave" in stacks[1]
+    assert "in train_batch" in stacks[0]
+    assert "in _misbehave" not in stacks[0]
+    for rank, stack in enumerate(stacks):
+        assert stack in (tmp_path / "logs" / f"rank-{rank}.log").read_text()
