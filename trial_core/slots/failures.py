@@ -1,4 +1,4 @@
-"""Which of several failures is the first cause.
+"""The failures of a group's ranks: what is said of each, and which of several is the first cause.
 
 One rank's end is soon everybody's: its peers raise from the collectives that it has left, and may
 be heard before it. So failures are collected for a moment before the group ends with one of them.
@@ -7,10 +7,17 @@ be heard before it. So failures are collected for a moment before the group ends
 from __future__ import annotations
 
 import signal
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from trial_core.errors import RankFailed
+from trial_core.errors import DeadlineExceeded, RankFailed, Stalled
+from trial_core.messages import Answer, Peer
+from trial_core.slots.launcher import RankProcess
+from trial_core.slots.pending import Pending, PendingRequests
+from trial_core.slots.stacks import log_stacks
 
 # How long, after a failure is noticed, others may report theirs.
 CAUSE_SECONDS = 1.0
@@ -58,3 +65,68 @@ def how_it_ended(code: int) -> tuple[int | None, str | None]:
         return None, signal.Signals(-code).name
     except ValueError:
         return None, f"signal {-code}"  # real-time signals have no names
+
+
+class Failures:
+    """Puts into words how a group's ranks have failed: who, where, doing what, how it ended.
+
+    Args:
+        ranks, peers, pending: the group's own, as they grow.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[RankProcess],
+        peers: Mapping[int, Peer],
+        pending: PendingRequests,
+        log_dir: Path,
+    ) -> None:
+        self._ranks = ranks
+        self._peers = peers
+        self._pending = pending
+        self._log_dir = log_dir
+
+    def failed(self, rank: int, during: str | None = None, **how: Any) -> RankFailed:
+        """A rank has failed; `how` are fields of `RankFailed`."""
+        peer, process = self._peers.get(rank), self._ranks[rank]
+        return RankFailed(
+            rank=rank,
+            host=peer.host if peer else socket.gethostname(),
+            during=during or (self._during() if peer else "starting up"),
+            log_tail=process.log_tail(),
+            log_path=str(process.log_path),
+            **how,
+        )
+
+    def raised(self, rank: int, answer: Answer) -> RankFailed:
+        """A rank has answered a request with an error."""
+        pending = self._pending.get(answer.number)
+        error = answer.error
+        return self.failed(
+            rank,
+            during=pending.name if pending else "an earlier workload",
+            error_type=error.error_type if error else None,
+            is_ours=error.is_ours if error else False,
+            error_message=error.message if error else None,
+            rank_traceback=error.traceback if error else None,
+        )
+
+    def late(self, pending: Pending, seconds: float) -> DeadlineExceeded:
+        """Ranks have not answered in time."""
+        silent = ", ".join(map(str, self._pending.silent_on(pending)))
+        return DeadlineExceeded(
+            f"no answer to {pending.name} within {seconds:g} s from rank {silent}; the slot group "
+            f"was killed. Logs: {self._log_dir}"
+        )
+
+    def stalled(self, pending: Pending, seconds: float) -> Stalled:
+        """Ranks get no further. Has them log their stacks, while they are alive still."""
+        return Stalled(
+            f"no batch has ended for {seconds:g} s during {pending.name}: the ranks hang, and are "
+            f"ended. Their stacks are in {self._log_dir}; if a batch may take that long, raise "
+            "stopping.stall_timeout_seconds",
+            log_stacks(self._ranks),
+        )
+
+    def _during(self) -> str:
+        return " and ".join(each.name for each in self._pending.all()) or "no workload"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import socket
 import tempfile
 import threading
 import time
@@ -23,15 +22,12 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from trial_core.errors import (
-    DeadlineExceeded,
     LaunchError,
     RankFailed,
     SlotsError,
-    Stalled,
     Stopped,
 )
 from trial_core.messages import (
-    Answer,
     AnyRequest,
     BatchesTrained,
     BatchesValidated,
@@ -46,10 +42,9 @@ from trial_core.messages import (
 )
 from trial_core.slots.brake import Braking
 from trial_core.slots.channel import Channel
-from trial_core.slots.failures import FirstCause, how_it_ended
+from trial_core.slots.failures import Failures, FirstCause, how_it_ended
 from trial_core.slots.launcher import RankProcess, launch_ranks
 from trial_core.slots.pending import Pending, PendingRequests
-from trial_core.slots.stacks import log_stacks
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +107,7 @@ class SlotGroup:
         self._channel = Channel(world_size, self)
         self._braking = Braking(world_size, self._channel.send)
         self._ranks: list[RankProcess] = []
+        self._failures = Failures(self._ranks, self._peers, self._pending, self.log_dir)
         try:
             launch_ranks(
                 world_size,
@@ -210,9 +206,9 @@ class SlotGroup:
             except FutureTimeout:
                 now = time.monotonic()
             if timeout_seconds is not None and now >= began + timeout_seconds:
-                raise self._end_with(self._late(pending, timeout_seconds))
+                raise self._end_with(self._failures.late(pending, timeout_seconds))
             if stall_seconds is not None and now >= self._last_sign + stall_seconds:
-                raise self._end_with(self._stalled(pending, stall_seconds))
+                raise self._end_with(self._failures.stalled(pending, stall_seconds))
 
     # ------------------------------------------------------------------------------- stopping
 
@@ -290,7 +286,7 @@ class SlotGroup:
             for line in message.lines:
                 self._on_log(rank, line)
         elif message.error is not None:
-            self._causes.note(self._failed_by_error(rank, message))
+            self._causes.note(self._failures.raised(rank, message))
         elif message.result is not None:
             self._pending.note(rank, message.number, message.result)
 
@@ -299,10 +295,14 @@ class SlotGroup:
         if self._closing:
             return
         if why is not None:
-            self._causes.note(self._failed(rank, error_type="ProtocolError", error_message=why))
+            self._causes.note(
+                self._failures.failed(rank, error_type="ProtocolError", error_message=why)
+            )
         else:
             # Most often it has died, which its watcher tells, with the signal. If it has not:
-            late = threading.Timer(LEFT_SECONDS, lambda: self._causes.note(self._failed(rank)))
+            late = threading.Timer(
+                LEFT_SECONDS, lambda: self._causes.note(self._failures.failed(rank))
+            )
             late.daemon = True
             late.start()
 
@@ -312,9 +312,12 @@ class SlotGroup:
         if self._closing:
             return
         exit_code, signal_name = how_it_ended(code)
-        self._causes.note(self._failed(rank, exit_code=exit_code, signal_name=signal_name))
+        self._note(rank, exit_code=exit_code, signal_name=signal_name)
 
     # ---------------------------------------------------------------------------- internals
+
+    def _note(self, rank: int, **how: Any) -> None:
+        self._causes.note(self._failures.failed(rank, **how))
 
     def _wait_until_joined(self, timeout_seconds: float, is_unwanted: Callable[[], bool]) -> None:
         deadline = time.monotonic() + timeout_seconds
@@ -344,48 +347,6 @@ class SlotGroup:
 
     def _settle_on(self, cause: RankFailed) -> None:
         self._end_with(cause)
-
-    def _during(self) -> str:
-        return " and ".join(each.name for each in self._pending.all()) or "no workload"
-
-    def _late(self, pending: Pending, seconds: float) -> DeadlineExceeded:
-        silent = ", ".join(map(str, self._pending.silent_on(pending)))
-        return DeadlineExceeded(
-            f"no answer to {pending.name} within {seconds:g} s from rank {silent}; the slot group "
-            f"was killed. Logs: {self.log_dir}"
-        )
-
-    def _stalled(self, pending: Pending, seconds: float) -> Stalled:
-        """Logs the stacks of all ranks, which are alive still."""
-        return Stalled(
-            f"no batch has ended for {seconds:g} s during {pending.name}: the ranks hang, and are "
-            f"ended. Their stacks are in {self.log_dir}; if a batch may take that long, raise "
-            "stopping.stall_timeout_seconds",
-            log_stacks(self._ranks),
-        )
-
-    def _failed_by_error(self, rank: int, answer: Answer) -> RankFailed:
-        pending = self._pending.get(answer.number)
-        error = answer.error
-        return self._failed(
-            rank,
-            during=pending.name if pending else "an earlier workload",
-            error_type=error.error_type if error else None,
-            is_ours=error.is_ours if error else False,
-            error_message=error.message if error else None,
-            rank_traceback=error.traceback if error else None,
-        )
-
-    def _failed(self, rank: int, during: str | None = None, **how: Any) -> RankFailed:
-        peer, process = self._peers.get(rank), self._ranks[rank]
-        return RankFailed(
-            rank=rank,
-            host=peer.host if peer else socket.gethostname(),
-            during=during or (self._during() if peer else "starting up"),
-            log_tail=process.log_tail(),
-            log_path=str(process.log_path),
-            **how,
-        )
 
 
 def _closed() -> SlotsError:
