@@ -84,7 +84,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, prefect_home: Path) 
     return folder
 
 
-@pytest.fixture(params=["the driver", "the whole tree"])
+@pytest.fixture(params=["the driver", pytest.param("the whole tree", marks=pytest.mark.long)])
 def killed(
     request: pytest.FixtureRequest, tmp_path: Path, prefect_home: Path
 ) -> Iterator[tuple[Folder, list[int]]]:

@@ -232,6 +232,7 @@ def resumes_over_s3(here: Path, server: S3Server) -> None:
     assert secrets not in manifests[-1].to_json().decode()
 
 
+@pytest.mark.long
 def test_s3_storage(here: Path, moto_s3: S3Server) -> None:
     """The S3 path, against moto's server."""
     resumes_over_s3(here, moto_s3)

@@ -67,6 +67,7 @@ def test_a_new_trial_starts_from_anothers_checkpoint(here: Path) -> None:
     assert told(here, "own", "on_trial_startup")[-1]["uuid"] == result.checkpoint_uuid
 
 
+@pytest.mark.long
 def test_a_trial_starts_on_any_number_of_slots(here: Path) -> None:
     """Under ZeRO-3, what one slot has saved on two: the same validation, with the optimizer's state
     as with the weights alone."""

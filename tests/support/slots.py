@@ -42,6 +42,11 @@ from trial_core.sequencer import Checkpoint, Finish, Progress, Train, Validate, 
 from trial_core.slots.group import SlotGroup
 from trial_core.units import EpochLength
 
+ONE_TWO_FOUR = [
+    pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long),
+]  # fmt: skip
+"""Numbers of ranks for products in which two do by default."""
+
 TOY = Path(__file__).with_name("toy")
 
 

@@ -29,7 +29,7 @@ LENGTHS = {
     "validation_period": 7,
 }  # fmt: skip
 LONGEST_DELAY_SECONDS = 0.15
-SEEDS, BY_DEFAULT = 20, (3, 6)
+SEEDS, BY_DEFAULT = 20, (3,)
 ZERO_STAGES = (2, 1, 3)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.slots import drive, lines, toy_config
+from tests.support.slots import ONE_TWO_FOUR, drive, lines, toy_config
 from tests.trial_core.deepspeed.resuming import assert_resuming_is_bit_identical
 from trial_core.slots.group import SlotGroup
 
@@ -24,7 +24,7 @@ def epochs(folder: Path, world_size: int, length: int) -> list[list[float]]:
     return [seen[begin : begin + length] for begin in range(0, len(seen), length)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", ONE_TWO_FOUR)
 @pytest.mark.parametrize(
     "hparams",
     [

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.slots import Driven, drive, lines, toy_config
+from tests.support.slots import ONE_TWO_FOUR, Driven, drive, lines, toy_config
 from tests.trial_core.deepspeed.resuming import assert_resuming_is_bit_identical
 from trial_core.controller.loaders import Loaders, build_loaders
 from trial_core.errors import TrialError
@@ -25,7 +25,7 @@ Warm = Callable[[int], SlotGroup]
 
 
 @pytest.mark.slots
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", ONE_TWO_FOUR)
 @pytest.mark.parametrize(
     ("trial", "hparams"),
     [

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.slots import TOY, build, drive, lines, toy_config
+from tests.support.slots import ONE_TWO_FOUR, TOY, build, drive, lines, toy_config
 from tests.trial_core.deepspeed.resuming import assert_resuming_is_bit_identical
 from trial_core.errors import RankFailed
 from trial_core.slots.group import SlotGroup
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", ONE_TWO_FOUR)
 @pytest.mark.parametrize(
     ("trial", "zero_stage"),
     [
