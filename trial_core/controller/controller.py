@@ -57,7 +57,7 @@ from trial_core.messages import (
     Validated,
 )
 from trial_core.pytorch.callback import HOOKS, overridden_hooks
-from trial_core.slots.brake import Brake, NoBrake
+from trial_core.slots.brake import Brake
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ class Controller:
         brake: Brake | None = None,
     ) -> None:
         self._emit = emit
-        self._brake = brake or NoBrake()
+        self._brake = brake or Brake()
         self._distributed = distributed or DistributedContext.from_environment()
         self._info: RunInfo | None = None
         self._engine: TrialEngine | None = None
@@ -121,6 +121,7 @@ class Controller:
 
     def build_trial(self, request: BuildTrial) -> TrialBuilt:
         """Construct the user's trial, in place of any earlier one. Collective."""
+        self._brake.release()
         self._engine = self._loaders = self._rng = None  # frees the earlier one before the next
         if self._info is not None:
             self._info.instruments.finish()

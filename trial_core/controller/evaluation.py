@@ -59,6 +59,7 @@ def validate(
         callback.on_validation_start()
     for callback in engine.callbacks.values():
         callback.on_validation_epoch_start()
+    brake.begin_workload()
     engine.reducers.reset(for_validation=True)
     engine.set_training(False)
     contribution = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import uuid as uuids
+from collections.abc import Callable
 from typing import Any
 
 from trial_core.checkpoint.manifest import FileEntry, Manifest
@@ -55,6 +56,7 @@ class Fit:
         config: the script's experiment.
         metric: the validation metric that says what is best; None: nothing does.
         test_mode: validate one batch only, and keep no checkpoint.
+        is_told_to_end: whether somebody else has asked this rank to save and end.
 
     Attributes:
         metrics: the last ones of each kind.
@@ -71,8 +73,10 @@ class Fit:
         config: ExperimentConfig,
         metric: str | None,
         test_mode: bool,
+        is_told_to_end: Callable[[], bool] = lambda: False,
     ) -> None:
         self.test_mode = test_mode
+        self._is_told_to_end = is_told_to_end
         self._controller = controller
         self._built = built
         self._info = info
@@ -126,19 +130,24 @@ class Fit:
     def train(self, begin: int, until: int) -> int:
         """Train from `begin` until `until` batches have been trained in all; how many that is."""
         trained = self._controller.train(TrainBatches(until=until))
-        self.metrics["training"] = trained.metrics
-        samples_per_second = (until - begin) * self._built.batch_samples / trained.seconds
-        self._say(
-            "trained [%d→%d] at %.1f samples/s: %s", begin, until, samples_per_second,
-            trained.metrics,
-        )  # fmt: skip
-        return trained.batches_trained
+        reached = trained.batches_trained
+        if reached > begin:
+            self.metrics["training"] = trained.metrics
+            samples_per_second = (reached - begin) * self._built.batch_samples / trained.seconds
+            self._say(
+                "trained [%d→%d] at %.1f samples/s: %s", begin, reached, samples_per_second,
+                trained.metrics,
+            )  # fmt: skip
+        return reached
 
-    def validate(self, batches_trained: int) -> None:
-        """Validate on the whole set."""
-        metrics = self._controller.validate(RunValidation()).metrics
-        self.metrics["validation"] = metrics
-        self._say("validation at %d: %s", batches_trained, metrics)
+    def validate(self, batches_trained: int) -> bool:
+        """Validate on the whole set; False: broken off, since the run is to stop."""
+        validated = self._controller.validate(RunValidation())
+        if validated.is_broken_off:
+            return False
+        self.metrics["validation"] = validated.metrics
+        self._say("validation at %d: %s", batches_trained, validated.metrics)
+        return True
 
     def searcher_metric(self) -> float | None:
         """The searcher's metric in the last validation, if there is such a metric.
@@ -185,7 +194,7 @@ class Fit:
         self._pending = staged, Upload(lambda: self._upload(staged, meeting))
 
     def settle(self) -> bool:
-        """Exchange what may have happened on some rank; whether any has asked for a stop.
+        """Exchange what may have happened on some rank; whether any is to stop.
 
         Tells the trial of the upload under way if it has ended; else leaves it be.
 
@@ -194,7 +203,8 @@ class Fit:
             DeadlineExceeded: a rank's part of it took far longer than the others'.
         """
         own = None if self._pending is None else self._pending[1].outcome()
-        everybody = self._distributed.allgather((self._info.stop_requested, own))
+        stops = self._info.stop_requested or self._is_told_to_end()
+        everybody = self._distributed.allgather((stops, own))
         self._stop_requested |= any(stop for stop, _ in everybody)
         self._conclude([outcome for _, outcome in everybody])
         return self._stop_requested

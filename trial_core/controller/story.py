@@ -69,17 +69,19 @@ def follow_schedule(fit: Fit, schedule: Schedule, starts: list[Start]) -> FitRes
 
     while not isinstance(work := next_workload(progress, schedule, epoch), Finish):
         if isinstance(work, Train):
-            progress = progress.after_training(fit.train(progress.batches_trained, work.until))
-            fit.run_hook("on_training_workload_end")
+            trained = progress.batches_trained
+            progress = progress.after_training(fit.train(trained, work.until))
+            if progress.batches_trained > trained:
+                fit.run_hook("on_training_workload_end")
         elif isinstance(work, Validate):
-            fit.validate(progress.batches_trained)
-            try:
-                metric = fit.searcher_metric()
-            except TrialError as error:
-                mistake = error  # raised once what has been trained is saved
-            else:
-                progress = progress.after_validation(metric, schedule.smaller_is_better)
-            fit.run_hook("on_validation_end")
+            if fit.validate(progress.batches_trained):
+                try:
+                    metric = fit.searcher_metric()
+                except TrialError as error:
+                    mistake = error  # raised once what has been trained is saved
+                else:
+                    progress = progress.after_validation(metric, schedule.smaller_is_better)
+                fit.run_hook("on_validation_end")
         elif isinstance(work, Checkpoint):
             if not fit.has_room(work.is_optional):  # one upload at a time, beside training
                 progress = progress.skipping_checkpoint()

@@ -74,6 +74,7 @@ def train_batches(
         brake: may end it earlier, after the same batch on every rank.
     """
     begins_at = info.batches_trained
+    brake.begin_workload()
     metrics = BatchMetrics()
     engine.reducers.reset(for_training=True)
     engine.set_training(True)

@@ -17,6 +17,7 @@ from trial_core.controller.controller import Controller
 from trial_core.controller.entrypoint import engine_of
 from trial_core.controller.fit import Fit
 from trial_core.controller.story import FitResult, follow_schedule
+from trial_core.controller.termination import Termination
 from trial_core.controller.together import on_every_rank, on_the_first_rank
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.trial import DeepSpeedTrial
@@ -25,6 +26,7 @@ from trial_core.errors import ConfigError, StorageError, TrialError
 from trial_core.run_files import rank_folder
 from trial_core.runs import prepare_run_dir, run_folder
 from trial_core.sequencer import CheckpointPolicy, Schedule
+from trial_core.slots.brake import Brake
 from trial_core.start import Start
 from trial_core.units import Batch, Epoch, TrainUnit
 
@@ -107,6 +109,9 @@ class Trainer:
             step_zero_validation: validate once before the first batch.
             test_mode: train one batch and validate one, try out saving, and keep nothing.
 
+        SIGTERM to any rank ends it after the batch under way, saved, with ``stopped_early`` in
+        what it returns.
+
         Raises:
             ConfigError: an argument cannot be used.
             TrialError: the trial breaks a rule, or does not report ``searcher.metric``.
@@ -177,10 +182,15 @@ class Trainer:
         if not test_mode:
             on_the_first_rank(distributed, lambda: _claim(held, store, info.trial, source))
         on_every_rank(distributed, lambda: _settle_in(info, distributed))
-        controller = Controller(emit=lambda _: None, distributed=distributed)
+        brake = Brake()
+        termination = held.enter_context(Termination(distributed, brake))
+        controller = Controller(emit=lambda _: None, distributed=distributed, brake=brake)
         engine = engine_of(self._trial, self._context, config.reproducibility.experiment_seed)
         built = controller.attach(engine, info, home_folder() / info.trial, store)
-        return Fit(controller, built, info, distributed, store, config, metric, test_mode)
+        return Fit(
+            controller, built, info, distributed, store, config, metric, test_mode,
+            lambda: termination.is_asked,
+        )  # fmt: skip
 
 
 def _claim(held: ExitStack, store: CheckpointStore, trial: str, source: str | None) -> None:

@@ -18,16 +18,10 @@ class Hello(Message):
 
 
 class Envelope(Message):
-    """A request on its way to a rank.
-
-    Attributes:
-        number: what its answer will carry.
-        ends_at_once: whether it ends before its first step, if it has steps: the run is to stop.
-    """
+    """A request on its way to a rank, with the number its answer will carry."""
 
     number: int
     request: AnyRequest
-    ends_at_once: bool = False
 
 
 class RankError(Message):
@@ -66,22 +60,20 @@ class BatchesValidated(Message):
 
 
 class Hold(Message):
-    """Begin no further step of the workload with that number, and say how many have begun."""
-
-    number: int
+    """Begin no further step, and say how far you are; see `trial_core.slots.brake`."""
 
 
 class Held(Message):
-    """A rank's reply to `Hold`: how many steps of its workload it has begun."""
+    """A rank's reply to `Hold`: how many workloads it has begun, and how much of the last."""
 
-    number: int
+    workload: int
     steps: int
 
 
 class Proceed(Message):
-    """Go on up to so many steps of the workload with that number, and end it there."""
+    """All ranks hold: go on to so many steps of that workload, and end there."""
 
-    number: int
+    workload: int
     steps: int
 
 

@@ -35,12 +35,14 @@ from trial_core.messages import (
     Envelope,
     FromRank,
     Held,
+    Hold,
     LogLines,
     Peer,
+    Proceed,
     Result,
     Shutdown,
 )
-from trial_core.slots.brake import Braking
+from trial_core.slots.brake import Braking, Position
 from trial_core.slots.channel import Channel
 from trial_core.slots.failures import Failures, FirstCause, how_it_ended
 from trial_core.slots.launcher import RankProcess, launch_ranks
@@ -105,7 +107,11 @@ class SlotGroup:
         self._own_log_dir = log_dir is None
         self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="trialflow-logs-"))
         self._channel = Channel(world_size, self)
-        self._braking = Braking(world_size, self._channel.send)
+        self._braking = Braking(
+            world_size,
+            hold=lambda: self._channel.send(Hold()),
+            proceed=lambda at: self._channel.send(Proceed(workload=at.workload, steps=at.steps)),
+        )
         self._ranks: list[RankProcess] = []
         self._failures = Failures(self._ranks, self._peers, self._pending, self.log_dir)
         try:
@@ -178,16 +184,13 @@ class SlotGroup:
 
     def _submit(self, request: AnyRequest) -> Pending:
         pending = self._pending.add(request)
-        with self._lock:  # so that nobody is told to hold before what is to be held
+        with self._lock:
             failure = self._failure or (_closed() if self._closing else None)
             if isinstance(request, BuildTrial):
                 self._stopping = False
             if failure is None:
                 self._last_sign = time.monotonic()
-                envelope = Envelope(
-                    number=pending.number, request=request, ends_at_once=self._stopping
-                )
-                self._channel.send(envelope)
+                self._channel.send(Envelope(number=pending.number, request=request))
         if failure is not None:
             self._pending.fail(failure)
         return pending
@@ -220,9 +223,7 @@ class SlotGroup:
             if self._stopping:
                 return
             self._stopping = True
-            for pending in self._pending.all():
-                if pending.request.lane == "compute":
-                    self._braking.hold(pending.number)
+            self._braking.start()
 
     def abort(self, why: str) -> None:
         """End the ranks as they are; whoever waits for them raises `Stopped`."""
@@ -281,7 +282,7 @@ class SlotGroup:
         elif isinstance(message, BatchesValidated):
             self._last_sign = time.monotonic()
         elif isinstance(message, Held):
-            self._braking.rank_held(rank, message)
+            self._braking.rank_held(rank, Position(message.workload, message.steps))
         elif isinstance(message, LogLines):
             for line in message.lines:
                 self._on_log(rank, line)

@@ -41,7 +41,7 @@ from trial_core.messages import (
     Shutdown,
     decode_from_driver,
 )
-from trial_core.slots.brake import Brake
+from trial_core.slots.brake import Brake, Position
 from trial_core.slots.connection import RankConnection
 from trial_core.slots.framing import ProtocolError
 from trial_core.slots.logpump import LogPump
@@ -93,16 +93,12 @@ class Worker:
 
     def _hear(self, message: FromDriver) -> None:
         if isinstance(message, Hold):
-            steps = self._brake.hold(message.number)
-            if steps is not None:
-                self.send(Held(number=message.number, steps=steps))
+            at = self._brake.hold()
+            self.send(Held(workload=at.workload, steps=at.steps))
         elif isinstance(message, Proceed):
-            self._brake.proceed(message.number, message.steps)
+            self._brake.proceed(Position(message.workload, message.steps))
         else:
-            lane = message.request.lane
-            if lane == "compute":
-                self._brake.arrived(message.number, message.ends_at_once)
-            self._lanes[lane].put(message)
+            self._lanes[message.request.lane].put(message)
 
     def _serve_io(self) -> None:
         while True:

@@ -151,6 +151,8 @@ class ToyTrial(DeepSpeedTrial):
             os.kill(os.getpid(), signal.SIGKILL)
         if do == "exit":
             os._exit(7)
+        if do == "terminate":
+            os.kill(os.getpid(), signal.SIGTERM)
         if do == "stop":
             self.context.set_stop_requested(True)
         if do == "sleep":

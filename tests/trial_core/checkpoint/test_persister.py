@@ -34,8 +34,9 @@ def persister() -> Iterator[Persister]:
 
 
 def uploaders() -> list[int]:
-    """The uploading processes of this one."""
-    return [pid for pid in descendants(os.getpid()) if "persister" in " ".join(command(pid))]
+    """The uploading processes of this one; warm ranks of other tests have theirs as well."""
+    children = [child.pid for child in psutil.Process().children()]
+    return [pid for pid in children if "persister" in " ".join(command(pid))]
 
 
 def command(pid: int) -> list[str]:
