@@ -14,9 +14,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prefect import flow, runtime
+from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
 
 from flows.restarts import Restarts
+from flows.stopping import StopWatch
 from flows.uploads import Uploads
 from tasks.build import build_loaders, build_trial, fetch_checkpoint
 from tasks.callbacks import run_callbacks
@@ -30,7 +32,14 @@ from trial_core.checkpoint.claims import running
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
-from trial_core.errors import CheckpointDamaged, RankFailed, Stalled, Stopped, TrialError
+from trial_core.errors import (
+    CheckpointDamaged,
+    RankFailed,
+    Stalled,
+    Stopped,
+    TrialError,
+    TrialflowError,
+)
 from trial_core.observer import current_observer
 from trial_core.runs import clear_leftovers, run_folder, trial_id
 from trial_core.sequencer import Checkpoint, Finish, Train, Validate, next_workload
@@ -48,7 +57,8 @@ class TrialResult:
     Attributes:
         trial: the trial's id; give it to the flow again to go on.
         batches_trained: over all runs of the trial.
-        stopped_early: whether the trial asked to end before its maximum length.
+        stopped_early: whether it ended before its maximum length.
+        stop_reason: why, if somebody else than the trial asked for it.
         training_metrics, validation_metrics: the last ones.
         checkpoint_uuid: the newest committed checkpoint.
         checkpoint_url: where its files are.
@@ -61,6 +71,7 @@ class TrialResult:
     trial: str
     batches_trained: int
     stopped_early: bool
+    stop_reason: str | None = None
     training_metrics: dict[str, Any] = field(default_factory=dict)
     validation_metrics: dict[str, Any] = field(default_factory=dict)
     checkpoint_uuid: str | None = None
@@ -72,8 +83,8 @@ class TrialResult:
 
 
 @flow(name="train", flow_run_name="{config.name}", validate_parameters=True)
-def train(config: ExperimentConfig, trial: str | None = None) -> TrialResult:
-    """Train a trial.
+def train(config: ExperimentConfig, trial: str | None = None) -> TrialResult | State[Any]:
+    """Train a trial. A run that is asked to stop saves first, and then ends as Prefect has it.
 
     Args:
         config: the experiment.
@@ -82,8 +93,19 @@ def train(config: ExperimentConfig, trial: str | None = None) -> TrialResult:
     """
     flow_run_id = str(runtime.flow_run.id)
     trial = trial or trial_id(config.name, flow_run_id)
-    with Stopping(config.stopping.grace_seconds) as stopping:
-        result = train_trial(config, trial, stopping)
+    settings = config.stopping
+    with (
+        Stopping(settings.grace_seconds) as stopping,
+        StopWatch(stopping, settings.time_budget_seconds) as watch,
+    ):
+        try:
+            result = train_trial(config, trial, stopping)
+        except TrialflowError:
+            if (state := watch.conclude()) is not None:
+                return state
+            raise
+        if (state := watch.conclude()) is not None:
+            return state
     return replace(result, flow_run_id=flow_run_id)
 
 
@@ -120,10 +142,14 @@ def train_trial(config: ExperimentConfig, trial: str, stopping: Stopping) -> Tri
                 if stopping.wait(restarts.pause_seconds):
                     raise Stopped(f"{stopping.asked}, and no ranks ran") from failure
             else:
-                report.ended(
-                    "stopped" if result.stopped_early else "completed", result.tensorboard_url
-                )
+                report.ended(_how_it_ended(result), result.tensorboard_url)
                 return replace(result, report_path=str(report.path))
+
+
+def _how_it_ended(result: TrialResult) -> str:
+    if not result.stopped_early:
+        return "completed"
+    return f"stopped: {result.stop_reason}" if result.stop_reason else "stopped"
 
 
 def launch_slots(run: TrialRun) -> SlotGroup:
@@ -218,6 +244,7 @@ def follow_schedule(run: TrialRun, uploads: Uploads) -> TrialResult:
         trial=run.trial,
         batches_trained=progress.batches_trained,
         stopped_early=progress.batches_trained < end,
+        stop_reason=str(run.stopping.asked) if run.stopping.asked else None,
         training_metrics=run.metrics.get("training", {}),
         validation_metrics=run.metrics.get("validation", {}),
         checkpoint_uuid=newest.uuid if newest else None,

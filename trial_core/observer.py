@@ -48,6 +48,9 @@ class Observer:
     def rank_logged(self, rank: int, line: str) -> None:
         """A line of a rank's output (rate-capped; whole logs are on disk)."""
 
+    def stopping(self, why: str) -> None:
+        """The run was asked to stop, and saves. Called in a signal handler, in the main thread."""
+
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
         """The slot group failed and is launched again."""
 

@@ -58,8 +58,7 @@ class Display(Progress):
 
     def stopping(self, why: str) -> None:
         """The run is being stopped. Called in a signal handler, so nothing is printed here."""
-        super().waiting_for(f"{why}: stopping")
-        self._running.clear()
+        super().waiting_for(f"{why}: saving, then stopping (again: at once)")
 
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
         self.say(
@@ -76,6 +75,7 @@ class PlainLines(Display):
         super().__init__(**display)
         self._file = file or sys.stdout
         self._workload_begins_at = 0
+        self._is_stopping = False
         self._ended: dict[str, tuple[str, float]] = {}
 
     def say(self, line: str) -> None:
@@ -83,8 +83,10 @@ class PlainLines(Display):
 
     def stopping(self, why: str) -> None:
         super().stopping(why)
-        # Not with print: the signal may have come in the middle of one.
-        os.write(2, f"{why}: stopping\n".encode())
+        if not self._is_stopping:
+            # Not with print: the signal may have come in the middle of one.
+            os.write(2, f"{why}: saving, then stopping (again: at once)\n".encode())
+        self._is_stopping = True
 
     def waiting_for(self, what: str) -> None:
         super().waiting_for(what)

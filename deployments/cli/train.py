@@ -13,7 +13,7 @@ from deployments.cli import messages, words
 from deployments.cli.experiment import Overrides, Storage, read_experiment
 from deployments.cli.signals import Terminated, stoppable
 from deployments.cli.terminal import Display, display_for_stdout
-from trial_core.errors import TrialflowError
+from trial_core.errors import Stopped, TrialflowError
 
 if TYPE_CHECKING:
     from flows.embedded import PrefectApi
@@ -103,8 +103,10 @@ class _Command:
 
     def _run_flow(self, api: PrefectApi, trial: str | None) -> TrialResult:
         import httpx
+        from prefect.exceptions import CancelledRun, Pause
 
         from flows.embedded import PrefectServerError
+        from flows.train import TrialResult
         from flows.train import train as train_flow
         from trial_core.observer import observing
 
@@ -117,16 +119,22 @@ class _Command:
         flow = train_flow.with_options(on_running=[announce])
         try:
             with observing(self._display):
-                return flow(self._experiment, trial=trial)
+                result = flow(self._experiment, trial=trial)
+        except (CancelledRun, Pause) as stop:
+            raise Stopped("the run was stopped in Prefect, and has saved") from stop
         except httpx.HTTPError as error:  # only Prefect's client raises these in this process
             log = f"; its log: {api.server_log}" if api.server_log else ""
             raise PrefectServerError(
                 f"the Prefect server at {api.api_url} failed during the run "
                 f"({type(error).__name__}: {error}){log}"
             ) from error
+        if not isinstance(result, TrialResult):
+            raise Stopped(f"the run ended without a result: {result}")
+        return result
 
     def _summary(self, result: TrialResult, api: PrefectApi) -> list[str]:
-        how = "stopped early, as the trial asked," if result.stopped_early else "completed"
+        why = f"({result.stop_reason})" if result.stop_reason else "as the trial asked"
+        how = f"stopped early, {why}," if result.stopped_early else "completed"
         seconds = words.duration(time.monotonic() - self._began)
         batches = words.plural(result.batches_trained, "batch")
         # Pairs: a metric may be called "report".

@@ -170,6 +170,7 @@ def test_a_run_that_is_stopped(
         tmp_path,
         hyperparameters={"do": "sleep", "at_batch": 6},
         min_checkpoint_period={"batches": 4},
+        stopping={"grace_seconds": 1},  # in vain: its batch never ends
     )
     with on_a_terminal(tmp_path, "train", str(path), **server) as terminal:
         terminal.read_until("train-workload [4→8]")
