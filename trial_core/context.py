@@ -128,7 +128,10 @@ class TrialContext:
     # ------------------------------------------------------------------- where training is
 
     def get_stop_requested(self) -> bool:
-        """Whether somebody asked the trial to save and end."""
+        """Whether the trial has asked, on this rank, to save and end.
+
+        What others ask for (another rank's trial, Cancel, a signal) is not told here.
+        """
         return self._info.stop_requested
 
     def set_stop_requested(self, stop_requested: bool) -> None:

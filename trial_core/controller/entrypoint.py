@@ -89,7 +89,10 @@ def engine_of(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, seed: int) 
 
 def initialises_by_itself() -> bool:
     """Whether the user has said that the trial initialises torch.distributed itself."""
-    return any(os.environ.get(name) == "1" for name in MANUAL_INIT_VARIABLES)
+    return any(
+        os.environ.get(name, "").strip().lower() not in ("", "0", "false", "no")
+        for name in MANUAL_INIT_VARIABLES
+    )
 
 
 def _init_distributed() -> None:

@@ -108,7 +108,7 @@ class PyTorchCallback:
 
         Args:
             checkpoint: this rank's own state as it was saved. What is changed in it, is restored
-                as changed; but the data loaders stand where they stood.
+                as changed, the place in the training data too.
         """
 
     def on_training_start(self) -> None:
