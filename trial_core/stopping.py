@@ -81,6 +81,14 @@ class Stopping:
         """Whether the ranks were, or are being, ended as they are."""
         return self._has_expired
 
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the ranks are ended as they are; None: nobody has asked."""
+        if self._has_expired:
+            return 0.0
+        deadline = self._deadline
+        return None if deadline is None else max(0.0, deadline - time.monotonic())
+
     def ask(self, why: Why, detail: str = "") -> None:
         """Ask the run to save and end. Returns at once."""
         self._queue.put(StopRequest(why, detail))
@@ -114,7 +122,7 @@ class Stopping:
     def _serve(self) -> None:
         while True:
             try:
-                said = self._queue.get(timeout=self._seconds_left())
+                said = self._queue.get(timeout=None if self._has_expired else self.seconds_left)
             except queue.Empty:
                 said = "at once"
             if said == "over":
@@ -135,8 +143,3 @@ class Stopping:
             self._has_expired = True
             if self._listener is not None:
                 self._listener[1]()
-
-    def _seconds_left(self) -> float | None:
-        if self._deadline is None or self._has_expired:
-            return None
-        return max(0.0, self._deadline - time.monotonic())

@@ -1,0 +1,57 @@
+"""When a stage is tried again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prefect.context import TaskRunContext
+
+from tasks.retrying import STORAGE_RETRY_SECONDS, storage_failed
+from tasks.run import TrialRun
+from tests.support.slots import toy_config
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config import ExperimentConfig
+from trial_core.errors import CheckpointError, StorageError
+from trial_core.observer import Observer
+from trial_core.stopping import Stopping
+
+FAILED = SimpleNamespace(data=StorageError("503 SlowDown"))
+
+
+@contextmanager
+def stage_of(run: TrialRun) -> Iterator[None]:
+    """As if a task was running whose parameter is `run`."""
+    with pytest.MonkeyPatch.context() as patch:
+        context: Any = SimpleNamespace(parameters={"run": run})
+        patch.setattr(TaskRunContext, "get", classmethod(lambda cls: context))
+        yield
+
+
+def run_of(config: ExperimentConfig, folder: Path, stopping: Stopping) -> TrialRun:
+    store = CheckpointStore(config.checkpoint_storage.url)
+    return TrialRun(config, "trial", folder, store, Observer(), stopping)
+
+
+def test_only_storage_is_tried_again() -> None:
+    """What fails for another reason would fail again."""
+    assert storage_failed(None, None, FAILED)
+    assert not storage_failed(None, None, SimpleNamespace(data=CheckpointError("two files")))
+    assert not storage_failed(None, None, SimpleNamespace(data=None))
+
+
+@pytest.mark.parametrize(
+    ("grace", "again"), [(STORAGE_RETRY_SECONDS / 2, False), (100 * STORAGE_RETRY_SECONDS, True)]
+)
+def test_a_retry_does_not_outlast_the_grace(tmp_path: Path, grace: float, again: bool) -> None:
+    """A run that is asked to stop tries again only what can begin before its time is up."""
+    config = toy_config(tmp_path)
+    with Stopping(grace) as stopping, stage_of(run_of(config, tmp_path, stopping)):
+        assert storage_failed(None, None, FAILED)
+        stopping.ask("cancelled")
+        assert stopping.wait(20)
+        assert storage_failed(None, None, FAILED) is again
