@@ -24,6 +24,8 @@ from prefect.exceptions import Abort, ObjectNotFound, Pause, PrefectException
 from prefect.logging import get_run_logger
 from prefect.states import AwaitingRetry, Cancelled
 
+from flows.engine import has_lost_its_keeper
+from trial_core.errors import Stopped
 from trial_core.observer import current_observer
 from trial_core.stopping import Stopping, Why
 
@@ -33,7 +35,11 @@ SAME_REQUEST_SECONDS = 1.0
 
 _SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 _IS_TO_CANCEL = (StateType.CANCELLING, StateType.CANCELLED)
-_IS_OVER = (StateType.CRASHED, StateType.FAILED, StateType.COMPLETED)
+# Somebody takes it for dead, and may have scheduled it again.
+_IS_DECLARED_OVER = (
+    StateType.CRASHED, StateType.FAILED, StateType.COMPLETED,
+    StateType.SCHEDULED, StateType.PENDING,
+)  # fmt: skip
 
 
 class StopWatch:
@@ -46,23 +52,39 @@ class StopWatch:
 
     def __init__(self, stopping: Stopping, time_budget_seconds: float | None) -> None:
         self._stopping = stopping
-        self._budget = time_budget_seconds
+        self._budget_seconds = time_budget_seconds
         self._flow_run_id = UUID(str(runtime.flow_run.id))
+        context = FlowRunContext.get()
+        run = context.flow_run if context else None
+        # Known here: asking `runtime` later is a call to the server, of a signal handler.
+        self._is_subflow = run is not None and run.parent_task_run_id is not None
+        self._is_deployed = run is not None and run.deployment_id is not None
+        self._is_deployed &= not self._is_subflow
+        # A part of Prefect without a public face; releases that have none suspend by state alone.
+        self._suspension = getattr(context, "flow_run_suspension_request", None)
+        self._attempt: int | None = None
         self._logger = get_run_logger()
         self._before: dict[int, Any] = {}
         self._signal: int | None = None
         self._signalled_at = 0.0
         self._is_over = threading.Event()
         # Prefect's settings, and the way to its server, are those of this context.
-        context = contextvars.copy_context()
+        here = contextvars.copy_context()
         self._thread = threading.Thread(
-            target=lambda: context.run(self._watch), name="stop-watch", daemon=True
+            target=lambda: here.run(self._watch), name="stop-watch", daemon=True
         )
+        # Not the thread's work: the server may keep that one waiting.
+        self._budget = threading.Timer(time_budget_seconds or 0, self._budget_is_over)
+        self._budget.daemon = True
 
     def __enter__(self) -> StopWatch:
         if threading.current_thread() is threading.main_thread():
-            self._before = {each: signal.signal(each, self._signalled) for each in _SIGNALS}
-        _do_not_suspend_in_between()
+            self._take_signals()
+        if self._suspension is not None:
+            # Prefect would end a suspended run, unsaved, at its next task; `conclude` ends it.
+            self._suspension.raise_if_requested = lambda: None
+        if self._budget_seconds is not None:
+            self._budget.start()
         self._thread.start()
         return self
 
@@ -73,32 +95,50 @@ class StopWatch:
         traceback: TracebackType | None,
     ) -> None:
         self._is_over.set()
+        self._budget.cancel()
         self._thread.join()
         self._give_signals_back()
+        if self._suspension is not None:
+            vars(self._suspension).pop("raise_if_requested", None)
 
-    def conclude(self) -> State[Any] | None:
+    def conclude(self, failure: BaseException | None = None) -> State[Any] | None:
         """The run has ended: the state that its flow run gets if it was stopped. None: its own.
+
+        Args:
+            failure: what it ended with, if it could not save.
 
         Raises:
             Pause: it was suspended, and stays so until it is resumed.
-            Abort: it was preempted, and has been put back into its queue.
+            Abort: it was preempted, and has been put back into its queue; or somebody has declared
+                how it ended, or begun another attempt at it: its state is theirs.
+            Stopped: the same, where another flow has called this one.
             BaseException: what the signal that stopped it would have raised at once.
         """
         asked = self._stopping.asked
-        if asked is None or asked.why == "time budget":
+        if asked is None:
             return None
-        state = self._state()
-        if state is not None and state.type in _IS_TO_CANCEL:
-            return Cancelled(message=f"Stopped: {asked}")
+        said = str(asked) if failure is None else f"{asked}; not saved: {failure}"
+        run = self._run_if_known()
+        state = None if run is None else run.state
+        if run is not None and self._is_anothers(run):
+            raise self._left_alone(f"{said}: another attempt has begun")
+        if self._suspension is not None and (suspended := self._suspension.get_state()):
+            raise Pause(f"suspended: {said}", state=suspended)
         if state is not None and state.type == StateType.PAUSED:
-            raise Pause(f"suspended: {asked}", state=state)
-        if state is not None and state.type == StateType.RUNNING and runtime.deployment.id:
-            self._put_back()
-            raise Abort(f"{asked}: scheduled again")
+            raise Pause(f"suspended: {said}", state=state)
+        if state is not None and state.type in _IS_TO_CANCEL:
+            return Cancelled(message=f"Stopped: {said}")
+        if asked.why == "time budget":
+            return None
+        if state is not None and state.type != StateType.RUNNING:
+            raise self._left_alone(f"{said}: it stays {state.name}")
+        is_to_go_on = state is not None and self._is_deployed and asked.why == "preempted"
+        if is_to_go_on and self._is_back_in_its_queue(said):
+            raise Abort(f"{said}: scheduled again")
         if self._signal is not None:
             self._give_signals_back()
             signal.raise_signal(self._signal)
-        return None
+        raise self._left_alone(said)
 
     # ----------------------------------------------------------------------- who asks
 
@@ -106,20 +146,30 @@ class StopWatch:
         now = time.monotonic()
         if self._signal is None:
             self._signal, self._signalled_at = number, now
-            why: Why = "preempted" if runtime.deployment.id else "interrupted"
+            why: Why = "preempted" if self._is_deployed else "interrupted"
             self._stopping.ask(why, _SIGNALS[signal.Signals(number)])
             current_observer().stopping(_SIGNALS[signal.Signals(number)])
         elif now - self._signalled_at >= SAME_REQUEST_SECONDS:
             self._stopping.at_once()
+            # What may keep the run from ending now is not its ranks: a third is not for us.
+            self._give_signals_back()
+
+    def _budget_is_over(self) -> None:
+        self._stopping.ask("time budget", f"{self._budget_seconds:g} s are over")
 
     def _watch(self) -> None:
-        began, has_warned = time.monotonic(), False
-        while not self._is_over.wait(LOOK_SECONDS):
-            if self._budget is not None and time.monotonic() - began >= self._budget:
-                self._stopping.ask("time budget", f"{self._budget:g} s are over")
+        has_warned = is_alone = False
+        pause = 0.0  # the first look is to learn which attempt this is
+        while not self._is_over.wait(pause):
+            pause = LOOK_SECONDS
+            if has_lost_its_keeper() and not is_alone:
+                is_alone = True
+                if self._stopping.asked is not None:  # and its worker would not wait any longer
+                    self._stopping.at_once()
+                self._stopping.ask("preempted", "its worker was stopped")
             try:
                 self._look()
-            except (httpx.HTTPError, PrefectException) as error:
+            except (httpx.HTTPError, PrefectException, OSError, ValueError, RuntimeError) as error:
                 if not has_warned:
                     self._logger.warning(
                         "whether this run was cancelled cannot be seen (said once, training goes "
@@ -128,15 +178,22 @@ class StopWatch:
                 has_warned = True
 
     def _look(self) -> None:
+        if self._suspension is not None and self._suspension.is_requested():
+            self._stopping.ask("suspended", "in Prefect")
+            return
         run = self._flow_run()
         state = None if run is None else run.state
         if run is None:
             self._stopping.ask("cancelled", "its flow run was deleted")
+        elif self._is_anothers(run):
+            # Declared dead, and taken up again: what this one would save is nobody's any more.
+            self._stopping.ask("cancelled", "another attempt at its flow run has begun")
+            self._stopping.at_once()
         elif state is not None and state.type in _IS_TO_CANCEL:
             self._stopping.ask("cancelled", "in Prefect")
         elif state is not None and state.type == StateType.PAUSED:
             self._stopping.ask("suspended", "in Prefect")
-        elif state is not None and state.type in _IS_OVER:
+        elif state is not None and state.type in _IS_DECLARED_OVER:
             self._stopping.ask("cancelled", f"its flow run was declared {state.name}")
 
     # ------------------------------------------------------------------ how it ends
@@ -148,29 +205,42 @@ class StopWatch:
             except ObjectNotFound:
                 return None
 
-    def _state(self) -> State[Any] | None:
-        """The flow run's state; None where there is no telling."""
+    def _run_if_known(self) -> FlowRun | None:
+        """The flow run; None where there is no telling."""
         try:
-            run = self._flow_run()
+            return self._flow_run()
         except (httpx.HTTPError, PrefectException):
             return None
-        return None if run is None else run.state
 
-    def _put_back(self) -> None:
-        with get_client(sync_client=True) as client:
-            client.set_flow_run_state(
-                self._flow_run_id, AwaitingRetry(message=str(self._stopping.asked)), force=True
-            )
+    def _is_anothers(self, run: FlowRun) -> bool:
+        """Whether another process runs it by now. Prefect counts how often it has been started."""
+        if self._attempt is None:
+            self._attempt = run.run_count
+        return run.run_count != self._attempt
+
+    def _left_alone(self, why: str) -> BaseException:
+        """What leaves the flow run in the state that it has."""
+        return Stopped(why) if self._is_subflow else Abort(why)
+
+    def _is_back_in_its_queue(self, said: str) -> bool:
+        try:
+            with get_client(sync_client=True) as client:
+                client.set_flow_run_state(
+                    self._flow_run_id, AwaitingRetry(message=said), force=True
+                )
+        except (httpx.HTTPError, PrefectException) as error:
+            self._logger.error("the run cannot be put back into its queue: %s", error)
+            return False
+        return True
+
+    def _take_signals(self) -> None:
+        for number in _SIGNALS:
+            before = signal.getsignal(number)
+            if before not in (None, signal.SIG_IGN):  # not Python's, or nobody's
+                self._before[number] = before
+                signal.signal(number, self._signalled)
 
     def _give_signals_back(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
-
-
-def _do_not_suspend_in_between() -> None:
-    """Keep Prefect from ending a suspended run, unsaved, at its next task; `conclude` ends it."""
-    # A part of Prefect that has no public face; releases before it had none suspend by state alone.
-    request = getattr(FlowRunContext.get(), "flow_run_suspension_request", None)
-    if request is not None:
-        request.raise_if_requested = lambda: None

@@ -38,11 +38,17 @@ from trial_core.errors import (
     Stalled,
     Stopped,
     TrialError,
-    TrialflowError,
 )
 from trial_core.observer import current_observer
 from trial_core.runs import clear_leftovers, run_folder, trial_id
-from trial_core.sequencer import Checkpoint, Finish, Train, Validate, next_workload
+from trial_core.sequencer import (
+    Checkpoint,
+    Finish,
+    Train,
+    Validate,
+    has_more_to_do,
+    next_workload,
+)
 from trial_core.slots.accelerators import slots_to_launch
 from trial_core.slots.group import SlotGroup
 from trial_core.start import Start
@@ -57,7 +63,7 @@ class TrialResult:
     Attributes:
         trial: the trial's id; give it to the flow again to go on.
         batches_trained: over all runs of the trial.
-        stopped_early: whether it ended before its maximum length.
+        stopped_early: whether it ended before its maximum length, or its last validation.
         stop_reason: why, if somebody else than the trial asked for it.
         training_metrics, validation_metrics: the last ones.
         checkpoint_uuid: the newest committed checkpoint.
@@ -100,8 +106,10 @@ def train(config: ExperimentConfig, trial: str | None = None) -> TrialResult | S
     ):
         try:
             result = train_trial(config, trial, stopping)
-        except TrialflowError:
-            if (state := watch.conclude()) is not None:
+        except Exception as failure:
+            if stopping.asked is not None:
+                get_run_logger().error("%s, and could not save: %s", stopping.asked, failure)
+            if (state := watch.conclude(failure)) is not None:
                 return state
             raise
         if (state := watch.conclude()) is not None:
@@ -243,7 +251,7 @@ def follow_schedule(run: TrialRun, uploads: Uploads) -> TrialResult:
     return TrialResult(
         trial=run.trial,
         batches_trained=progress.batches_trained,
-        stopped_early=progress.batches_trained < end,
+        stopped_early=has_more_to_do(progress, schedule, epoch),
         stop_reason=str(run.stopping.asked) if run.stopping.asked else None,
         training_metrics=run.metrics.get("training", {}),
         validation_metrics=run.metrics.get("validation", {}),

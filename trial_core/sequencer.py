@@ -81,6 +81,10 @@ class Progress:
             validated_at=self.batches_trained,
             best_metric=metric if improved else self.best_metric,
             improved=improved,
+            # A checkpoint that was saved before this validation does not know of it.
+            checkpointed_at=(
+                None if self.checkpointed_at == self.batches_trained else self.checkpointed_at
+            ),
         )
 
     def after_checkpoint(self) -> Progress:
@@ -145,6 +149,11 @@ def next_workload(
     if progress.stop_requested or progress.batches_trained >= end:
         return Finish()
     return Train(_next_stop(progress.batches_trained, schedule, epoch, end))
+
+
+def has_more_to_do(progress: Progress, schedule: Schedule, epoch: EpochLength | None) -> bool:
+    """Whether there would be more to do, had nobody asked for a stop."""
+    return not isinstance(next_workload(progress.stopping(False), schedule, epoch), Finish)
 
 
 def _must_validate(

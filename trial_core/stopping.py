@@ -1,8 +1,8 @@
 """Asking a run to stop: one way for Ctrl-C, SIGTERM, Cancel, Suspend and a time budget.
 
 Whoever asks says why. The run then finishes its batch, saves, commits and ends, for which it has
-its grace; when that is over, or somebody asks for it to end at once, its ranks are ended as they
-are, and the last committed checkpoint is what it leaves.
+its grace where somebody is about to end it by force; when that is over, or somebody asks for it to
+end at once, its ranks are ended as they are, and the last committed checkpoint is what it leaves.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ class StopRequest:
     def __str__(self) -> str:
         return f"{self.why} ({self.detail})" if self.detail else self.why
 
+    @property
+    def is_urgent(self) -> bool:
+        """Whether somebody is about to end the run by force."""
+        return self.why not in ("suspended", "time budget")
+
 
 class Stopping:
     """Whether a run has been asked to stop. A context manager: its thread ends with the block.
@@ -42,7 +47,8 @@ class Stopping:
     something into a queue that is made for that. A thread of its own does the rest.
 
     Args:
-        grace_seconds: from the first `ask` until the ranks are ended as they are.
+        grace_seconds: from the first urgent `ask` until the ranks are ended as they are. A
+            suspended run, and one whose time budget is over, take the time that saving takes.
     """
 
     def __init__(self, grace_seconds: float) -> None:
@@ -83,7 +89,7 @@ class Stopping:
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the ranks are ended as they are; None: nobody has asked."""
+        """Until the ranks are ended as they are; None: nothing is urgent."""
         if self._has_expired:
             return 0.0
         deadline = self._deadline
@@ -132,10 +138,11 @@ class Stopping:
 
     def _note(self, said: StopRequest | Literal["at once", "over"]) -> None:
         if isinstance(said, StopRequest):
+            if said.is_urgent and self._deadline is None:
+                self._deadline = time.monotonic() + self._grace_seconds
             if self._asked is not None:
                 return
             self._asked = said
-            self._deadline = time.monotonic() + self._grace_seconds
             self._was_asked.set()
             if self._listener is not None:
                 self._listener[0]()

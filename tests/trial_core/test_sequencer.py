@@ -20,6 +20,7 @@ from trial_core.sequencer import (
     Train,
     Validate,
     Workload,
+    has_more_to_do,
     next_workload,
 )
 from trial_core.units import Batch, Epoch, EpochLength, TrainUnit
@@ -287,3 +288,23 @@ def test_a_skipped_checkpoint_is_skipped_once() -> None:
     assert next_workload(skipped, schedule, EPOCH) == Train(8)
     assert next_workload(skipped.stopping(), schedule, EPOCH) == Checkpoint()
     assert next_workload(skipped.after_training(8), schedule, EPOCH) == Checkpoint(is_optional=True)
+
+
+def test_what_was_saved_unvalidated_is_saved_again_once_it_is_the_best() -> None:
+    """A stop in the middle of a validation saves without it; resumed, the best is not lost."""
+    schedule = Schedule(Batch(1000), Batch(100), validation_period=Batch(400))
+    stopped = Progress().after_training(400).stopping().after_checkpoint()
+    validated = stopped.stopping(False).after_validation(0.1, smaller_is_better=True)
+    assert next_workload(stopped.stopping(False), schedule) == Validate()
+    assert next_workload(validated, schedule) == Checkpoint()
+    assert next_workload(validated.after_checkpoint(), schedule) == Train(until=500)
+
+
+def test_a_run_that_lacks_its_last_validation_has_more_to_do() -> None:
+    """It was stopped early, although it has trained to the end."""
+    schedule = Schedule(Batch(400), Batch(100))
+    trained = Progress().after_training(400).stopping().after_checkpoint()
+    assert next_workload(trained, schedule) == Finish()
+    assert has_more_to_do(trained, schedule, None)
+    validated = trained.after_validation(0.1, smaller_is_better=True).after_checkpoint()
+    assert not has_more_to_do(validated, schedule, None)

@@ -18,8 +18,8 @@ class StoppingConfig(Section):
         default=25.0,
         ge=0,
         title="Grace",
-        description="How long a run that is asked to stop (Cancel, Suspend, SIGTERM, Ctrl-C) may "
-        "take to save; then its ranks are ended as they are. Prefect's workers kill after 30.",
+        description="How long a run that is asked to stop (Cancel, SIGTERM, Ctrl-C) may take to "
+        "save; then its ranks are ended as they are. Prefect's workers kill after 30.",
     )
     time_budget_seconds: float | None = Field(
         default=None,
@@ -32,5 +32,6 @@ class StoppingConfig(Section):
         gt=0,
         title="Stall timeout",
         description="Seconds without a trained or validated batch after which the ranks count as "
-        "hung: their stacks are logged, and they are started again. null: they may take for ever.",
+        "hung: their stacks are logged, and they are started again. null: they may take for ever. "
+        "An evaluate_full_dataset counts as one batch.",
     )

@@ -18,10 +18,11 @@ from trial_core.sequencer import (
     Schedule,
     Train,
     Validate,
+    has_more_to_do,
     next_workload,
 )
 from trial_core.start import Start
-from trial_core.units import Batch, in_batches
+from trial_core.units import Batch
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class FitResult:
     Attributes:
         trial: the trial's id.
         batches_trained: over all runs of the trial.
-        stopped_early: whether the trial asked to end before its maximum length.
+        stopped_early: whether it ended before its maximum length, or its last validation: the
+            trial asked for it, or SIGTERM.
         training_metrics, validation_metrics: the last ones.
         checkpoint_uuid: the newest committed checkpoint; give it to `fit` to go on.
         checkpoint_url: where its files are.
@@ -63,7 +65,6 @@ def follow_schedule(fit: Fit, schedule: Schedule, starts: list[Start]) -> FitRes
     epoch = fit.build_loaders(start)
     if fit.test_mode:
         schedule = one_batch_after(progress)
-    end = in_batches(schedule.max_length, epoch)
     fit.run_hook("on_training_start")
     mistake: TrialError | None = None
 
@@ -101,7 +102,7 @@ def follow_schedule(fit: Fit, schedule: Schedule, starts: list[Start]) -> FitRes
     return FitResult(
         trial=fit.trial,
         batches_trained=progress.batches_trained,
-        stopped_early=progress.batches_trained < end,
+        stopped_early=has_more_to_do(progress, schedule, epoch),
         training_metrics=fit.metrics.get("training", {}),
         validation_metrics=fit.metrics.get("validation", {}),
         checkpoint_uuid=fit.newest,

@@ -7,17 +7,18 @@ was told to. No collective: ranks may be anywhere.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Any
 from uuid import uuid4
 
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from trial_core.distributed import DistributedContext
-from trial_core.slots.brake import Brake, Position
+from trial_core.slots.brake import TO_THE_END, Brake, Position
 
 LOOK_SECONDS = 1.0
 AGREE_SECONDS = 0.01
@@ -40,7 +41,8 @@ class Termination:
         self._brake = brake
         self._size = distributed.get_size()
         self._rank = distributed.get_rank()
-        self._store = HashStore() if self._size == 1 else _get_default_store()
+        self._store = HashStore() if self._size == 1 else _store_of_our_own()
+        self._pid = os.getpid()
         self._key = f"trialflow/terminated/{distributed.broadcast(uuid4().hex)}"
         self._is_told = False
         self._is_over = threading.Event()
@@ -66,13 +68,17 @@ class Termination:
             signal.signal(signal.SIGTERM, self._before)
 
     def _tell(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # forked from this rank: it ends, as it would without us
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         self._is_told = True  # no more: a signal may come in the middle of anything
 
     def _watch(self) -> None:
         try:
             self._watch_and_agree()
         except RuntimeError:  # what the store raises once rank 0 is gone: there is nobody to ask
-            return
+            # Where this rank is held, its next collective tells what has happened.
+            self._brake.proceed(Position(TO_THE_END, TO_THE_END))
 
     def _watch_and_agree(self) -> None:
         while not self._is_over.wait(LOOK_SECONDS):
@@ -90,3 +96,10 @@ class Termination:
         held = (self._store.get(rank).decode().split() for rank in ranks)
         self.is_asked = True
         self._brake.proceed(max(Position(int(workload), int(steps)) for workload, steps in held))
+
+
+def _store_of_our_own() -> Store:
+    """torch.distributed's store over a connection of its own, where torch has that: whoever waits
+    in the store keeps the others of its connection waiting."""
+    store = _get_default_store()
+    return store.clone() if hasattr(store, "clone") else store

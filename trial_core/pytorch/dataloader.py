@@ -6,12 +6,14 @@ Follows ``determined.pytorch.DataLoader``, and covers iterable datasets besides.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from torch.utils import data
 
 from trial_core.errors import TrialError
 from trial_core.pytorch.iterable import ShardedIterable, micro_batches_in
+from trial_core.pytorch.loader_workers import begin_worker
 from trial_core.pytorch.passes import length_of
 from trial_core.pytorch.samplers import adapt_batch_sampler
 from trial_core.pytorch.seeding import generator_for
@@ -232,7 +234,7 @@ class DataLoader:
             "collate_fn": self.collate_fn,
             "pin_memory": self.pin_memory,
             "timeout": self.timeout,
-            "worker_init_fn": self.worker_init_fn,
+            "worker_init_fn": partial(begin_worker, self.worker_init_fn),
             "multiprocessing_context": self.multiprocessing_context,
             # Without one, every iter() would draw the workers' seed from the global generator.
             "generator": generator_for(seed, "workers", rank, skip),

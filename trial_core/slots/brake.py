@@ -64,6 +64,7 @@ class Brake:
 
     def hold(self) -> Position:
         """Let no step begin until told to proceed; how far this rank is."""
+        self._end = None
         self._is_held = True
         return self._at
 

@@ -192,7 +192,7 @@ class SlotGroup:
                 self._last_sign = time.monotonic()
                 self._channel.send(Envelope(number=pending.number, request=request))
         if failure is not None:
-            self._pending.fail(failure)
+            self._pending.fail_one(pending, failure)
         return pending
 
     def _wait_for(

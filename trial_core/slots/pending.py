@@ -72,6 +72,13 @@ class PendingRequests:
         for pending in waiting:
             pending.future.set_exception(failure)
 
+    def fail_one(self, pending: Pending, failure: SlotsError) -> None:
+        """It could not be sent: whoever waits for it raises `failure`."""
+        with self._lock:
+            is_pending = self._pending.pop(pending.number, None) is not None
+        if is_pending:
+            pending.future.set_exception(failure)
+
     def silent_on(self, pending: Pending) -> list[int]:
         """The ranks that have not answered it."""
         with self._lock:

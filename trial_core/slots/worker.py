@@ -20,6 +20,7 @@ import sys
 import threading
 import traceback
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -164,6 +165,22 @@ def end_now(reason: str) -> None:
     os._exit(1)
 
 
+def leave_signals_to_the_driver() -> None:
+    """Survive what a machine that shuts down sends to every process of a service: the driver hears
+    of it too, has this rank save, and then ends it. Processes that a rank starts are as ever."""
+
+    def survive(number: int, frame: FrameType | None) -> None:
+        """Not SIG_IGN, which programs that this rank starts would inherit."""
+
+    before = {each: signal.signal(each, survive) for each in (signal.SIGTERM, signal.SIGINT)}
+
+    def in_child() -> None:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+    os.register_at_fork(after_in_child=in_child)
+
+
 def main() -> None:
     """Join the driver and serve it."""
     rank = int(os.environ["RANK"])
@@ -173,6 +190,7 @@ def main() -> None:
         stream=sys.stderr,
     )
     dump_stacks_when_asked()
+    leave_signals_to_the_driver()
     secret = bytes.fromhex(os.environ.pop("TRIALFLOW_CHANNEL_SECRET"))
     hello = Hello(rank=rank, pid=os.getpid(), host=socket.gethostname())
     try:

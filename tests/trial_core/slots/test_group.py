@@ -35,6 +35,15 @@ def test_leaving_the_group_leaves_no_process(tmp_path: Path) -> None:
     assert alive(pids) == []
 
 
+def test_ranks_leave_it_to_the_driver_what_a_signal_means(tmp_path: Path) -> None:
+    """A service that is stopped signals all of its processes, and ranks have to save first."""
+    with SlotGroup(1, working_dir=tmp_path) as slots:
+        slots.request(Ping(), Done)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(slots.pids[0], number)
+        assert slots.request(Ping(), Done) == [Done()]
+
+
 def test_a_killed_rank_is_named_and_frees_the_others(tmp_path: Path) -> None:
     """SIGKILL of one rank fails the request with that rank and signal, and ends the group."""
     with SlotGroup(2, working_dir=tmp_path) as slots:
