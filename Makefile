@@ -14,7 +14,7 @@ run: $(VENV)/.installed
 	@$(BIN)/python examples/gpt_stdlib/sample.py
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 # What `test` leaves out because it takes minutes: every fault at every request, kill -9 with 20 seeds.
 test-long: $(VENV)/.installed-dev

@@ -21,20 +21,45 @@ pytest_plugins = [
 ]
 
 
-ANYWHERE = ("trial_core/checkpoint", "deployments")
-
-
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Flows last. Quick tests say first what is broken; and a process that has run a Prefect flow
-    keeps exit hooks of its threads, over which a data loader's forked workers stumble.
+    """What shares servers or warm ranks is a group, which one process of xdist's runs.
 
-    `make test` has two processes: one for flows and servers, one for warm ranks, so that neither
-    is started twice; what needs none of them goes to whoever is free.
+    A process that has run a Prefect flow keeps exit hooks of its threads, over which a data
+    loader's forked workers stumble. So flows come last; with several processes they are the first
+    group, and loaders the second, which another process takes.
     """
-    items.sort(key=lambda item: item.get_closest_marker("server") is not None)
     here = Path(__file__).parent
     for item in items:
-        if item.get_closest_marker("server") or item.get_closest_marker("gateway"):
-            item.add_marker(pytest.mark.xdist_group("flows"))
-        elif not item.path.relative_to(here).as_posix().startswith(ANYWHERE):
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+        if group := _group(item, item.path.relative_to(here)):
+            item.add_marker(pytest.mark.xdist_group(group))
+    order = ["loaders", *sorted(set(map(_group_of, items)) - {"flows", "loaders", ""}), "", "flows"]
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        order = ["flows", *order[:-1]]
+    items.sort(key=lambda item: order.index(_group_of(item)))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Groups that xdist does not see would start every server twice, and nobody would notice."""
+    if getattr(session.config.option, "loadgroup", False):
+        for item in session.items:
+            if _group_of(item) and "@" not in item.nodeid:
+                raise pytest.UsageError(f"xdist does not see the group of {item.nodeid}")
+
+
+def _group(item: pytest.Item, path: Path) -> str:
+    """The group that a test belongs to; empty: none."""
+    if item.get_closest_marker("server"):
+        return "flows"
+    if item.get_closest_marker("gateway"):
+        return "gateway"
+    if path.parts[:2] == ("trial_core", "pytorch"):
+        return "loaders"
+    if item.get_closest_marker("slots"):
+        return "ranks of " + "/".join(path.parts[:-1])
+    return ""
+
+
+def _group_of(item: pytest.Item) -> str:
+    marker = item.get_closest_marker("xdist_group")
+    return str(marker.args[0]) if marker else ""

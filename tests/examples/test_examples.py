@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from tests.support.flow import train
-from tests.support.slots import Driven, drive
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig, load_config
-from trial_core.slots.group import SlotGroup
 
 pytest.importorskip("sklearn", reason="these examples read scikit-learn's data sets")
 
@@ -27,25 +25,23 @@ def example(name: str, folder: Path, *changes: str) -> ExperimentConfig:
     return load_config(EXAMPLES / name / "experiment.yaml", [storage, *changes])
 
 
-def run(name: str, folder: Path, batches: int) -> Driven:
-    """An example with another length."""
-    config = example(
-        name, folder, f"searcher.max_length={{batches: {batches}}}", "scheduling_unit=20",
-        "min_validation_period={batches: 20}", "checkpoint_policy=none",
-    )  # fmt: skip
-    with SlotGroup(int(config.resources.slots_per_trial), working_dir=config.code) as slots:
-        return drive(slots, config, folder)
-
-
+@pytest.mark.server
 @pytest.mark.parametrize(
     ("name", "batches", "metric"), [("gan", 300, "nearest_distance"), ("pipeline", 60, "loss")]
 )
-def test_an_example_learns(tmp_path: Path, name: str, batches: int, metric: str) -> None:
-    """It trains, validates and saves, and its searcher's metric gets better."""
-    driven = run(name, tmp_path, batches)
-    first, last = driven.validation[0], driven.validation[-1]
-    assert last[metric] < first[metric]
-    assert driven.stages[-1] == f"checkpoint @{batches}"
+def test_an_example_learns(here: Path, name: str, batches: int, metric: str) -> None:
+    """Through the flow: it trains, validates and saves, and its searcher's metric gets better."""
+    config = example(
+        name, here, f"searcher.max_length={{batches: {batches}}}", "scheduling_unit=20",
+        "min_validation_period={batches: 20}", "checkpoint_policy=all",
+    )  # fmt: skip
+    result = train(config)
+    first, *_, last = CheckpointStore(config.checkpoint_storage.url).list(result.trial)
+    assert first.progress.batches_trained == 20
+    assert last.progress.batches_trained == result.batches_trained == batches
+    assert last.uuid == result.checkpoint_uuid
+    assert last.metrics["validation"] == result.validation_metrics
+    assert result.validation_metrics[metric] < first.metrics["validation"][metric]
 
 
 PATIENCE, PERIOD = 2, 6

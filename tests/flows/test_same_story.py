@@ -25,7 +25,7 @@ from tests.support.hook_story import (
     told,
     without_uploads,
 )
-from tests.support.slots import toy_config
+from tests.support.slots import ONE_TWO_FOUR, toy_config
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
@@ -41,8 +41,9 @@ def story(record: Path, rank: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_every_hook_has_its_place_in_the_flow(here: Path) -> None:
-    """On both ranks, in a run and in one that goes on from its checkpoint; and the uuid that
+@pytest.mark.parametrize("ranks", ONE_TWO_FOUR)
+def test_every_hook_has_its_place_in_the_flow(here: Path, ranks: int) -> None:
+    """On every rank, in a run and in one that goes on from its checkpoint; and the uuid that
     callbacks are told is the one that the flow gives."""
 
     def run(name: str, batches: int, trial: str | None = None) -> Any:
@@ -50,13 +51,13 @@ def test_every_hook_has_its_place_in_the_flow(here: Path) -> None:
             here, batches, entrypoint="hook_trials:Told", scheduling_unit=WORKLOAD,
             min_validation_period={"batches": VALIDATION}, perform_initial_validation=True,
             min_checkpoint_period={"batches": CHECKPOINT}, checkpoint_policy="none",
-            hyperparameters=hparams(2, here / name),
+            resources={"slots_per_trial": ranks}, hyperparameters=hparams(ranks, here / name),
         )  # fmt: skip
         return train(config, trial)
 
     first = run("fresh", FRESH_BATCHES)
     run("resumed", RESUMED_BATCHES, first.trial)
-    for rank in (0, 1):
+    for rank in range(ranks):
         for name, expected in (("fresh", FRESH), ("resumed", RESUMED)):
             seen = calls(here / name, rank)
             assert without_uploads(seen) == without_uploads(spelt(expected))
@@ -66,14 +67,15 @@ def test_every_hook_has_its_place_in_the_flow(here: Path) -> None:
         assert started["uuid"] == first.checkpoint_uuid
 
 
-def test_everything_is_told_the_same(here: Path) -> None:
+@pytest.mark.parametrize("ranks", ONE_TWO_FOUR)
+def test_everything_is_told_the_same(here: Path, ranks: int) -> None:
     """Mutually prime periods, a validation before the first batch, the best ones saved, epochs that
-    end in between: the same calls with the same arguments in the same order, on both ranks."""
+    end in between: the same calls with the same arguments in the same order, on every rank."""
     config = toy_config(
         here, 16, entrypoint="hook_trials:Told", scheduling_unit=7,
         min_validation_period={"batches": 3}, min_checkpoint_period={"batches": 5},
         perform_initial_validation=True, checkpoint_policy="best",
-        hyperparameters=hparams(2, here / "flow"),
+        resources={"slots_per_trial": ranks}, hyperparameters=hparams(ranks, here / "flow"),
     )  # fmt: skip
     train(config)
     fit = {
@@ -82,12 +84,13 @@ def test_everything_is_told_the_same(here: Path) -> None:
         "step_zero_validation": True,
     }  # fmt: skip
     init = {
-        "hparams": hparams(2, here / "fit"),
+        "hparams": hparams(ranks, here / "fit"),
         "exp_conf": {"searcher": {"metric": "loss"}},
     }
-    fit_toys("torchrun", here / "fit", {"trial": "hook_trials:Told", "init": init, "fit": fit})
+    run = {"trial": "hook_trials:Told", "init": init, "fit": fit}
+    fit_toys("torchrun", here / "fit", run, ranks=ranks)
 
-    for rank in (0, 1):
+    for rank in range(ranks):
         expected, seen = story(here / "flow", rank), story(here / "fit", rank)
         assert len(expected) > 100
         assert seen == expected

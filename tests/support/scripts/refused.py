@@ -1,8 +1,8 @@
 """Tries trials that break a rule, on every rank of one start; prints what each raised, as JSON.
 
 In the environment, TRIALS: a JSON list of ``[request, until]``. `request` is a `BuildTrial` as a
-mapping; `until` says how far to go with the trial: "build", "load", "train"; or "everything" and
-"weights", which restore what the trial itself has saved.
+mapping; `until` says how far to go with the trial: "build", "load", "train", "validate"; or
+"everything" and "weights", which restore what the trial itself has saved.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from trial_core.messages import (
     BuildTrial,
     FetchCheckpoint,
     PersistCheckpoint,
+    RunValidation,
     SaveCheckpoint,
     TrainBatches,
 )
@@ -41,6 +42,9 @@ def go(controller: Controller, build: BuildTrial, until: Any) -> None:
         return
     controller.carry_out(begin)
     if until == "load":
+        return
+    if until == "validate":
+        controller.carry_out(RunValidation())
         return
     controller.carry_out(TrainBatches(until=1))
     if until == "train":

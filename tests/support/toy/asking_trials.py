@@ -98,6 +98,37 @@ class AsksWhereItIs(ToyTrial):
         return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
 
 
+class OwnContext(DeepSpeedTrialContext):
+    """Knows more than the library's."""
+
+    def middle(self, numbers: list[int]) -> float:
+        """Something that a trial may want to ask its context."""
+        return sum(numbers) / len(numbers)
+
+
+class HasItsOwnContext(ToyTrial):
+    """Names the class of its context, and uses what that class adds."""
+
+    trial_context_class = OwnContext
+    context: OwnContext
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        everybody = self.context.distributed.allgather(self.context.distributed.get_rank())
+        with self._file("middle").open("a") as file:
+            file.write(json.dumps(self.context.middle(everybody)) + "\n")
+        return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+
+
+class AsksWhetherItStops(ToyTrial):
+    """Writes down after every batch whether it hears of a stop. `do: stop` asks for one."""
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        metrics = super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+        with self._file("stop").open("a") as file:
+            file.write(json.dumps(self.context.get_stop_requested()) + "\n")
+        return metrics
+
+
 class Label:
     """What `to_device` cannot move."""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import deepspeed
+import numpy as np
 import torch
 from parallel_trials import ds_config
 from toy_trial import ToyTrial
@@ -155,7 +157,8 @@ class ByHandTooLittle(ByHand):
 
 
 class OwnConfig(ToyTrial):
-    """The toy with more DeepSpeed configuration: the hyperparameter `ds_config`."""
+    """The toy with more DeepSpeed configuration: the hyperparameter `ds_config`. How much a loss
+    counts in training is drawn from Python's generator and numpy's."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         super().__init__(context)
@@ -170,7 +173,10 @@ class OwnConfig(ToyTrial):
 
     def _loss(self, inputs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         dtype = next(self.engine.module.parameters()).dtype
-        return error(self.engine(inputs.to(dtype)).float(), index)
+        loss = error(self.engine(inputs.to(dtype)).float(), index)
+        if self.engine.module.training:
+            loss = loss * (0.5 + random.random()) * (0.5 + np.random.rand())
+        return loss
 
 
 class Experts(SeveralEngines):

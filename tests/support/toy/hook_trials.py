@@ -20,6 +20,7 @@ class Story:
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self.context = context
         self.rank = context.distributed.get_rank()
+        self.is_last_rank = self.rank == context.distributed.get_size() - 1
         self._path = Path(context.get_hparam("record")) / f"story-{self.rank}.jsonl"
 
     def tell(self, call: str, **details: Any) -> None:
@@ -28,7 +29,8 @@ class Story:
 
 
 class EveryHook(PyTorchCallback):
-    """Overrides everything that a callback can. Asks for a stop in hook `stop_in`, on rank 1."""
+    """Overrides everything that a callback can. Asks for a stop in hook `stop_in`, on the last
+    rank."""
 
     def __init__(self, story: Story, name: str, stop_in: str | None = None) -> None:
         self.story = story
@@ -38,7 +40,7 @@ class EveryHook(PyTorchCallback):
 
     def _tell(self, call: str, **details: Any) -> None:
         self.story.tell(call, callback=self.name, **details)
-        if call == self.stop_in and self.story.rank == 1:
+        if call == self.stop_in and self.story.is_last_rank:
             self.story.context.set_stop_requested(True)
 
     def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,9 @@ class ToyTrial(DeepSpeedTrial):
         if do == "exit":
             os._exit(7)
         if do == "terminate":
-            os.kill(os.getpid(), signal.SIGTERM)
+            # As launchers and services do: every process, and the rank does not do it itself.
+            whom = -os.getpgrp() if os.getpgrp() == os.getpid() else os.getpid()
+            subprocess.run(["kill", "-TERM", "--", str(whom)], check=False)
         if do == "stop":
             self.context.set_stop_requested(True)
         if do == "sleep":

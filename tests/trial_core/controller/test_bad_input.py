@@ -59,36 +59,16 @@ def test_an_entrypoint_that_is_no_trial(entrypoint: str, message: str) -> None:
 
 
 @pytest.mark.slots
-@pytest.mark.parametrize(
-    ("trial", "message"),
-    [
-        ("NoEngine", "NoEngine.__init__ wrapped no engine; pass what deepspeed.initialize returns"),
-        (
-            "RefusedBatchSize",
-            "DeepSpeed refuses the trial's configuration: Check batch related parameters. "
-            "train_batch_size is not equal to micro_batch_per_gpu",
-        ),
-        ("EmptyTraining", "the training loader is empty: it has no batch at all"),
-        (
-            "PlainLoader",
-            "build_training_data_loader returned torch.utils.data.dataloader.DataLoader; return a "
-            "trial_core.pytorch.DataLoader",
-        ),
-        (
-            "ForgetsToStep",
-            "DeepSpeed model engine did not train for gradient accumulation steps: 1 call(s) of "
-            "train_batch led to 0 optimizer step(s)",
-        ),
-    ],
-)
-def test_a_trial_that_breaks_the_rules(tmp_path: Path, trial: str, message: str) -> None:
+def test_a_trial_that_breaks_the_rules(tmp_path: Path) -> None:
     """Found on the ranks, told to the driver as the trial's mistake, not as a crash."""
-    config = toy_config(tmp_path, 2, entrypoint=f"bad_trials:{trial}")
+    config = toy_config(tmp_path, 2, entrypoint="bad_trials:ForgetsToStep")
     with SlotGroup(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
         drive(slots, config, tmp_path)
     assert failure.value.is_trial_mistake
-    assert failure.value.error_message is not None
-    assert failure.value.error_message.startswith(message)
+    assert str(failure.value.error_message).startswith(
+        "DeepSpeed model engine did not train for gradient accumulation steps: 1 call(s) of "
+        "train_batch led to 0 optimizer step(s)"
+    )
 
 
 @pytest.mark.slots

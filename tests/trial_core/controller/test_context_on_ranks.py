@@ -86,12 +86,36 @@ def test_nested_micro_batches_are_moved(warm_slots: Warm, tmp_path: Path, world_
 
 
 @pytest.mark.slots
+def test_a_trial_has_a_context_of_the_class_that_it_names(warm_slots: Warm, tmp_path: Path) -> None:
+    """trial_context_class: what that class adds is there on every rank, and so is the rest."""
+    drive(warm_slots(2), config(tmp_path, 2, "HasItsOwnContext"), tmp_path)
+    assert [lines(tmp_path, "middle", rank) for rank in (0, 1)] == [[0.5, 0.5]] * 2
+
+
+@pytest.mark.slots
+def test_a_rank_hears_only_of_a_stop_that_it_asked_for_itself(
+    warm_slots: Warm, tmp_path: Path
+) -> None:
+    """Rank 1 asks in batch 1 of a workload of 4: it hears of it at once and rank 0 never, though
+    both end, saved, after the workload."""
+    asks = {"do": "stop", "at_batch": 1, "do_rank": 1, "record": str(tmp_path)}
+    experiment = toy_config(
+        tmp_path, 8, entrypoint="asking_trials:AsksWhetherItStops", scheduling_unit=4,
+        hyperparameters=asks,
+    )  # fmt: skip
+    run = drive(warm_slots(2), experiment, tmp_path)
+    assert run.stages == ["train [0→4]", "checkpoint @4"]
+    heard = [lines(tmp_path, "stop", rank) for rank in (0, 1)]
+    assert heard == [[False] * 4, [False, True, True, True]]
+
+
+@pytest.mark.slots
 @pytest.mark.parametrize(
     ("variable", "world_size"),
     [
-        ("DET_MANUAL_INIT_DISTRIBUTED", 1),
-        ("TRIALFLOW_MANUAL_INIT_DISTRIBUTED", 2),
-        ("DET_MANUAL_INIT_DISTRIBUTED", 4),
+        pytest.param("TRIALFLOW_MANUAL_INIT_DISTRIBUTED", 1, marks=pytest.mark.long),
+        ("DET_MANUAL_INIT_DISTRIBUTED", 2),
+        pytest.param("TRIALFLOW_MANUAL_INIT_DISTRIBUTED", 4, marks=pytest.mark.long),
     ],
 )
 def test_a_trial_that_initialises_by_itself(tmp_path: Path, variable: str, world_size: int) -> None:
@@ -118,7 +142,10 @@ def test_without_the_variable_it_is_initialised_before(
     "variable", ["DET_MANUAL_INIT_DISTRIBUTED", "TRIALFLOW_MANUAL_INIT_DISTRIBUTED"]
 )
 def test_both_names_mean_the_same(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
-    """The reference's and our own; anything but 1 is no."""
-    for value, expected in (("1", True), ("0", False)):
+    """The reference's and our own: whatever it says is a yes, unless it is a no."""
+    for value in ("1", "true", "True", "yes", "on", "2"):
         monkeypatch.setenv(variable, value)
-        assert initialises_by_itself() is expected
+        assert initialises_by_itself(), value
+    for value in ("", " ", "0", "false", "False", "no"):
+        monkeypatch.setenv(variable, value)
+        assert not initialises_by_itself(), value

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.slots import TOY, drive, toy_config
-from trial_core.errors import RankFailed
+from tests.support.slots import drive, toy_config
 from trial_core.slots.group import SlotGroup
 
 pytestmark = pytest.mark.slots
@@ -70,18 +69,6 @@ def test_a_call_may_take_several_micro_batches(
     assert metrics["reducer_count"] == 16
 
 
-def test_a_call_that_takes_more_than_there_is(tmp_path: Path) -> None:
-    """A StopIteration of the loader's becomes the trial's mistake, in words."""
-    config = toy_config(
-        tmp_path, 1, entrypoint="evaluation_trials:TwoAtATime",
-        hyperparameters={"validation_samples": 6},
-    )  # fmt: skip
-    with SlotGroup(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
-        drive(slots, config, tmp_path)
-    assert failure.value.is_trial_mistake
-    assert "more micro-batches than the validation loader gave" in str(failure.value.error_message)
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_each_metric_has_its_reducer(warm_slots: Warm, tmp_path: Path, world_size: int) -> None:
     """7 batches with mean indices 0.5, 2.5, … 12.5, reduced over batches and ranks alike."""
@@ -98,14 +85,3 @@ def test_the_full_dataset_is_evaluated_on_one_rank(
     metrics = validate(warm_slots(world_size), tmp_path, "FullDataset", validation_samples=13)
     assert metrics["indices"] == list(range(13))
     assert metrics["rank"] == 0
-
-
-def test_an_empty_loader_without_length(tmp_path: Path) -> None:
-    """Nothing was validated, so there is no metric to go on with."""
-    config = toy_config(
-        tmp_path, 1, entrypoint="evaluation_trials:WithoutLength",
-        hyperparameters={"validation_samples": 0},
-    )  # fmt: skip
-    with SlotGroup(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
-        drive(slots, config, tmp_path)
-    assert "the validation loader gave not a single batch" in str(failure.value.error_message)

@@ -25,7 +25,7 @@ from tests.support.hook_story import (
     told,
     without_uploads,
 )
-from tests.support.slots import Driven, drive, toy_config
+from tests.support.slots import ONE_TWO_FOUR, Driven, drive, toy_config
 from trial_core.pytorch.callback import HOOKS
 from trial_core.slots.group import SlotGroup
 
@@ -213,10 +213,13 @@ def test_ranks_that_load_and_report_nothing_run_every_hook(
         assert own is None or (len(reporting[own]) > 0 and silent[own] == [])
 
 
-@pytest.fixture(scope="module")
-def fits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """In a script, on two ranks: a fit, one that goes on with it, and one that rank 1 stops."""
-    folder = tmp_path_factory.mktemp("fits")
+@pytest.fixture(scope="module", params=ONE_TWO_FOUR)
+def fits(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[Path, range]:
+    """In a script, on so many ranks: a fit, one that goes on with it, and one that the last rank
+    stops; where they have told of it, and the ranks."""
+    folder, ranks = tmp_path_factory.mktemp("fits"), request.param
 
     def fit(name: str, batches: int, more: dict[str, Any], **hyper: Any) -> dict[str, Any]:
         exp_conf = {
@@ -230,7 +233,7 @@ def fits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         }  # fmt: skip
         return {
             "trial": "hook_trials:Told", "fit": {**arguments, **more},
-            "init": {"hparams": hparams(2, folder / name, **hyper), "exp_conf": exp_conf},
+            "init": {"hparams": hparams(ranks, folder / name, **hyper), "exp_conf": exp_conf},
         }  # fmt: skip
 
     fit_toys(
@@ -238,25 +241,26 @@ def fits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         fit("fresh", FRESH_BATCHES, {}),
         fit("resumed", RESUMED_BATCHES, {"latest_checkpoint": "latest"}),
         fit("stopped", RESUMED_BATCHES, {}, stop_in="on_training_epoch_end"),
+        ranks=ranks,
     )  # fmt: skip
-    return {name: folder / name for name in ("fresh", "resumed", "stopped")}
+    return folder, range(ranks)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("run", "story"), [("fresh", FRESH), ("resumed", RESUMED)])
-def test_a_script_tells_the_same_story(
-    fits: dict[str, Any], run: str, story: str, rank: int
-) -> None:
-    """`Trainer.fit` runs every hook at the same place; uploads end beside training."""
-    seen = calls(fits[run], rank)
-    assert without_uploads(seen) == without_uploads(spelt(story))
-    assert_uploads_end_in_time(seen)
+def test_a_script_tells_the_same_story(fits: tuple[Path, range], run: str, story: str) -> None:
+    """`Trainer.fit` has every hook at the same place on every rank; uploads end beside training."""
+    folder, ranks = fits
+    for rank in ranks:
+        seen = calls(folder / run, rank)
+        assert without_uploads(seen) == without_uploads(spelt(story))
+        assert_uploads_end_in_time(seen)
 
 
-def test_a_stop_is_saved_and_shut_down_on_every_rank(fits: dict[str, Any]) -> None:
-    """Asked for by rank 1 within batch 3: no validation any more, nor training."""
-    for rank in (0, 1):
-        assert calls(fits["stopped"], rank)[-9:] == [
+def test_a_stop_is_saved_and_shut_down_on_every_rank(fits: tuple[Path, range]) -> None:
+    """Asked for by the last rank within batch 3: no validation any more, nor training."""
+    folder, ranks = fits
+    for rank in ranks:
+        assert calls(folder / "stopped", rank)[-9:] == [
             "on_training_epoch_end 0", "on_training_workload_end",
             "state_dict", "on_checkpoint_save_start", "save", "on_checkpoint_write_end",
             "on_checkpoint_end", "on_checkpoint_upload_end", "on_trial_shutdown",

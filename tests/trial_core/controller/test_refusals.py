@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.support.ranks import run_ranks
-from tests.support.slots import TOY, build, toy_config
+from tests.support.slots import build, toy_config
 from tests.support.toy.toy_trial import samples
 from tests.trial_core.deepspeed.resuming import assert_resuming_is_bit_identical
 from trial_core.checkpoint.store import CheckpointStore
@@ -22,17 +20,16 @@ from trial_core.context import RunInfo
 from trial_core.controller.controller import Controller
 from trial_core.controller.loaders import build_loaders
 from trial_core.controller.reduction import reduce_metrics
-from trial_core.controller.state import read_rank_state
+from trial_core.controller.state import read_rank_state, restore_callbacks
 from trial_core.deepspeed.weights import load_engine
 from trial_core.distributed import DistributedContext
 from trial_core.errors import CheckpointDamaged, TrialError
-from trial_core.messages import BuildTrial, PersistCheckpoint, Persisted
-from trial_core.pytorch import DataLoader
+from trial_core.messages import PersistCheckpoint, Persisted
+from trial_core.pytorch import DataLoader, PyTorchCallback
 from trial_core.pytorch.reducer import BatchMetrics, ReducerRegistry
 from trial_core.slots.group import SlotGroup
 
 Warm = Callable[[int], SlotGroup]
-SCRIPTS = TOY.with_name("scripts")
 
 
 def alone() -> DistributedContext:
@@ -116,75 +113,7 @@ def test_a_reducer_with_the_name_of_a_metric_of_the_trials(kind: Any) -> None:
         reduce_metrics(kind, metrics, engine(reducers=reducers), alone())
 
 
-# --------------------------------------------------------------- all that needs a trial, on ranks
-
-# By the trial, and how far it gets.
-REFUSED = {
-    "bad_trials:LatePipeline build": (
-        "wrap_model_engine got a PipelineEngine as engine 1, after one that is no pipeline: the "
-        "first engine's layout is the whole trial's. Wrap the pipeline first, and give all "
-        "pipelines of a trial the same stages"
-    ),
-    "bad_trials:UnequalPipelines build": (
-        "wrap_model_engine got a PipelineEngine as engine 1, after one that has other stages: the "
-        "first engine's layout is the whole trial's"
-    ),
-    "parallel_trials:MisfitMPU build": (
-        "the ModelParallelUnits of the ranks do not fit together: every rank must give the same "
-        "data_parallel_world_size n, and together they must give each data_parallel_rank from 0 to "
-        "n - 1; seen, rank by rank: ['0 of 2', '0 of 2']"
-    ),
-    "bad_trials:LoadsNothing load": (
-        "build_training_data_loader returned None on a rank that needs data; return a "
-        "trial_core.pytorch.DataLoader"
-    ),
-    "bad_trials:NamesTwoLoss train": (
-        "training metric(s) loss are both returned by the trial and given by a wrapped reducer; "
-        "name one of them otherwise"
-    ),
-    "bad_trials:SavesInItsOwnWay everything": 'DeepSpeed found no checkpoint (tag "model0") in ',
-    "bad_trials:SavesInItsOwnWay weights": 'DeepSpeed found no weights (tag "model0") in ',
-    "toy_trial:ToyTrial weights": "not refused",
-}
-
-
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What each rank raised with each of those trials, all in one start of two ranks."""
-    requests = []
-    for index, (entrypoint, until) in enumerate(map(str.split, REFUSED)):
-        folder = tmp_path_factory.mktemp(f"refused-{index}")
-        config = toy_config(folder, entrypoint=entrypoint)
-        request = BuildTrial(
-            trial="toy-0000beef",
-            experiment=config.model_dump(mode="json"),
-            run_dir=str(folder),
-            storage=CheckpointStore(config.checkpoint_storage.url).spec,
-        )
-        requests.append([msgspec.to_builtins(request), until])
-    program = (SCRIPTS / "refused.py").read_text()
-    ranks: Any = run_ranks(program, 2, TRIALS=json.dumps(requests))
-    return [dict(zip(REFUSED, messages, strict=True)) for messages in ranks]
-
-
-@pytest.mark.slots
-@pytest.mark.parametrize("trial", REFUSED)
-def test_a_trial_that_is_refused(said: list[dict[str, str]], trial: str) -> None:
-    """On every rank alike, before one can wait for another that will not come."""
-    for rank in (0, 1):
-        assert said[rank][trial].startswith(REFUSED[trial])
-
-
-@pytest.mark.slots
-@pytest.mark.parametrize(
-    ("restore", "method"), [("everything", "load"), ("weights", "load_weights")]
-)
-def test_what_to_do_about_a_save_of_ones_own(
-    said: list[dict[str, str]], restore: str, method: str
-) -> None:
-    """DeepSpeed does not find what it did not write: the trial must read it itself, too."""
-    message = said[1][f"bad_trials:SavesInItsOwnWay {restore}"]
-    assert message.endswith(f"; a trial that overrides save overrides {method} as well")
+# ------------------------------------------------------------------------------------- engines
 
 
 @pytest.mark.slots
@@ -249,3 +178,33 @@ def test_files_that_no_checkpoint_can_have_do_not_end_the_rank(tmp_path: Path) -
     assert isinstance(result, Persisted)
     assert (result.files, result.problem) == ([], None)
     assert str(result.mistake).startswith("rank 0 saved a file 'manifest.json' at the top of its")
+
+
+class Counts(PyTorchCallback):
+    """Takes a state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise AssertionError("there is no state for it")
+
+
+def test_a_callback_that_the_checkpoint_knows_nothing_of(caplog: pytest.LogCaptureFixture) -> None:
+    """It begins anew, with a warning; a callback that takes no state needs none."""
+    saved = {"callbacks": {"other": {}}}
+    restore_callbacks(saved, {"new": Counts(), "plain": PyTorchCallback()})
+    assert [record.getMessage() for record in caplog.records] == [
+        "the checkpoint has no state of a callback called 'new'"
+    ]
+
+
+# ----------------------------------------------------------------------------------- distributed
+
+
+def test_torch_distributed_of_another_number_of_ranks() -> None:
+    """The trial has initialised it in its own way: both numbers are told, before anybody waits."""
+    two = DistributedContext(rank=0, size=2, local_rank=0, local_size=2, cross_rank=0, cross_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(TrialError, match=r"was initialised for 1 ranks, and .* says 2 \(WORLD"):
+            two.connect()
+    finally:
+        dist.destroy_process_group()

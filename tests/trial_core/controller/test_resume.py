@@ -6,13 +6,25 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.support.slots import drive, lines, toy_config
+from tests.support.slots import build, drive, lines, toy_config
+from tests.support.tensors import differing
 from tests.trial_core.deepspeed.resuming import assert_resuming_is_bit_identical
+from trial_core.messages import (
+    BuildLoaders,
+    FetchCheckpoint,
+    Fetched,
+    LoadersBuilt,
+    SaveCheckpoint,
+    Saved,
+)
 from trial_core.slots.group import SlotGroup
 
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]
+OWN_FORMAT = "own_format_trials:OwnFormat"
+WITHOUT_ZERO = {"zero_optimization": {"stage": 0}}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -20,8 +32,9 @@ Warm = Callable[[int], SlotGroup]
 def test_resuming_is_bit_identical(
     warm_slots: Warm, tmp_path: Path, world_size: int, zero_stage: int
 ) -> None:
-    """With accumulation 3, which is three calls of train_batch a batch, shuffling and dropout: the
-    same micro-batches, random state, weights and optimizer state."""
+    """With accumulation 3, which is three calls of train_batch a batch, shuffling, dropout, and
+    losses weighted by what Python's generator and numpy's draw: the same micro-batches, random
+    state, weights and optimizer state."""
     assert_resuming_is_bit_identical(
         warm_slots(world_size), tmp_path, "engine_trials:OwnConfig", accumulation=3,
         ds_config={"zero_optimization": {"stage": zero_stage}},
@@ -29,6 +42,41 @@ def test_resuming_is_bit_identical(
     for rank in range(world_size):
         calls = [line[0] for line in lines(tmp_path / "parts", "samples", rank)]
         assert calls == [batch for batch in range(9) for _ in range(3)]
+
+
+def test_a_format_of_the_trials_own_resumes_bit_identically(
+    warm_slots: Warm, tmp_path: Path
+) -> None:
+    """A trial that overrides save and load: its files come to each rank as it wrote them, and
+    DeepSpeed is not asked for any."""
+    stored = assert_resuming_is_bit_identical(
+        warm_slots(2), tmp_path, OWN_FORMAT, accumulation=3, ds_config=WITHOUT_ZERO
+    )
+    assert sorted(path.name for path in stored.glob("*")) == [
+        "own-0.pt", "own-1.pt", "trialflow"
+    ]  # fmt: skip
+
+
+def test_weights_in_a_format_of_the_trials_own(warm_slots: Warm, tmp_path: Path) -> None:
+    """A trial that overrides load_weights begins with another's weights, and with nothing more."""
+    slots = warm_slots(2)
+    config = toy_config(
+        tmp_path, 3, entrypoint=OWN_FORMAT, hyperparameters={"ds_config": WITHOUT_ZERO}
+    )
+    source = drive(slots, config, tmp_path, persist=True)
+    uuid = source.checkpoints[-1]
+    build(slots, config, tmp_path)
+    slots.request(FetchCheckpoint(uuid=uuid, files=source.files[uuid]), Fetched)
+    slots.request(BuildLoaders(batches_trained=0, checkpoint=uuid, restore="weights"), LoadersBuilt)
+    saved = slots.request(SaveCheckpoint(uuid="after"), Saved)
+    for rank in (0, 1):
+        expected, seen = (
+            torch.load(folder / f"own-{rank}.pt")
+            for folder in (tmp_path / "checkpoints/checkpoints" / uuid, Path(saved[rank].staging))
+        )
+        assert differing(expected["module"], seen["module"]) == []
+        assert (len(expected["optimizer"]["state"]), len(seen["optimizer"]["state"])) == (4, 0)
+        assert (expected["steps"][1], seen["steps"][1]) == (3, 0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

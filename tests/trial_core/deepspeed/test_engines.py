@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.slots import ONE_TWO_FOUR, TOY, build, drive, lines, toy_config
+from tests.support.slots import ONE_TWO_FOUR, build, drive, lines, toy_config
 from tests.trial_core.deepspeed.resuming import assert_resuming_is_bit_identical
-from trial_core.errors import RankFailed
 from trial_core.slots.group import SlotGroup
 
 pytestmark = pytest.mark.slots
@@ -28,6 +27,7 @@ Warm = Callable[[int], SlotGroup]
         ("Adversarial", 2),
         ("Joint", 1),  # DeepSpeed has no loss.backward() through several engines without ZeRO
         ("Joint", 2),
+        pytest.param("Joint", 3, marks=pytest.mark.long),
     ],
 )
 def test_two_engines_resume_bit_identically(
@@ -164,37 +164,3 @@ def test_experts_are_validated_in_step(warm_slots: Warm, tmp_path: Path, world_s
         tmp_path, 1, entrypoint="engine_trials:Experts", hyperparameters={"validation_samples": 14}
     )
     assert "loss" in drive(warm_slots(world_size), config, tmp_path).validation[-1]
-
-
-@pytest.mark.parametrize(
-    ("trial", "hparams", "message"),
-    [
-        (
-            "engine_trials:ByHandTooLittle",
-            {},
-            "DeepSpeed model engine did not train for gradient accumulation steps: 1 call(s) of "
-            "train_batch led to 0 optimizer step(s) of the first engine",
-        ),
-        (
-            "evaluation_trials:BothWays",
-            {},
-            "BothWays defines both of evaluate_batch and evaluate_full_dataset; define exactly one",
-        ),
-        ("evaluation_trials:NeitherWay", {}, "NeitherWay defines neither of evaluate_batch and"),
-        (
-            "evaluation_trials:FullDataset",
-            {"zero_stage": 3},
-            "FullDataset defines evaluate_full_dataset, which runs on a single rank, but its "
-            "engine's forward pass needs the other ranks",
-        ),
-    ],
-)
-def test_what_an_engine_refuses(
-    tmp_path: Path, trial: str, hparams: dict[str, Any], message: str
-) -> None:
-    """Told as the trial's mistake, with DeepSpeed's own reason where it has one."""
-    config = toy_config(tmp_path, 1, entrypoint=trial, hyperparameters=hparams)
-    with SlotGroup(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
-        drive(slots, config, tmp_path)
-    assert failure.value.is_trial_mistake
-    assert str(failure.value.error_message).startswith(message)

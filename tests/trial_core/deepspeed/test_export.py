@@ -18,6 +18,7 @@ from deployments.cli.main import main
 from tests.support.slots import TOY, Driven, drive, toy_config
 from tests.trial_core.checkpoint.helpers import new_manifest
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.controller.reading import Reader
 from trial_core.deepspeed.export import export_weights, write_weights
 from trial_core.errors import CheckpointError
 from trial_core.slots.group import SlotGroup
@@ -260,11 +261,41 @@ def test_a_model_split_over_ranks_is_refused(warm_slots: Warm, tmp_path: Path) -
 
 
 def test_a_lost_shard_is_refused(warm_slots: Warm, tmp_path: Path) -> None:
-    """DeepSpeed's own words, as an error about the checkpoint."""
+    """Weights would be missing, or zero."""
     folder = saved(warm_slots(2), tmp_path, zero_stage=2)
     next(folder.glob("model0/*rank_1*optim*")).unlink()
-    with pytest.raises(CheckpointError, match="Expected 2 of"):
+    with pytest.raises(CheckpointError, match="of 1 data-parallel ranks, and 2 saved it"):
         export_weights(folder)
+
+
+class Hostile:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.marker,)
+
+
+@pytest.mark.parametrize("shard", ["model", "optim", "layer"])
+def test_nothing_runs_that_a_file_holds(warm_slots: Warm, tmp_path: Path, shard: str) -> None:
+    """In whichever of a checkpoint's files it is hidden; unless the checkpoint is trusted."""
+    marker = tmp_path / "it has run"
+    if shard == "layer":
+        (tmp_path / "model0").mkdir()
+        folder, target = tmp_path, tmp_path / "model0" / "layer_00-model_states.pt"
+        state: dict[str, Any] = {"weight": torch.ones(2)}
+    else:
+        folder = saved(warm_slots(2), tmp_path, zero_stage=3)
+        target = next(folder.glob(f"model0/*rank_1_*{shard}_states.pt"))
+        state = torch.load(target, weights_only=False)
+    torch.save({**state, "odd": Hostile(marker)}, target)
+    with pytest.raises(CheckpointError, match=rf"{target.name} holds objects of .*pathlib"):
+        export_weights(folder)
+    assert not marker.exists()
+    export_weights(folder, reader=Reader(trusted=True))
+    assert marker.exists()
 
 
 def test_no_weights_of_an_engine(tmp_path: Path) -> None:

@@ -143,3 +143,13 @@ def test_a_trial_that_another_process_trains(
         trainer().fit(max_length=Batch(1))
     with run_folder("toy-0000beef"):
         pass
+
+
+def test_a_second_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused, even if the first one failed: the trial may be anywhere by then."""
+    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path))
+    one = trainer()
+    with pytest.raises(TrialError, match="wrap_model_engine"):  # as far as this trial gets
+        one.fit(max_length=Batch(1))
+    with pytest.raises(TrialError, match="fit was called twice; to train on, construct the trial"):
+        one.fit(max_length=Batch(2))

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.slots import TOY, drive, lines, toy_config
+from tests.support.slots import drive, lines, toy_config
 from tests.trial_core.deepspeed.resuming import assert_resuming_is_bit_identical
-from trial_core.errors import RankFailed
 from trial_core.slots.group import SlotGroup
 
 pytestmark = pytest.mark.slots
@@ -93,18 +92,3 @@ def test_validation_takes_whole_groups(
         warm_slots(world_size), config(tmp_path, 1, entrypoint, validation_samples=22), tmp_path
     )
     assert run.validation[-1]["indices"] == list(range(counted))
-
-
-@pytest.mark.parametrize("trial", ["PipelineTrial", "UnsizedPipeline"])
-def test_a_validation_set_without_a_whole_group_is_refused(tmp_path: Path, trial: str) -> None:
-    """All ranks refuse alike, with what was seen and what to do, and none is left waiting."""
-    experiment = config(
-        tmp_path, 1, f"parallel_trials:{trial}", validation_samples=5, accumulation=4
-    )
-    with SlotGroup(2, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
-        drive(slots, experiment, tmp_path)
-    message = str(failure.value.error_message)
-    assert failure.value.is_trial_mistake
-    assert message.startswith("the validation set is too small for pipeline parallelism, where")
-    assert "gradient_accumulation_steps = 4 micro-batches" in message
-    assert ("has 3 on some rank" if trial == "PipelineTrial" else "fewer than that") in message

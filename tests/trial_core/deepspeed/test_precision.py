@@ -2,7 +2,8 @@
 
 Whether it is to be had is the device's business, which DeepSpeed asks when an engine is built. CPU
 ranks train in bf16; in fp16 only where the processor computes in it (AVX512-FP16 or AMX-FP16), and
-elsewhere DeepSpeed refuses it. GPUs do both. `test_engines` has what bf16 learns.
+elsewhere DeepSpeed refuses it (`test_refused_trials`). GPUs do both. `test_engines` has what bf16
+learns.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ from typing import Any
 import pytest
 from deepspeed.accelerator import get_accelerator
 
-from tests.support.slots import TOY, build, drive, toy_config
+from tests.support.slots import drive, toy_config
 from tests.trial_core.deepspeed.resuming import assert_resuming_is_bit_identical
-from trial_core.errors import RankFailed
 from trial_core.slots.group import SlotGroup
 
 pytestmark = pytest.mark.slots
@@ -72,16 +72,3 @@ def test_fp16_learns_what_fp32_does(warm_slots: Warm, tmp_path: Path, zero_stage
         return float(drive(warm_slots(2), config, tmp_path).validation[-1]["loss"])
 
     assert loss(fp16=FP16) == pytest.approx(loss(), rel=0.05)
-
-
-def test_fp16_is_refused_where_the_device_has_none(tmp_path: Path) -> None:
-    """Told as the trial's mistake, with DeepSpeed's own reason."""
-    if get_accelerator().is_fp16_supported():
-        pytest.skip(f"this device ({get_accelerator().device_name()}) computes in fp16")
-    config = toy_config(tmp_path, entrypoint=OWN_CONFIG, hyperparameters=own(0, fp16=FP16))
-    with SlotGroup(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
-        build(slots, config, tmp_path)
-    assert failure.value.is_trial_mistake
-    assert str(failure.value.error_message).startswith(
-        "DeepSpeed refuses the trial's configuration: Type fp16 is not supported on your device."
-    )

@@ -12,11 +12,13 @@ import torch
 
 from tests.support.toy.toy_trial import ToyTrial
 from trial_core.controller.reading import Reader
+from trial_core.deepspeed import live_engine
 from trial_core.deepspeed.engine import DeepSpeedTrialEngine
-from trial_core.deepspeed.live_engine import check_engine
+from trial_core.deepspeed.live_engine import check_engine, partitions
 from trial_core.deepspeed.saved_engine import SavedEngine
 from trial_core.deepspeed.saved_parameters import MASTER
-from trial_core.errors import CheckpointDamaged, CheckpointError
+from trial_core.deepspeed.universal import reshaped
+from trial_core.errors import CheckpointDamaged, CheckpointError, TrialError
 
 THREE = torch.Size([3])
 
@@ -172,6 +174,49 @@ def test_an_engine_of_another_kind_is_refused(facts: dict[str, Any], said: str) 
     )
     with pytest.raises(CheckpointError, match=said):
         check_engine(engine)
+
+
+def test_parameters_that_were_trained_for_different_numbers_of_steps_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without ZeRO each parameter counts its own steps; ZeRO has one count for a group."""
+    names = ("weight", "bias")
+    shapes = dict.fromkeys(names, THREE)
+    zero = SimpleNamespace(single_partition_of_fp32_groups=[torch.zeros(6)])
+    engine: Any = SimpleNamespace(optimizer=zero, _get_zero_param_shapes=lambda: [shapes])
+    monkeypatch.setattr(live_engine, "_place", lambda engine: (0, 1))
+    present = {"base_optimizer_state": {"param_groups": [{"params": [0]}]}}
+
+    def shared_out(*steps: float) -> Any:
+        states = {i: {"step": torch.tensor(step)} for i, step in enumerate(steps)}
+        optimizer = {"param_groups": [{"params": [0, 1]}], "state": states}
+        module = dict.fromkeys(names, torch.arange(3.0))
+        whole = saved(tmp_path, model(module=module, optimizer=optimizer), present=[shapes])
+        return partitions(engine, present, whole)["base_optimizer_state"]["state"]
+
+    assert shared_out(4.0, 4.0) == {0: {"step": 4.0}}
+    with pytest.raises(
+        CheckpointError, match=r"has gone \{'step': .*4.* with some .* resume with ZeRO stage 0"
+    ):
+        shared_out(4.0, 2.0)
+
+
+def test_nothing_is_saved_where_a_trial_loads(tmp_path: Path) -> None:
+    """While engines are given what nobody has saved, a trial's load cannot save; afterwards they
+    save as before."""
+    own = object()
+    engine: Any = SimpleNamespace(
+        has_moe_layers=False,
+        zero_nvme_offload_optimizer=lambda: False,
+        zero_optimization=lambda: False,
+        checkpoint_engine=own,
+    )
+    with reshaped([engine], tmp_path, lambda path: None):
+        while_loading = engine.checkpoint_engine
+        for save in (lambda: while_loading.save({}, "a.pt"), lambda: while_loading.commit("a")):
+            with pytest.raises(TrialError, match="the trial's load saves a checkpoint; let its sa"):
+                save()
+    assert engine.checkpoint_engine is own
 
 
 @pytest.mark.parametrize("overridden", ["save", "load"])

@@ -89,6 +89,8 @@ def second_start(straight_and_first: dict[str, Any]) -> dict[str, Any]:
         one["init"]["exp_conf"]["searcher"] |= {"source_checkpoint_uuid": uuid[:8], **searcher}
         return one
 
+    in_memory = run(folder / "memory", every(4, 12), **HPARAMS)
+    in_memory["init"]["exp_conf"]["checkpoint_storage"] = "memory://checkpoints"
     outcomes = fit_toys(
         "torchrun", folder / "second",
         run(parts, {**every(4, 12), "latest_checkpoint": "latest"}, **HPARAMS),
@@ -96,8 +98,9 @@ def second_start(straight_and_first: dict[str, Any]) -> dict[str, Any]:
         run(folder / "none", {**every(4, 12), "latest_checkpoint": uuid}, **HPARAMS),
         warm("warm"),
         warm("weights", source_weights_only=True),
+        in_memory,
     )  # fmt: skip
-    names = ("rest", "damaged", "none", "warm", "weights")
+    names = ("rest", "damaged", "none", "warm", "weights", "memory")
     return {"victim": victim.name, "source": uuid, **dict(zip(names, outcomes, strict=True))}
 
 
@@ -126,6 +129,16 @@ def test_a_checkpoint_that_is_not_there(second_start: dict[str, Any]) -> None:
     assert first["error"].startswith("CheckpointNotFound: no checkpoint in file://")
 
 
+def test_a_storage_that_ranks_do_not_share(second_start: dict[str, Any]) -> None:
+    """Refused on every rank before anything is trained."""
+    first, second = second_start["memory"]
+    assert first == second
+    assert first["error"].startswith(
+        "ConfigError: checkpoint_storage: memory://checkpoints is in the memory of one process, "
+        "and there are 2 ranks; give a folder that all see"
+    )
+
+
 @pytest.mark.parametrize("how", ["warm", "weights"])
 def test_a_warm_start_begins_at_batch_0_with_the_sources_weights(
     straight_and_first: dict[str, Any], second_start: dict[str, Any], how: str
@@ -152,89 +165,6 @@ def test_a_warm_start_takes_the_optimizer_along_unless_told_not_to(
         )
         steps[how] = {int(t) for name, t in tensors(saved).items() if name.endswith("/step")}
     assert steps == {"warm": {7}, "weights": {2}}
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """In plain python: periods of every kind, a test, a stop, going on, and mistakes."""
-    folder = tmp_path_factory.mktemp("alone")
-    runs = {
-        # 8 micro-batches an epoch.
-        "periods": run(
-            folder / "periods",
-            {
-                "max_length": {"epochs": 4}, "reporting_period": {"batches": 13},
-                "validation_period": {"batches": [5, 30]}, "checkpoint_period": {"epochs": [1, 3]},
-                "checkpoint_policy": "none",
-            },
-            train_samples=16,
-        ),
-        "test": run(folder / "test", {"test_mode": True}),
-        "stop": run(folder / "stop", every(5, 50), at_batch=7, do="stop"),
-        "metric": run(folder / "metric", every(5, 5)),
-        "straight": run(folder / "straight", every(4, 9), **HPARAMS),
-        "first": run(folder / "parts", every(4, 4), **HPARAMS),
-        "rest": run(folder / "parts", {**every(4, 9), "latest_checkpoint": "latest"}, **HPARAMS),
-        "nothing best": run(folder / "any", {**every(5, 6), "validation_period": {"batches": 2}}),
-    }  # fmt: skip
-    runs["metric"]["init"]["exp_conf"]["searcher"]["metric"] = "accuracy"
-    del runs["nothing best"]["init"]["exp_conf"]["searcher"]
-    outcomes = fit_toys("python", folder / "launch", *runs.values(), ranks=1)
-    return {"folder": folder, **{name: o[0] for name, o in zip(runs, outcomes, strict=True)}}
-
-
-def test_periods_in_containers_and_epochs(alone: dict[str, Any]) -> None:
-    """Validations after 5, 30 and at the end; checkpoints after epochs 1 and 3 and at the end."""
-    folder = alone["folder"] / "periods"
-    manifests = store(folder).list()
-    assert [each.progress.batches_trained for each in manifests] == [8, 24, 32]
-    assert manifests[-1].progress.validated_at == 32
-    said = [each["hook"] for each in hooks(folder)]
-    assert said.count("on_validation_end") == 3
-    # Ends of workloads: 5, 8, 13, 24, 26, 30, 32.
-    assert [
-        each["batches"] for each in hooks(folder) if each["hook"] == "on_training_workload_end"
-    ] == [5, 3, 5, 11, 2, 4, 2]
-    assert said.count("on_training_epoch_end") == 4
-
-
-def test_test_mode_trains_and_validates_one_batch_and_keeps_nothing(alone: dict[str, Any]) -> None:
-    """Saving is tried out, too, but nothing is stored; no length is needed."""
-    folder = alone["folder"] / "test"
-    assert alone["test"]["batches_trained"] == 1
-    assert alone["test"]["checkpoint_uuid"] is None
-    assert alone["test"]["validation_metrics"]["mean_index"] == 0.5  # of samples 0 and 1
-    assert "on_checkpoint_write_end" in [each["hook"] for each in hooks(folder)]
-    assert not (folder / "checkpoints").exists()
-
-
-def test_a_stop_ends_the_fit_after_its_workload(alone: dict[str, Any]) -> None:
-    """Asked for at batch 7 with workloads of 5: it ends at 10, saved."""
-    assert alone["stop"]["stopped_early"]
-    assert alone["stop"]["batches_trained"] == 10
-    (manifest,) = store(alone["folder"] / "stop").list()
-    assert manifest.progress.batches_trained == 10
-
-
-def test_a_single_rank_goes_on_bit_for_bit(alone: dict[str, Any]) -> None:
-    """4 + 5 batches are 9, without any launcher."""
-    folder = alone["folder"]
-    assert alone["rest"]["trial"] == alone["first"]["trial"]
-    assert_same_end(folder / "straight", folder / "parts", [alone["straight"]], [alone["rest"]])
-
-
-def test_a_metric_that_nobody_reports(alone: dict[str, Any]) -> None:
-    """The one that exp_conf names must be there."""
-    assert alone["metric"]["error"] == (
-        'TrialError: searcher.metric "accuracy" is not among the validation metrics that the trial '
-        "reports: loss, mean_index"
-    )
-
-
-def test_without_a_metric_every_validation_is_saved(alone: dict[str, Any]) -> None:
-    """Nothing says what is best, so nothing that might be is lost."""
-    saved = [each.progress.batches_trained for each in store(alone["folder"] / "any").list()]
-    assert saved == [2, 4, 6]
 
 
 def test_a_rank_that_raises_ends_the_others(tmp_path: Path) -> None:

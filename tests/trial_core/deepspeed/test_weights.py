@@ -1,16 +1,20 @@
-"""Starting from another trial's weights alone, whatever the ZeRO stages of both."""
+"""Weights out of a checkpoint: of another trial's, whatever the ZeRO stages of both."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support.slots import build, drive, toy_config
 from trial_core.deepspeed.export import export_weights
+from trial_core.deepspeed.weights import load_engine
+from trial_core.errors import CheckpointError
 from trial_core.messages import (
     BuildLoaders,
     FetchCheckpoint,
@@ -77,3 +81,31 @@ def test_weights_move_between_numbers_of_ranks(
     """More ranks, or fewer, than the source had, from whole weights or shards, into either."""
     source, target = (warm_slots(world_size) for world_size in ranks)
     assert_weights_move(source, target, tmp_path, stages)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (1, "it lacks nothing, and has besides 1.bias, 1.weight"),
+        (3, "it lacks 2.bias, 2.weight, and has besides nothing"),
+    ],
+)
+def test_weights_of_another_model_are_refused(tmp_path: Path, layers: int, message: str) -> None:
+    """Frozen weights may be missing; what else is missing, or is too much, is named."""
+
+    def model(layers: int) -> torch.nn.Module:
+        linear = [torch.nn.Linear(1, 1) for _ in range(layers)]
+        linear[0].requires_grad_(False)
+        return torch.nn.Sequential(*linear)
+
+    saved, own = model(2).state_dict(), model(layers)
+    del saved["0.weight"], saved["0.bias"]
+    engine: Any = SimpleNamespace(
+        module=own,
+        load_checkpoint=lambda folder, tag, custom_load_fn: custom_load_fn(src=saved, dst=own),
+    )
+    (tmp_path / "model0").mkdir()
+    (tmp_path / "model0" / "mp_rank_00_model_states.pt").touch()
+    with pytest.raises(CheckpointError) as refusal:
+        load_engine(engine, tmp_path, "model0")
+    assert str(refusal.value) == f"the checkpoint is not of this model: {message}"

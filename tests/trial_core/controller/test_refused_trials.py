@@ -1,0 +1,171 @@
+"""Trials that break a rule of the trial API, on real ranks, each with what its author is told."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+import pytest
+from deepspeed.accelerator import get_accelerator
+
+from tests.support.ranks import run_ranks
+from tests.support.slots import TOY, toy_config
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.messages import BuildTrial
+
+pytestmark = pytest.mark.slots
+SCRIPT = TOY.with_name("scripts") / "refused.py"
+
+
+@dataclass
+class Case:
+    """A trial, how far it gets, and what it is told: how that begins, and what else is in it."""
+
+    entrypoint: str
+    until: Literal["build", "load", "train", "validate", "everything", "weights"]
+    begins: str
+    holds: tuple[str, ...] = ()
+    hparams: dict[str, Any] = field(default_factory=dict)
+
+
+TOO_SMALL = "the validation set is too small for pipeline parallelism, where"
+NO_GROUP = {"validation_samples": 5, "accumulation": 4}
+IN_GROUPS = "gradient_accumulation_steps = 4 micro-batches"
+NO_STEP = "DeepSpeed model engine did not train for gradient accumulation steps: "
+
+REFUSED = {
+    "no engine": Case(
+        "bad_trials:NoEngine", "build",
+        "NoEngine.__init__ wrapped no engine; pass what deepspeed.initialize returns first to",
+    ),
+    "batch sizes": Case(
+        "bad_trials:RefusedBatchSize", "build",
+        "DeepSpeed refuses the trial's configuration: Check batch related parameters. "
+        "train_batch_size is not equal to micro_batch_per_gpu",
+    ),
+    "fp16": Case(
+        "engine_trials:OwnConfig", "build",
+        "DeepSpeed refuses the trial's configuration: Type fp16 is not supported on your device.",
+        hparams={"ds_config": {"fp16": {"enabled": True}}},
+    ),
+    "a pipeline after another engine": Case(
+        "bad_trials:LatePipeline", "build",
+        "wrap_model_engine got a PipelineEngine as engine 1, after one that is no pipeline: the "
+        "first engine's layout is the whole trial's. Wrap the pipeline first, and give all "
+        "pipelines of a trial the same stages",
+    ),
+    "unequal pipelines": Case(
+        "bad_trials:UnequalPipelines", "build",
+        "wrap_model_engine got a PipelineEngine as engine 1, after one that has other stages: the "
+        "first engine's layout is the whole trial's",
+    ),
+    "mpus that do not fit": Case(
+        "parallel_trials:MisfitMPU", "build",
+        "the ModelParallelUnits of the ranks do not fit together: every rank must give the same "
+        "data_parallel_world_size n, and together they must give each data_parallel_rank from 0 to "
+        "n - 1; seen, rank by rank: ['0 of 2', '0 of 2']",
+    ),
+    "validated in both ways": Case(
+        "evaluation_trials:BothWays", "build",
+        "BothWays defines both of evaluate_batch and evaluate_full_dataset; define exactly one",
+    ),
+    "validated in neither way": Case(
+        "evaluation_trials:NeitherWay", "build",
+        "NeitherWay defines neither of evaluate_batch and",
+    ),
+    "one rank alone under ZeRO-3": Case(
+        "evaluation_trials:FullDataset", "build",
+        "FullDataset defines evaluate_full_dataset, which runs on a single rank, but its engine's "
+        "forward pass needs the other ranks",
+        hparams={"zero_stage": 3},
+    ),
+    "nothing to load": Case(
+        "bad_trials:LoadsNothing", "load",
+        "build_training_data_loader returned None on a rank that needs data; return a "
+        "trial_core.pytorch.DataLoader",
+    ),
+    "nothing to train on": Case(
+        "bad_trials:EmptyTraining", "load",
+        "the training loader is empty: it has no batch at all",
+    ),
+    "a loader that does not shard": Case(
+        "bad_trials:PlainLoader", "load",
+        "build_training_data_loader returned torch.utils.data.dataloader.DataLoader; return a "
+        "trial_core.pytorch.DataLoader",
+    ),
+    "a reducer with a metric's name": Case(
+        "bad_trials:NamesTwoLoss", "train",
+        "training metric(s) loss are both returned by the trial and given by a wrapped reducer; "
+        "name one of them otherwise",
+    ),
+    "no step": Case(
+        "bad_trials:ForgetsToStep", "train",
+        NO_STEP + "1 call(s) of train_batch led to 0 optimizer step(s)",
+    ),
+    "no step by hand": Case(
+        "engine_trials:ByHandTooLittle", "train",
+        NO_STEP + "1 call(s) of train_batch led to 0 optimizer step(s) of the first engine",
+    ),
+    "no whole group of micro-batches": Case(
+        "parallel_trials:PipelineTrial", "validate", TOO_SMALL,
+        (IN_GROUPS, "has 3 on some rank"), NO_GROUP,
+    ),
+    "no whole group, without a length": Case(
+        "parallel_trials:UnsizedPipeline", "validate", TOO_SMALL,
+        (IN_GROUPS, "fewer than that"), NO_GROUP,
+    ),
+    "more validation data than there is": Case(
+        "evaluation_trials:TwoAtATime", "validate",
+        "evaluate_batch asked for more micro-batches than the validation loader gave this rank, in "
+        "call 1 of the validation",
+        hparams={"validation_samples": 12},
+    ),
+    "no validation data": Case(
+        "evaluation_trials:WithoutLength", "validate",
+        "there are no validation metrics: the validation loader gave not a single batch",
+        hparams={"validation_samples": 0},
+    ),
+    "a save without a load": Case(
+        "bad_trials:SavesInItsOwnWay", "everything",
+        'DeepSpeed found no checkpoint (tag "model0") in ',
+        ("; a trial that overrides save overrides load as well",),
+    ),
+    "a save without a load_weights": Case(
+        "bad_trials:SavesInItsOwnWay", "weights",
+        'DeepSpeed found no weights (tag "model0") in ',
+        ("; a trial that overrides save overrides load_weights as well",),
+    ),
+    "nothing": Case("toy_trial:ToyTrial", "weights", "not refused"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What each rank raised with each of those trials, all in one start of two ranks."""
+    requests = []
+    for index, case in enumerate(REFUSED.values()):
+        folder = tmp_path_factory.mktemp(f"refused-{index}")
+        config = toy_config(folder, entrypoint=case.entrypoint, hyperparameters=case.hparams)
+        request = BuildTrial(
+            trial="toy-0000beef",
+            experiment=config.model_dump(mode="json"),
+            run_dir=str(folder),
+            storage=CheckpointStore(config.checkpoint_storage.url).spec,
+        )
+        requests.append([msgspec.to_builtins(request), case.until])
+    ranks: Any = run_ranks(SCRIPT.read_text(), 2, TRIALS=json.dumps(requests))
+    return [dict(zip(REFUSED, messages, strict=True)) for messages in ranks]
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_trial_that_is_refused(said: list[dict[str, str]], what: str) -> None:
+    """As the trial's mistake, with DeepSpeed's own reason where it has one; on every rank alike,
+    before one can wait for another that will not come."""
+    if what == "fp16" and get_accelerator().is_fp16_supported():
+        pytest.skip(f"this device ({get_accelerator().device_name()}) computes in fp16")
+    for rank in (0, 1):
+        message = said[rank][what]
+        assert message.startswith(REFUSED[what].begins)
+        assert [part for part in REFUSED[what].holds if part not in message] == []
