@@ -28,6 +28,7 @@ def upload_s3fs(job: dict[str, Any]) -> None:
 def restore_s3fs(job: dict[str, Any]) -> None:
     """What s3fs does by default, without verifying anything."""
     files = fsspec.filesystem("s3", **job["options"])
+    Path(job["target"]).mkdir(parents=True, exist_ok=True)
     files.get_file(f"{job['bucket']}/s3fs/shard.bin", f"{job['target']}/shard.bin")
 
 

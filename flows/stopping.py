@@ -24,8 +24,8 @@ from prefect.exceptions import Abort, ObjectNotFound, Pause, PrefectException
 from prefect.logging import get_run_logger
 from prefect.states import AwaitingRetry, Cancelled
 
-from flows.engine import has_lost_its_keeper
-from trial_core.errors import Stopped
+from flows.engine import has_lost_its_keeper, outlive_whoever_reads_the_output
+from trial_core.errors import Stopped, Superseded
 from trial_core.observer import current_observer
 from trial_core.stopping import Stopping, Why
 
@@ -83,6 +83,7 @@ class StopWatch:
         if self._suspension is not None:
             # Prefect would end a suspended run, unsaved, at its next task; `conclude` ends it.
             self._suspension.raise_if_requested = lambda: None
+        outlive_whoever_reads_the_output()
         if self._budget_seconds is not None:
             self._budget.start()
         self._thread.start()
@@ -116,6 +117,9 @@ class StopWatch:
         """
         asked = self._stopping.asked
         if asked is None:
+            run = self._run_if_known() if isinstance(failure, Superseded) else None
+            if run is not None and self._is_anothers(run):
+                raise self._left_alone(str(failure))
             return None
         said = str(asked) if failure is None else f"{asked}; not saved: {failure}"
         run = self._run_if_known()

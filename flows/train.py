@@ -132,8 +132,10 @@ def train_trial(config: ExperimentConfig, trial: str, stopping: Stopping) -> Tri
         Report(config, trial, run_dir, current_observer()) as report,
         running(store, trial, config.searcher.source_checkpoint_uuid) as claim,
     ):
+        # Once, and not for each restart: that would win against a run that has come since.
+        fence = store.take_over(trial, str(runtime.flow_run.id))
         while True:
-            run = TrialRun(config, trial, run_dir, store, report, stopping, claim)
+            run = TrialRun(config, trial, run_dir, store, report, stopping, claim, fence)
             sweep_leftovers(run)
             try:
                 # In this order: an upload ends with the ranks, or (memory://) soon after them.

@@ -15,6 +15,7 @@ from prefect.logging import get_run_logger
 
 from tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
 from tasks.run import TrialRun
+from trial_core.checkpoint.failures import of_rank
 from trial_core.checkpoint.manifest import FileEntry, Manifest
 from trial_core.checkpoint.transfer import upload_files
 from trial_core.errors import CheckpointError, SlotsError, StorageError
@@ -34,10 +35,13 @@ def sweep_leftovers(run: TrialRun) -> None:
     """Delete what dead attempts at the trial have stored and never committed.
 
     A storage that fails here is no reason not to train: the next run tries again.
+
+    Raises:
+        Superseded: another run has taken the trial over.
     """
     logger = get_run_logger()
     try:
-        for swept in run.store.sweep(run.trial):
+        for swept in run.store.sweep(run.trial, run.fence):
             logger.info("deleted what a dead attempt has left: %s", swept)
     except StorageError as error:
         logger.warning("what dead attempts have left is not deleted: %s", error)
@@ -74,11 +78,12 @@ def checkpoint_upload(run: TrialRun, staged: StagedCheckpoint) -> Manifest:
         StorageError: the storage failed on some rank, or here; what was staged is still there.
         CheckpointError: several ranks wrote different files under one name, or a rank's files
             cannot be a checkpoint's. To try again would not help.
+        Superseded: another run has taken the trial over.
     """
     if run.topology is None:
         raise SlotsError("a checkpoint is saved only after the trial was built")
     with run.stage("checkpoint-upload", f"@{staged.progress.batches_trained}"):
-        run.store.begin(run.trial, staged.uuid, run.attempt)
+        run.store.begin(run.trial, staged.uuid, run.attempt, run.fence)
         manifest = staged.manifest(
             _upload(run, staged),
             trial=run.trial,
@@ -88,7 +93,7 @@ def checkpoint_upload(run: TrialRun, staged: StagedCheckpoint) -> Manifest:
             versions=run.versions,
             epoch=run.epoch,
         )
-        run.store.commit(manifest)
+        run.store.commit(manifest, run.fence)
         # Told at once: what is committed stays so, even if its ranks are lost in the next moment.
         run.observer.checkpoint_committed(
             manifest.uuid, manifest.progress.batches_trained, manifest.total_bytes
@@ -114,7 +119,7 @@ def _upload(run: TrialRun, staged: StagedCheckpoint) -> dict[int, list[FileEntry
     persisted = run.slots.request(PersistCheckpoint(uuid=staged.uuid), Persisted)
     for rank, result in enumerate(persisted):
         if result.problem:
-            raise StorageError(f"rank {rank}: {result.problem}")
+            raise StorageError(of_rank(rank, result.problem))
         if result.mistake:
-            raise CheckpointError(f"rank {rank}: {result.mistake}")
+            raise CheckpointError(of_rank(rank, result.mistake))
     return {rank: result.files for rank, result in enumerate(persisted)}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trial_core.checkpoint.claims import Running
+from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
@@ -32,6 +33,7 @@ class TrialRun:
         observer: who watches.
         stopping: whether it has been asked to stop.
         claim: tells those who delete checkpoints what this run needs.
+        fence: says whether this run may still commit; None: nobody else can be at the trial.
         metrics: the last ones of each kind.
         hooks: the callback hooks that the trial overrides, once it is built.
         topology, versions, batch_samples: what the ranks said of themselves, once it is built.
@@ -54,6 +56,7 @@ class TrialRun:
         observer: Observer,
         stopping: Stopping | None = None,
         claim: Running | None = None,
+        fence: Fence | None = None,
     ) -> None:
         self.config = config
         self.trial = trial
@@ -63,6 +66,7 @@ class TrialRun:
         self.observer = observer
         self.stopping = stopping or Stopping(0)
         self.claim = claim or Running(store, trial)
+        self.fence = fence
         self.metrics: dict[str, dict[str, Any]] = {}
         self.hooks: frozenset[str] = frozenset()
         self.topology: Topology | None = None

@@ -16,6 +16,7 @@ Each message says what was seen, what was expected, and what to do about it::
         ├── CheckpointNotFound no committed checkpoint answers to that name
         ├── CheckpointDamaged  a file differs from what its manifest promises
         └── CommitConflict     another writer has committed under the same name
+            └── Superseded     another attempt has taken the trial over
 
 ``RankFailed`` carries what a person needs to find the cause: see its attributes. The other
 classes carry their message alone.
@@ -98,6 +99,10 @@ class CheckpointDamaged(CheckpointError):
 
 class CommitConflict(CheckpointError):
     """Another writer has committed a checkpoint under the same name."""
+
+
+class Superseded(CommitConflict):
+    """Another attempt has taken the trial over: this one was presumed dead, and may not commit."""
 
 
 class RankFailed(SlotsError):

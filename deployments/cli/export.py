@@ -7,6 +7,8 @@ import io
 import json
 import shutil
 import tempfile
+import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -26,6 +28,16 @@ COPY_BYTES = 16 * 2**20
 SUFFIXES = (".safetensors", ".pt", ".bin")
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """Which weights of which checkpoint to export, and how to read them."""
+
+    manifest: Manifest
+    engine: int
+    dtype: Precision
+    trusted: bool
+
+
 def export(
     checkpoint: str | None = None,
     /,
@@ -38,15 +50,19 @@ def export(
         Parameter(help="fp32: the optimizer's weights. 16bit: those that the model runs with."),
     ] = "fp32",
     force: Annotated[bool, Parameter(help="Replace a file that is there already.")] = False,
+    trusted: Annotated[
+        bool,
+        Parameter(help="Read objects of any class, which can run code; as checkpointing.trusted."),
+    ] = False,
     config: ConfigFile = None,
     storage: Storage = None,
     json_: AsJson = False,
 ) -> int:
     """Write the weights of a checkpoint that DeepSpeed has saved into one file.
 
-    ZeRO's shards are put together. Every file is verified before it is loaded; loading unpickles
-    it, so export only checkpoints that you would train from. Needs room for the engine's part of
-    the checkpoint in the folder for temporary files (TMPDIR).
+    ZeRO's shards are put together. Every file is verified before it is loaded, and nothing but
+    tensors and plain data is read from it, unless --trusted or the experiment says otherwise.
+    Needs room for the engine's part of the checkpoint in the folder for temporary files (TMPDIR).
 
     Parameters
     ----------
@@ -58,8 +74,8 @@ def export(
         raise ConfigError("give either a checkpoint or --trial, and not both")
     store = open_store(config, storage)
     manifest = _find(store, checkpoint, trial)
-    entries = _files_of(manifest, engine)
-    count, size_bytes = _export(store, manifest, entries, to, engine, dtype, force)
+    wanted = Wanted(manifest, engine, dtype, trusted or _is_trusted(config))
+    count, size_bytes = _export(store, wanted, to, force)
     if json_:
         said = {"uuid": manifest.uuid, "file": str(to.absolute()), "names": count}
         print(json.dumps({**said, "size_bytes": size_bytes, "dtype": dtype, "engine": engine}))
@@ -111,30 +127,34 @@ def _files_of(manifest: Manifest, engine: int) -> list[FileEntry]:
     )
 
 
-def _export(
-    store: CheckpointStore,
-    manifest: Manifest,
-    entries: list[FileEntry],
-    to: Path,
-    engine: int,
-    dtype: Precision,
-    force: bool,
-) -> tuple[int, int]:
+def _is_trusted(config: Path | None) -> bool:
+    """Whether the experiment trusts what it reads."""
+    if config is None:
+        return False
+    from trial_core.config import IgnoredFieldWarning, load_config
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", IgnoredFieldWarning)  # said when the storage was looked for
+        return load_config(config, []).checkpointing.trusted
+
+
+def _export(store: CheckpointStore, wanted: Wanted, to: Path, force: bool) -> tuple[int, int]:
     """Fetch, put together and write; how many names and bytes."""
     from trial_core.checkpoint.failures import Explainer
     from trial_core.checkpoint.local_storage import whole_file
     from trial_core.checkpoint.transfer import fetch_files
 
+    entries = _files_of(wanted.manifest, wanted.engine)
     # Tried first: hours of fetching must not end in a file that cannot be written.
     explainer = Explainer(str(to))
     with explainer.explaining("write"):
         to.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=to.parent).close()
     with tempfile.TemporaryDirectory(prefix="trialflow-export-") as folder:
-        fetch_files(store, manifest.uuid, entries, Path(folder))
+        fetch_files(store, wanted.manifest.uuid, entries, Path(folder))
         # safetensors would replace a file by one that only its owner can read: so it is copied.
         made = Path(folder) / f"weights{to.suffix}"
-        count = _convert(Path(folder), manifest, engine, dtype, made)
+        count = _convert(Path(folder), wanted, made)
         with (
             explainer.explaining("write"),
             whole_file(to, is_durable=True, is_new=not force) as file,
@@ -144,19 +164,21 @@ def _export(
         return count, made.stat().st_size
 
 
-def _convert(folder: Path, manifest: Manifest, engine: int, dtype: Precision, made: Path) -> int:
+def _convert(folder: Path, wanted: Wanted, made: Path) -> int:
     """Put the weights of fetched files together, and write them; how many names."""
     # DeepSpeed writes its log to stdout, which is for this command's answer.
     with contextlib.redirect_stdout(io.StringIO()):
+        from trial_core.controller.reading import Reader
         from trial_core.deepspeed.export import export_weights, write_weights
 
-        weights = export_weights(folder, engine, dtype)
+        reader = Reader(wanted.trusted)
+        weights = export_weights(folder, wanted.engine, wanted.dtype, reader)
     facts = {
-        "trialflow.checkpoint": manifest.uuid,
-        "trialflow.trial": manifest.trial,
-        "trialflow.batches": str(manifest.progress.batches_trained),
-        "trialflow.engine": str(engine),
-        "trialflow.dtype": dtype,
+        "trialflow.checkpoint": wanted.manifest.uuid,
+        "trialflow.trial": wanted.manifest.trial,
+        "trialflow.batches": str(wanted.manifest.progress.batches_trained),
+        "trialflow.engine": str(wanted.engine),
+        "trialflow.dtype": wanted.dtype,
     }
     write_weights(weights, made, facts)
     return len(weights)

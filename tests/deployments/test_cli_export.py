@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,12 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.slots.group import SlotGroup
 
 pytestmark = pytest.mark.slots
+EXPERIMENT = """
+name: any
+entrypoint: any:Any
+searcher: {name: single, metric: loss, max_length: {batches: 1}}
+checkpointing: {trusted: true}
+"""
 WEIGHTS = {"0.weight": (16, 2), "0.bias": (16,), "3.weight": (2, 16), "3.bias": (2,)}
 
 
@@ -153,3 +161,38 @@ def test_a_damaged_checkpoint_is_not_loaded(
     assert run(tmp_path, damaged.uuid, "--to", str(tmp_path / "x.pt")) == 1
     assert "mp_rank_00_model_states.pt" in capsys.readouterr().err
     assert not (tmp_path / "x.pt").exists()
+
+
+class Hostile:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.marker,)
+
+
+def test_only_a_trusted_checkpoint_may_run_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By --trusted, or by the experiment that --config names; else what it holds is refused."""
+    marker, states = tmp_path / "it has run", io.BytesIO()
+    torch.save({"module": {"weight": torch.ones(2)}, "odd": Hostile(marker)}, states)
+    store = CheckpointStore(f"file://{tmp_path}/checkpoints")
+    files = {"model0/mp_rank_00_model_states.pt": states.getvalue()}
+    hostile = upload(store, tmp_path / "staging", files)
+    store.commit(hostile)
+    arguments = (hostile.uuid, "--to", str(tmp_path / "x.pt"), "--force")
+    assert run(tmp_path, *arguments) == 2
+    assert "mp_rank_00_model_states.pt holds objects of" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    assert not marker.exists()
+    assert run(tmp_path, *arguments, "--trusted") == 0
+    assert marker.exists()
+    marker.unlink()
+    experiment = tmp_path / "experiment.yaml"
+    experiment.write_text(EXPERIMENT)
+    assert run(tmp_path, *arguments, "--config", str(experiment)) == 0
+    assert marker.exists()

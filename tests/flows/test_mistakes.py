@@ -58,7 +58,7 @@ def test_files_that_no_checkpoint_can_have_end_the_run(
         here, 8, entrypoint="bad_trials:SavesUnderATakenName", max_restarts=5,
         hyperparameters={"record": str(here)},
     )  # fmt: skip
-    with pytest.raises(CheckpointError, match=r"^rank 0: rank 0 saved a file 'manifest.json' at"):
+    with pytest.raises(CheckpointError, match=r"^rank 0 saved a file 'manifest.json' at"):
         train(config)
     seen = newest_run(prefect_server)
     (upload,) = [stage for stage in seen if stage.name == "checkpoint-upload @4"]

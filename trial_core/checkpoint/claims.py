@@ -7,11 +7,15 @@ A run on another machine can be seen by nothing but what it leaves in the storag
 The claim goes when the run ends, however it ends, unless its driver is killed. One that is left
 over counts for `ABANDONED`; what it keeps in the storage until then is a checkpoint or two. An
 upload under way (see `intents`) also tells of a run.
+
+Which attempt at a trial may commit is told elsewhere (see `fencing`): that stays when the run ends,
+while every prune reads all claims, of which there are thus no more than runs.
 """
 
 from __future__ import annotations
 
 import logging
+import uuid as uuids
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,7 +25,7 @@ import msgspec
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.intents import read_intent
 from trial_core.checkpoint.manifest import Timestamp, utc_now
-from trial_core.checkpoint.pins import as_object, is_older, this_user
+from trial_core.checkpoint.notes import as_object, is_older, this_user
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
 
@@ -39,12 +43,14 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
         by: who drives it: ``user@host``.
         at: when it began, or last said so: ISO 8601, UTC.
         needs: uuids of the checkpoints that it has started from, or how they begin.
+        owner: id of the run: another one may have claimed the same trial since.
     """
 
     trial: str
     by: str
     at: Timestamp
     needs: list[str]
+    owner: str = ""
 
     def why(self) -> str:
         """For people to read."""
@@ -63,6 +69,7 @@ class Running:
         self._store = store
         self._trial = trial
         self._source = source
+        self._owner = uuids.uuid4().hex
 
     def needs(self, uuid: str | None) -> None:
         """Say that the run goes on, and from which checkpoint, besides its source.
@@ -70,7 +77,9 @@ class Running:
         A storage that fails is no reason not to train: it is warned of.
         """
         needs = [each for each in (self._source, uuid) if each is not None]
-        claim = Claim(trial=self._trial, by=this_user(), at=utc_now(), needs=needs)
+        claim = Claim(
+            trial=self._trial, by=this_user(), at=utc_now(), needs=needs, owner=self._owner
+        )
         try:
             self._store.storage.write(claim_key(self._trial), as_object(claim))
         except StorageError as error:
@@ -78,6 +87,16 @@ class Running:
                 "whoever deletes checkpoints does not know that trial %s runs: %s",
                 self._trial, error,
             )  # fmt: skip
+
+    def end(self) -> None:
+        """The run is over: nothing is needed any more. What another run has claimed since stays."""
+        key = claim_key(self._trial)
+        try:
+            data = self._store.storage.read(key)
+            if data is not None and msgspec.json.decode(data, type=Claim).owner == self._owner:
+                self._store.storage.remove(key)
+        except (StorageError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            _logger.warning("%s stays behind: %s", key, error)
 
 
 @contextmanager
@@ -92,10 +111,7 @@ def running(store: CheckpointStore, trial: str, source: str | None = None) -> It
     try:
         yield claim
     finally:
-        try:
-            store.storage.remove(claim_key(trial))
-        except StorageError as error:
-            _logger.warning("%s stays behind: %s", claim_key(trial), error)
+        claim.end()
 
 
 def claim_key(trial: str) -> str:

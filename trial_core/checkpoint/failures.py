@@ -126,6 +126,11 @@ def without_credentials(url: str) -> str:
     return address.partition("?")[0] if "://" in address else address
 
 
+def of_rank(rank: int, message: str) -> str:
+    """What a rank says went wrong there, with the rank named once."""
+    return message if message.startswith(f"rank {rank} ") else f"rank {rank}: {message}"
+
+
 def storage_exceptions() -> tuple[type[BaseException], ...]:
     """Every class of error that a storage may raise. Use as ``except storage_exceptions()``."""
     found: list[type[BaseException]] = [OSError, asyncio.TimeoutError, NotImplementedError]

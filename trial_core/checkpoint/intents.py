@@ -3,10 +3,8 @@
 What a killed run leaves behind is then found by its trial's next run, and by nobody else: without
 its intent, half a checkpoint of one trial looks like the upload under way of another.
 
-Two runs may train one trial without knowing of each other: a driver that its server took for dead
-is not always dead. So whoever sweeps first says so in the intent, then looks for the manifest;
-whoever commits writes the manifest first, then looks at the intent. At least one of the two sees
-the other, so no checkpoint is listed whose files a sweep deletes.
+Two attempts may train one trial without knowing of each other: see `fencing`, and for what becomes
+of a commit that meets a sweep, `committing`.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.manifest import is_json, utc_now
+from trial_core.checkpoint.manifest import Count, is_json, is_void, void
 from trial_core.checkpoint.storage import Storage
 
 
@@ -29,14 +27,16 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
         uuid: which.
         attempt: id of the writer.
         created_at: when it began: ISO 8601, UTC.
-        swept_at: when a later run of the trial took it for given up, and began to delete it.
+        number: the attempt's, if it has taken the trial over.
+        batches: what its manifest's key says; known once it is about to be committed.
     """
 
     trial: str
     uuid: str
     attempt: str
     created_at: str
-    swept_at: str | None = None
+    number: int = 0
+    batches: Count | None = None
 
     @property
     def key(self) -> str:
@@ -71,27 +71,30 @@ class Swept:
         )
 
 
-def sweep(storage: Storage, trial: str) -> list[Swept]:
-    """Delete what uploads of a trial that never ended have left; what that was."""
-    claimed = _claim(storage, trial)
-    spared = _committed(storage, trial, {intent.uuid for intent in claimed})  # not before the claim
+def sweep(storage: Storage, trial: str, number: int | None = None) -> list[Swept]:
+    """Delete what uploads of a trial that never ended have left; what that was.
+
+    Args:
+        number: of the attempt that sweeps, and has nothing under way: what later ones upload is
+            left alone. None: nobody else may be at the trial.
+    """
+    begun = _begun(storage, trial, number)
+    committed = _committed(storage, trial, {intent.uuid for intent in begun})
     swept = []
-    for intent in claimed:
-        if intent.uuid in spared:
+    for intent in begun:
+        if intent.uuid in committed or not _is_given_up(storage, intent):
             storage.remove(intent.key)  # its writer died between the two
             continue
         cleared = storage.clear(layout.files_folder(intent.uuid))
+        # In this order: what is left of a sweep that dies here is found again.
+        if intent.batches is not None:
+            storage.remove(layout.manifest_key(trial, intent.batches, intent.uuid))
         storage.remove(intent.key)
         swept.append(Swept(intent.uuid, intent.attempt or None, *cleared))
     for folder in layout.folders_of(trial):
         if uploads := storage.end_uploads(folder):
             swept.append(Swept(None, None, 0, 0, uploads))
     return swept
-
-
-def as_object(intent: Intent) -> bytes:
-    """What is stored: JSON that a person can read."""
-    return msgspec.json.format(msgspec.json.encode(intent), indent=2) + b"\n"
 
 
 def read_intent(storage: Storage, trial: str, uuid: str) -> Intent | None:
@@ -106,17 +109,15 @@ def read_intent(storage: Storage, trial: str, uuid: str) -> Intent | None:
     return msgspec.structs.replace(read, trial=trial, uuid=uuid)
 
 
-def _claim(storage: Storage, trial: str) -> list[Intent]:
-    """All intents of a trial, each now marked as swept, so that who wrote it cannot commit."""
-    claimed = []
+def _begun(storage: Storage, trial: str, number: int | None) -> list[Intent]:
+    """The intents of a trial, but for those of attempts later than that one."""
+    found = []
     for key in sorted(storage.sizes(layout.intents_folder(trial))):
         uuid = layout.parse_intent_key(key)
         intent = read_intent(storage, trial, uuid) if uuid is not None else None
-        if intent is not None:
-            intent = msgspec.structs.replace(intent, swept_at=intent.swept_at or utc_now())
-            storage.write(intent.key, as_object(intent))
-            claimed.append(intent)
-    return claimed
+        if intent is not None and (number is None or intent.number <= number):
+            found.append(intent)
+    return found
 
 
 def _committed(storage: Storage, trial: str, uuids: Collection[str]) -> set[str]:
@@ -130,6 +131,18 @@ def _committed(storage: Storage, trial: str, uuids: Collection[str]) -> set[str]
         data = storage.read(key)
         if data is not None and len(data) == size_bytes and not is_json(data):
             storage.remove(key)
-        elif data is not None:
+        elif data is not None and not is_void(data):
             found.add(name.uuid)
     return found
+
+
+def _is_given_up(storage: Storage, intent: Intent) -> bool:
+    """Whether nobody can commit that checkpoint any more; False: somebody has, just now."""
+    if intent.batches is None:
+        return True  # whoever uploads it has yet to look who has taken over
+    key = layout.manifest_key(intent.trial, intent.batches, intent.uuid)
+    try:
+        storage.create(key, void(intent.uuid))
+    except FileExistsError:
+        return False
+    return True

@@ -5,6 +5,7 @@
     manifests/{trial}/{batches:010d}-{uuid}.json   the commit: written last, once, create-only
     checkpoints/{uuid}/{path}                      files as the trial's save wrote them
     uploads/{trial}/{uuid}.json                    that somebody uploads it, until the commit
+    attempts/{trial}/{number:06d}.json             who has taken the trial over; the last may commit
     pins/{uuid}.json                               that a checkpoint stays
     claims/{trial}.json                            that a trial runs, and what it needs
     deletions/{uuid}.json                          that a checkpoint is being deleted
@@ -23,6 +24,7 @@ from typing import NamedTuple
 MANIFESTS = "manifests"
 CHECKPOINTS = "checkpoints"
 UPLOADS = "uploads"
+ATTEMPTS = "attempts"
 RUNS = "runs"
 PROBES = "probes"
 
@@ -34,9 +36,8 @@ _UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")
 _MANIFEST_KEY = re.compile(
     rf"{MANIFESTS}/(?P<trial>[^/]+)/(?P<batches>[0-9]{{10,}})-(?P<uuid>[^/]+)\.json"
 )
-
-
 _INTENT_KEY = re.compile(rf"{UPLOADS}/(?P<trial>[^/]+)/(?P<uuid>[^/]+)\.json")
+_ATTEMPT_KEY = re.compile(rf"{ATTEMPTS}/[^/]+/(?P<number>[0-9]{{6,}})\.json")
 
 
 class ManifestName(NamedTuple):
@@ -86,6 +87,22 @@ def parse_intent_key(key: str) -> str | None:
     """The uuid of the checkpoint that is being uploaded; None where the key is another one."""
     match = _INTENT_KEY.fullmatch(key)
     return match["uuid"] if match is not None and is_uuid(match["uuid"]) else None
+
+
+def attempts_folder(trial: str) -> str:
+    """The folder of what says who has taken a trial over."""
+    return f"{ATTEMPTS}/{trial}"
+
+
+def attempt_key(trial: str, number: int) -> str:
+    """The key of what says that an attempt has taken a trial over."""
+    return f"{attempts_folder(trial)}/{number:06d}.json"
+
+
+def parse_attempt_key(key: str) -> int | None:
+    """The attempt's number; None where the key is another one."""
+    match = _ATTEMPT_KEY.fullmatch(key)
+    return int(match["number"]) if match is not None else None
 
 
 def run_folder(trial: str) -> str:

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from trial_core.checkpoint.moving import Cleared, Piece, chunks
 from trial_core.checkpoint.parallel import StopSignal
@@ -79,6 +79,10 @@ class LocalStorage(Storage):
 
     def _create(self, path: str, data: bytes) -> None:
         with whole_file(Path(path), is_durable=True, is_new=True) as file:
+            file.write(data)
+
+    def _put_small(self, path: str, data: bytes, **how: Any) -> None:
+        with whole_file(Path(path), is_durable=True) as file:
             file.write(data)
 
     def _store_file(self, source: Path, size_bytes: int, key: str, stop: StopSignal) -> str:

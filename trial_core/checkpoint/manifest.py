@@ -26,6 +26,7 @@ SCHEMA_VERSION = 1
 
 _SEAL = "digest"
 _FLOAT = "$float"
+_VOID = b'{"given_up": '
 
 Digest = Annotated[str, msgspec.Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -178,6 +179,17 @@ def is_json(data: bytes) -> bool:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False
     return True
+
+
+def void(uuid: str) -> bytes:
+    """What is stored in a manifest's place while what was uploaded of its checkpoint is deleted: it
+    makes no checkpoint, and nobody can commit one there."""
+    return _VOID + msgspec.json.encode(uuid) + b"}\n"
+
+
+def is_void(data: bytes) -> bool:
+    """Whether that was stored in a manifest's place."""
+    return data.startswith(_VOID)
 
 
 def utc_now() -> str:

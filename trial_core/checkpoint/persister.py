@@ -111,7 +111,7 @@ class Persister:
                     return report.files
         except OSError:
             pass  # the connection of a process that has ended
-        raise StorageError(f"the process that uploads rank {rank}'s files {self._how_it_ended()}")
+        raise StorageError(f"the process that uploads its files {self._how_it_ended()}")
 
     def forget(self, uuid: str) -> None:
         """A checkpoint is committed, or given up: what was stored of it need not be known."""

@@ -11,15 +11,13 @@ first pins and then looks for a deletion. So at least one of the two sees the ot
 
 from __future__ import annotations
 
-import contextlib
-import getpass
-import socket
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 
 import msgspec
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Timestamp, utc_now
+from trial_core.checkpoint.notes import as_object, is_older, this_user
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound, CommitConflict
 
@@ -164,23 +162,3 @@ def deletion_under_way(store: CheckpointStore, uuid: str) -> Deletion | None:
     """That a checkpoint is being deleted right now."""
     deletion = read_deletion(store, uuid)
     return None if deletion is None or is_older(deletion.at, STALE) else deletion
-
-
-def this_user() -> str:
-    """Who runs this process: ``user@host``."""
-    user = "unknown"
-    with contextlib.suppress(OSError, KeyError):  # a container may have no name for its user
-        user = getpass.getuser()
-    return f"{user}@{socket.gethostname()}"
-
-
-def is_older(at: str, age: timedelta) -> bool:
-    """Whether a time as a manifest writes it lies further back than `age`."""
-    # Python 3.10 does not read the Z.
-    moment = datetime.fromisoformat(at.replace("Z", "+00:00"))
-    return datetime.now(timezone.utc) - moment > age
-
-
-def as_object(value: msgspec.Struct) -> bytes:
-    """What is stored: JSON that a person can read."""
-    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"

@@ -16,17 +16,15 @@ from typing import Any
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.claims import Claim, claims, uploading
 from trial_core.checkpoint.manifest import Manifest, utc_now
+from trial_core.checkpoint.notes import as_object, is_older, this_user
 from trial_core.checkpoint.pins import (
     DELETIONS,
     STALE,
     Deletion,
-    as_object,
     deletion_key,
-    is_older,
     pins,
     read_deletion,
     read_pin,
-    this_user,
 )
 from trial_core.checkpoint.retention import Decision, RetentionPolicy, decide
 from trial_core.checkpoint.store import CheckpointStore

@@ -15,8 +15,9 @@ from typing import Any
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.committing import begin, commit
+from trial_core.checkpoint.fencing import Fence, take_over
 from trial_core.checkpoint.intents import Swept, sweep
-from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.manifest import Manifest, is_void
 from trial_core.checkpoint.moving import DELETED_IN_VAIN
 from trial_core.checkpoint.opening import open_storage
 from trial_core.checkpoint.parallel import StopSignal, in_parallel
@@ -90,29 +91,55 @@ class CheckpointStore:
         """
         self.storage.try_out(f"{layout.PROBES}/{uuids.uuid4()}")
 
-    def begin(self, trial: str, uuid: str, attempt: str) -> None:
+    def take_over(self, trial: str, attempt: str) -> Fence:
+        """Begin an attempt at a trial: from now on no earlier one can commit. The driver calls it
+        once, before it sweeps, and before it looks what to go on from. When its ranks are launched
+        anew the attempt remains the same: to take over again would be to win against whoever has
+        come since.
+
+        Args:
+            attempt: the new attempt's id.
+
+        Returns:
+            What to give to `sweep`, `begin` and `commit`.
+
+        Raises:
+            CommitConflict: others take the trial over all the time.
+        """
+        if not layout.is_name(trial):
+            raise CheckpointError(f"no trial can be called {trial!r}")
+        return take_over(self.storage, trial, attempt)
+
+    def begin(self, trial: str, uuid: str, attempt: str, fence: Fence | None = None) -> None:
         """Say that a checkpoint is about to be uploaded, so that a later run of the trial finds
         what is left of it, should this one die. The driver calls it, before any rank uploads, and
         before each further try.
 
         Raises:
-            CommitConflict: a later run of the trial has swept it away.
+            Superseded: another attempt has taken the trial over.
         """
         if not layout.is_name(trial) or not layout.is_uuid(uuid):
             raise CheckpointError(f"not a trial and a checkpoint's uuid: {trial!r}, {uuid!r}")
-        begin(self.storage, trial, uuid, attempt)
+        begin(self.storage, trial, uuid, attempt, fence)
 
-    def sweep(self, trial: str) -> _AllSwept:
+    def sweep(self, trial: str, fence: Fence | None = None) -> _AllSwept:
         """Delete what earlier runs of a trial have begun to upload and never committed.
 
         For the start of a run, before it uploads anything. Neither committed checkpoints nor
-        other trials' uploads are touched. A run of this very trial that is still alive somewhere
-        can then no longer commit what it was uploading.
+        other trials' uploads are touched. An attempt at this very trial that is still alive
+        somewhere can then no longer commit what it was uploading.
+
+        Args:
+            fence: of the attempt that sweeps. Without it nobody else may be at the trial.
 
         Raises:
             StorageError: something could not be deleted. The next sweep tries again.
+            Superseded: another attempt has taken the trial over; nothing is deleted.
         """
-        return sweep(self.storage, trial)
+        if fence is None:
+            return sweep(self.storage, trial)
+        fence.check(f"what earlier attempts at trial {trial} have left is not deleted")
+        return sweep(self.storage, trial, fence.number)
 
     def delete(self, manifest: Manifest) -> None:
         """Delete a checkpoint: its manifest first, so that it is never listed without its files.
@@ -130,18 +157,21 @@ class CheckpointStore:
             )
         self.storage.clear(layout.files_folder(manifest.uuid))
 
-    def commit(self, manifest: Manifest) -> None:
+    def commit(self, manifest: Manifest, fence: Fence | None = None) -> None:
         """Make a checkpoint real. Its files must have been uploaded.
 
         After an error the commit may yet have happened: commit the same manifest again to find
         out. The same bytes being there already counts as success.
 
+        Args:
+            fence: of the attempt that commits. Without it nobody else may be at the trial.
+
         Raises:
             CheckpointDamaged: a file that the manifest lists is missing, or has another size.
-            CommitConflict: another writer has committed this checkpoint; or a later run of the
-                trial has swept its files away.
+            CommitConflict: another writer has committed this checkpoint.
+            Superseded: another attempt has taken the trial over.
         """
-        commit(self.storage, manifest)
+        commit(self.storage, manifest, fence)
 
     def list(self, trial: str | None = None) -> _Manifests:
         """All checkpoints, or those of a trial, oldest first."""
@@ -232,9 +262,10 @@ class CheckpointStore:
         return [manifest for manifest in read_all if manifest is not None]
 
     def _read(self, name: layout.ManifestName) -> Manifest | None:
-        """The manifest of that name; None where it has been deleted since it was listed."""
+        """The manifest of that name; None where it has been deleted since it was listed, or what
+        was uploaded is being deleted."""
         data = self.storage.read(name.key)
-        if data is None:
+        if data is None or is_void(data):
             return None
         where = f"{self.url}/{name.key}"
         manifest = Manifest.from_json(data, where)

@@ -11,6 +11,7 @@ import uuid as uuids
 from collections.abc import Callable
 from typing import Any
 
+from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.manifest import FileEntry, Manifest
 from trial_core.checkpoint.pruning import prune_trial
 from trial_core.checkpoint.store import CheckpointStore
@@ -57,6 +58,7 @@ class Fit:
         metric: the validation metric that says what is best; None: nothing does.
         test_mode: validate one batch only, and keep no checkpoint.
         is_told_to_end: whether somebody else has asked this rank to save and end.
+        fence: rank 0's, which commits; None on the others, and where nothing is kept.
 
     Attributes:
         metrics: the last ones of each kind.
@@ -74,6 +76,7 @@ class Fit:
         metric: str | None,
         test_mode: bool,
         is_told_to_end: Callable[[], bool] = lambda: False,
+        fence: Fence | None = None,
     ) -> None:
         self.test_mode = test_mode
         self._is_told_to_end = is_told_to_end
@@ -84,7 +87,8 @@ class Fit:
         self.store = store
         self._config = config
         self._metric = metric
-        self._attempt = uuids.uuid4().hex
+        self._fence = fence
+        self._attempt = uuids.uuid4().hex if fence is None else fence.token.attempt
         self.metrics: dict[str, dict[str, Any]] = {}
         self.newest: str | None = None
         self._stop_requested = False
@@ -259,7 +263,7 @@ class Fit:
         return meeting.commit(stored, lambda files: self._commit(staged, files))
 
     def _begin(self, uuid: str) -> None:
-        self.store.begin(self._info.trial, uuid, self._attempt)
+        self.store.begin(self._info.trial, uuid, self._attempt, self._fence)
 
     def _persist(self, uuid: str) -> list[FileEntry]:
         persisted = self._controller.persist_checkpoint(PersistCheckpoint(uuid=uuid))
@@ -279,7 +283,7 @@ class Fit:
             versions=self._built.versions,
             epoch=self._epoch,
         )
-        persistently(lambda: self.store.commit(manifest))
+        persistently(lambda: self.store.commit(manifest, self._fence))
         rules, searcher = self._config.checkpoint_storage, self._config.searcher
         policy = rules.retention(self._metric, searcher.smaller_is_better)
         if policy is not None:

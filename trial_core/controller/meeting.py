@@ -15,6 +15,7 @@ import msgspec
 from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
+from trial_core.checkpoint.failures import of_rank
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.controller.together import Outcome, attempt, raise_error
 from trial_core.distributed import DistributedContext
@@ -119,7 +120,7 @@ class Meeting:
                 ranks = range(first := int(self._store.get(self._failed)), first + 1)
             outcomes = {rank: self._read(self._ranks[rank], delete=True) for rank in ranks}
         for rank, outcome in outcomes.items():
-            raise_error(outcome._replace(message=f"rank {rank}: {outcome.message}"))
+            raise_error(outcome._replace(message=of_rank(rank, outcome.message)))
         return [outcome.result for outcome in outcomes.values()]
 
     def _wait_for_the_verdict(self) -> int:

@@ -4,13 +4,11 @@ DeepSpeed's own ``zero_to_fp32`` leaves out frozen weights under ZeRO-1, and one
 that its parent holds under two names. Here every name of the model's ``state_dict`` is exported:
 from the optimizer's fp32 shards where they have it, else from the module's own state.
 
-Reading unpickles DeepSpeed's files: export only checkpoints that you would train from.
+Reading constructs nothing but tensors and plain data, unless the reader trusts the checkpoint.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import logging
 import re
 from collections.abc import Mapping, Set
@@ -18,10 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from trial_core.controller.reading import Reader
+from trial_core.deepspeed.consolidated import consolidated
+from trial_core.deepspeed.saved_parameters import MASTER, Parameter
 from trial_core.errors import CheckpointError, StorageError
 
 Weights = dict[str, torch.Tensor]
@@ -33,7 +33,9 @@ _LAYER = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")
 _logger = logging.getLogger(__name__)
 
 
-def export_weights(folder: Path, engine: int = 0, dtype: Precision = "fp32") -> Weights:
+def export_weights(
+    folder: Path, engine: int = 0, dtype: Precision = "fp32", reader: Reader | None = None
+) -> Weights:
     """The weights and persistent buffers of one engine, by the names of its ``state_dict``.
 
     Tied names map to one and the same tensor. All tensors are on the CPU, contiguous, and share
@@ -45,11 +47,13 @@ def export_weights(folder: Path, engine: int = 0, dtype: Precision = "fp32") -> 
         dtype: ``fp32``: consolidated from ZeRO's shards, what the optimizer steps on; 16-bit
             floats that have no such copy are widened. ``16bit``: what the model computes with,
             as ``save_16bit_model`` gives it.
+        reader: reads the files; by default one that trusts nobody.
 
     Raises:
-        CheckpointError: there are no such weights, or they are split over ranks in a way that
-            this does not put together; says which.
+        CheckpointError: there are no such weights; or they are split over ranks in a way that
+            this does not put together; or the files hold objects that the reader does not trust.
     """
+    reader = reader or Reader()
     files = sorted((folder / f"model{engine}").glob("*.pt"))
     if any("_expert_" in file.name for file in files):
         raise CheckpointError(
@@ -57,16 +61,16 @@ def export_weights(folder: Path, engine: int = 0, dtype: Precision = "fp32") -> 
             "for each expert: export cannot put them together"
         )
     if any(file.name.startswith("layer_") for file in files):
-        return _pipeline_weights(files, engine, dtype)
+        return _pipeline_weights(files, engine, dtype, reader)
     states = _model_states(files, folder, engine)
-    state = torch.load(states, map_location="cpu", mmap=True, weights_only=False)
+    state = reader.load_mapped(states)
     module = _tensors(state["module"])
     has_halves = _has_halves(module, engine, dtype)
     is_partitioned = states.name.startswith("zero_pp_rank")
     has_shards = any(file.name.endswith("_optim_states.pt") for file in files)
-    merged: Mapping[str, torch.Tensor] = {}
+    masters: Mapping[str, Parameter] = {}
     if is_partitioned or (has_shards and dtype == "fp32"):
-        merged = _consolidated(folder, engine)
+        masters = consolidated(folder / f"model{engine}", reader.load_mapped)
     elif dtype == "fp32" and has_halves:
         _logger.warning(
             "engine %d was trained without ZeRO: its checkpoint is read for 16-bit weights alone, "
@@ -74,19 +78,24 @@ def export_weights(folder: Path, engine: int = 0, dtype: Precision = "fp32") -> 
             engine,
         )
     buffers = set(state.get("buffer_names") or ())
-    kept = _ties(module, state.get("shared_params") or {})
+    shared = state.get("shared_params") or {}
+    kept = _ties(module, shared)
     weights: Weights = {}
     for name, held in module.items():
         if kept[name] != name:
             weights[name] = weights[kept[name]]
             continue
-        master = None if name in buffers else merged.get(name)
+        master = None if name in buffers else masters.get(name, masters.get(shared.get(name, "")))
         if master is None and is_partitioned and name not in buffers and held.numel() == 0:
             raise CheckpointError(
                 f"DeepSpeed's ZeRO-3 checkpoint does not hold {name!r}: probably a module that "
                 "its parent holds under two names. Give it one name, or train it with ZeRO 0 to 2"
             )
-        weights[name] = _copied(held if master is None else master, held.dtype, dtype)
+        if master is None:
+            weights[name] = _copied(held, dtype)
+        else:
+            goal = _goal(master.states[MASTER], held.dtype, dtype)
+            weights[name] = master.whole(MASTER, goal)
     return weights
 
 
@@ -134,7 +143,7 @@ def _model_states(files: list[Path], folder: Path, engine: int) -> Path:
     return next(iter(states))
 
 
-def _pipeline_weights(files: list[Path], engine: int, dtype: Precision) -> Weights:
+def _pipeline_weights(files: list[Path], engine: int, dtype: Precision, reader: Reader) -> Weights:
     """A pipeline's weights: each layer's are in a file of its own, whole.
 
     They are named as in a ``torch.nn.Sequential`` of the layers: ``0.weight``. DeepSpeed does not
@@ -144,7 +153,7 @@ def _pipeline_weights(files: list[Path], engine: int, dtype: Precision) -> Weigh
     _refuse_parts({match[2] for match in layers.values()}, engine)
     module: Weights = {}
     for file, match in sorted(layers.items(), key=lambda item: int(item[1][1])):
-        layer = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+        layer = reader.load_mapped(file)
         named = _tensors(layer).items()
         module.update({f"{int(match[1])}.{name}": tensor for name, tensor in named})
     if _has_halves(module, engine, dtype) and dtype == "fp32":
@@ -157,7 +166,7 @@ def _pipeline_weights(files: list[Path], engine: int, dtype: Precision) -> Weigh
     weights: Weights = {}
     for name, held in module.items():
         tie = weights.get(kept[name])
-        weights[name] = _copied(held, held.dtype, dtype) if tie is None else tie
+        weights[name] = _copied(held, dtype) if tie is None else tie
     return weights
 
 
@@ -182,22 +191,6 @@ def _has_halves(module: Weights, engine: int, dtype: Precision) -> bool:
             "fp32, and convert what comes out"
         )
     return has_halves
-
-
-def _consolidated(folder: Path, engine: int) -> dict[str, torch.Tensor]:
-    """DeepSpeed's own consolidation, without what it prints."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            merged: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(
-                str(folder), tag=f"model{engine}"
-            )
-    except (ValueError, KeyError, FileNotFoundError, NotImplementedError) as error:
-        raise CheckpointError(
-            f"DeepSpeed cannot consolidate the ZeRO shards of engine {engine}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    return merged
 
 
 def _tensors(module: Mapping[str, Any]) -> Weights:
@@ -225,11 +218,14 @@ def _ties(module: Weights, shared: Mapping[str, str]) -> dict[str, str]:
     return kept
 
 
-def _copied(tensor: torch.Tensor, held: torch.dtype, dtype: Precision) -> torch.Tensor:
+def _copied(tensor: torch.Tensor, dtype: Precision) -> torch.Tensor:
     """A tensor of its own memory: it may be a view of a whole group of parameters."""
-    goal = tensor.dtype
-    if dtype == "16bit":
-        goal = held
-    elif goal in _HALVES:
-        goal = torch.float32
+    goal = _goal(tensor.dtype, tensor.dtype, dtype)
     return tensor.detach().to(goal, copy=True, memory_format=torch.contiguous_format)
+
+
+def _goal(stored: torch.dtype, held: torch.dtype, dtype: Precision) -> torch.dtype:
+    """The type to export what is stored as one, and computed with as another."""
+    if dtype == "16bit":
+        return held
+    return torch.float32 if stored in _HALVES else stored

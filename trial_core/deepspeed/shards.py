@@ -28,6 +28,7 @@ class ShardFiles(TorchCheckpointEngine):
     Args:
         folder: the staging folder, or the one that files were fetched into.
         images: where to write; None writes files.
+        reader: reads files; None: one that trusts nobody.
     """
 
     def __init__(self, folder: Path, images: Images | None, reader: Reader | None) -> None:
@@ -35,7 +36,7 @@ class ShardFiles(TorchCheckpointEngine):
         self.name = "trialflow"
         self._folder = folder
         self._images = images
-        self._reader = reader
+        self.reader = reader or Reader()
 
     def create(self, info: Any) -> None:
         """Nothing is to be prepared."""
@@ -50,7 +51,7 @@ class ShardFiles(TorchCheckpointEngine):
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Read one shard, of a fetched and verified checkpoint."""
-        return (self._reader or Reader()).load(Path(path), map_location)
+        return self.reader.load(Path(path), map_location)
 
     def commit(self, info: Any) -> bool:
         """The commit is the manifest's."""
@@ -58,6 +59,12 @@ class ShardFiles(TorchCheckpointEngine):
 
     def _is_below(self, path: str) -> bool:
         return Path(path).is_relative_to(self._folder)
+
+
+def reader_of(engine: DeepSpeedEngine) -> Reader:
+    """What reads the engine's files now: inside `shard_files`, the reader given there."""
+    files = engine.checkpoint_engine
+    return files.reader if isinstance(files, ShardFiles) else Reader()
 
 
 def copy_out(state: Any, file: IO[bytes]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import uuid as uuids
 import warnings
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, get_args
 
 from trial_core.checkpoint.claims import running
+from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig, home_folder
 from trial_core.config.script import named_metric, script_config
@@ -118,7 +120,8 @@ class Trainer:
             CheckpointNotFound: there is no `latest_checkpoint`.
             CheckpointDamaged: it cannot be restored; names the file.
             CheckpointError: a checkpoint could not be stored.
-            TrialflowError: another run trains the trial.
+            Superseded: another run has taken the trial over since, on another machine.
+            TrialflowError: another run trains the trial, on this machine.
         """
         if self._has_fitted:
             raise TrialError(
@@ -144,6 +147,11 @@ class Trainer:
         self._has_fitted = True
         with ExitStack() as held:
             fit = self._take_over(held, store, starts[0], config, metric, test_mode)
+            if latest_checkpoint == LATEST and not test_mode:
+                # Once more: until it was taken over, another attempt may have saved.
+                starts = on_the_first_rank(
+                    self._context.distributed, lambda: _continuing(store, fit.trial) or starts
+                )
             return follow_schedule(fit, schedule, starts)
 
     # ----------------------------------------------------------------------------- internals
@@ -179,8 +187,11 @@ class Trainer:
             info.trial = distributed.broadcast(info.trial)
         source = None if start.restore == "everything" else start.uuid
         on_the_first_rank(distributed, lambda: str(held.enter_context(run_folder(info.trial))))
+        fences: list[Fence] = []
         if not test_mode:
-            on_the_first_rank(distributed, lambda: _claim(held, store, info.trial, source))
+            on_the_first_rank(
+                distributed, lambda: fences.append(_claim(held, store, info.trial, source))
+            )
         on_every_rank(distributed, lambda: _settle_in(info, distributed))
         brake = Brake()
         termination = held.enter_context(Termination(distributed, brake))
@@ -189,21 +200,24 @@ class Trainer:
         built = controller.attach(engine, info, home_folder() / info.trial, store)
         return Fit(
             controller, built, info, distributed, store, config, metric, test_mode,
-            lambda: termination.is_asked,
+            lambda: termination.is_asked, next(iter(fences), None),
         )  # fmt: skip
 
 
-def _claim(held: ExitStack, store: CheckpointStore, trial: str, source: str | None) -> None:
-    """Keep others from deleting what the trial needs, for as long as `held`.
+def _claim(held: ExitStack, store: CheckpointStore, trial: str, source: str | None) -> Fence:
+    """Keep others from deleting what the trial needs, for as long as `held`; and earlier attempts
+    at it from committing, should one live on somewhere.
 
     What a dead attempt at it has stored and never committed is gone.
     """
     held.enter_context(running(store, trial, source))
+    fence = store.take_over(trial, uuids.uuid4().hex)
     try:
-        for swept in store.sweep(trial):
+        for swept in store.sweep(trial, fence):
             logger.info("deleted what a dead attempt has left: %s", swept)
     except StorageError as error:
         logger.warning("what dead attempts have left is not deleted: %s", error)
+    return fence
 
 
 def _settle_in(info: RunInfo, distributed: DistributedContext) -> None:
@@ -222,13 +236,18 @@ def _starts(store: CheckpointStore, config: ExperimentConfig, latest: str | None
     if latest == LATEST:
         trial = store.newest_trial(config.name)
         if trial is not None:
-            return [Start.continuing(manifest) for manifest in store.candidates(trial)]
+            return _continuing(store, trial)
     elif latest is not None:
         return [Start.continuing(store.open(latest))]
     source = config.searcher.source_checkpoint_uuid
     if source is not None:
         return [Start.warm(store.open(source), config.searcher.source_weights_only)]
     return [Start()]
+
+
+def _continuing(store: CheckpointStore, trial: str) -> list[Start]:
+    """What a trial may go on from, best first."""
+    return [Start.continuing(manifest) for manifest in store.candidates(trial)]
 
 
 def _schedule(

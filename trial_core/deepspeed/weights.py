@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from trial_core.deepspeed.export import export_weights
+from trial_core.deepspeed.shards import reader_of
 from trial_core.errors import CheckpointError, TrialError
 
 
@@ -59,10 +59,7 @@ def load_weights(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
             raise _no_weights(folder, tag)
         return
     # DeepSpeed's own way looks for a shard of each present rank, and for the tag saved last.
-    if from_parts and into_parts:
-        weights = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=tag)
-    else:
-        weights = export_weights(folder, int(tag.removeprefix("model")))
+    weights = export_weights(folder, int(tag.removeprefix("model")), reader=reader_of(engine))
     if not into_parts:
         engine.load_module_state_dict(checkpoint={"module": weights}, custom_load_fn=_load_module)
         if hasattr(engine.optimizer, "refresh_fp32_params"):

@@ -67,8 +67,9 @@ def stage_ranks(folder: Path, part_bytes: int) -> dict[int, Path]:
 def save(
     stores: Mapping[str, CheckpointStore], staged: Mapping[int, Path], uuid: str, batches: int = 7
 ) -> Manifest:
-    """Save as a run does: begin, upload on both ranks at once, commit."""
-    stores["driver"].begin(TRIAL, uuid, ATTEMPT)
+    """Save as a run does: take over, begin, upload on both ranks at once, commit."""
+    fence = stores["driver"].take_over(TRIAL, ATTEMPT)
+    stores["driver"].begin(TRIAL, uuid, ATTEMPT, fence)
 
     def upload(rank: int) -> list[FileEntry]:
         return upload_files(stores[f"rank-{rank}"], uuid, staged[rank], rank)
@@ -77,7 +78,7 @@ def save(
         uploads = {rank: pool.submit(upload, rank) for rank in staged}
     files = merge_entries({rank: done.result() for rank, done in uploads.items()})
     manifest = new_manifest(batches, uuid=uuid, trial=TRIAL, attempt=ATTEMPT, files=files)
-    stores["driver"].commit(manifest)
+    stores["driver"].commit(manifest, fence)
     return manifest
 
 
@@ -129,9 +130,10 @@ class Site:
         return CheckpointStore(self.url, self.endpoint.backend.options)
 
     def objects(self) -> set[str]:
-        """All keys below the folder."""
+        """All keys below the folder, but for those that say who has taken the trial over."""
         fs, root = self._raw()
-        return {name.removeprefix(f"{root}/") for name in fs.find(root)}
+        keys = {name.removeprefix(f"{root}/") for name in fs.find(root)}
+        return {key for key in keys if not key.startswith(f"{layout.ATTEMPTS}/")}
 
     def multipart_uploads(self) -> list[str]:
         """The keys below the folder that a multipart upload is under way for."""

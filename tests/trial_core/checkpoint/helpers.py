@@ -7,9 +7,11 @@ import uuid as uuids
 from pathlib import Path
 from typing import Any
 
+from tests.support.interleaving import VERBS
 from trial_core.checkpoint.manifest import FileEntry, Manifest, Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer import upload_files
+from trial_core.errors import StorageError
 from trial_core.sequencer import Progress
 
 FILES = {
@@ -74,3 +76,26 @@ def stored_files(folder: Path) -> dict[str, bytes]:
     """All files below a folder."""
     found = (path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+
+
+class Breaking:
+    """A storage whose `nth` request fails, before it or after it was carried out."""
+
+    def __init__(self, storage: Any, nth: int, is_done: bool) -> None:
+        self._storage, self.left, self._is_done = storage, nth, is_done
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._storage, name)
+        if name not in VERBS:
+            return attribute
+
+        def request(*arguments: Any, **named: Any) -> Any:
+            self.left -= 1
+            if self.left == 0 and not self._is_done:
+                raise StorageError("the storage broke down")
+            result = attribute(*arguments, **named)
+            if self.left == 0:
+                raise StorageError("the reply was lost")
+            return result
+
+        return request

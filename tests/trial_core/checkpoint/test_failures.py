@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.s3 import S3Server
-from trial_core.checkpoint.failures import Explainer, without_credentials
+from trial_core.checkpoint.failures import Explainer, of_rank, without_credentials
 from trial_core.checkpoint.store import CheckpointStore, StorageSpec
 from trial_core.errors import StorageError
 
@@ -131,3 +131,10 @@ def test_a_cause_that_gives_nothing_away_is_kept() -> None:
     with pytest.raises(StorageError) as caught, Explainer("s3://b").explaining("write to"):
         raise PermissionError("no")
     assert isinstance(caught.value.__cause__, PermissionError)
+
+
+def test_a_rank_is_named_once() -> None:
+    """Also where what went wrong there names it already; rank 1 is not rank 11."""
+    assert of_rank(1, "rank 1 saved a file") == "rank 1 saved a file"
+    assert of_rank(1, "the disk is full") == "rank 1: the disk is full"
+    assert of_rank(1, "rank 11 is gone") == "rank 1: rank 11 is gone"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -17,6 +18,8 @@ from tests.support.faults.killing import Fit, ForkedFits, forked_fits
 from tests.support.faults.saving import keys_of
 from tests.support.s3 import S3Server
 from tests.support.tensors import differing, tensors
+from trial_core.checkpoint import layout
+from trial_core.checkpoint.fencing import Token
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer import download, verify_files
@@ -55,6 +58,12 @@ def end_of(fit: Fit, folder: Path) -> dict[str, torch.Tensor]:
     assert last.progress.batches_trained == BATCHES
     download(store_of(fit), last.uuid, folder)
     return tensors(folder)
+
+
+def last_attempt(store: CheckpointStore, trial: str) -> str:
+    """The id of the attempt that may commit."""
+    token = store.storage.read(max(store.storage.sizes(layout.attempts_folder(trial))))
+    return msgspec.json.decode(token or b"", type=Token).attempt
 
 
 def orphans(store: CheckpointStore) -> set[str]:
@@ -115,6 +124,9 @@ def test_a_killed_run_goes_on_bit_for_bit(
             verify_files(store_of(fit), manifest.uuid, manifest.files)
     fits.run(fit)
 
+    last = newest(fit)
+    assert last is not None
+    assert last.attempt == last_attempt(store_of(fit), last.trial)
     assert orphans(store_of(fit)) == set()
     for rank in range(fit.ranks):
         expected = {line[0]: line for line in whole.batches(rank)}

@@ -18,13 +18,13 @@ from trial_core.checkpoint.manifest import Manifest
 from trial_core.errors import StorageError
 
 REQUESTS = {
+    "taking over": ("PUT", "/attempts/"),
     "intent": ("PUT", "/uploads/"),
     "small file": ("PUT", "/state/rank-1.pt"),
     "multipart begins": ("POST", "?uploads"),
     "first part": ("PUT", "partNumber=1"),
     "last part": ("PUT", "partNumber=3"),
     "multipart ends": ("POST", "?uploadId="),
-    "intent read": ("GET", "/uploads/"),
     "listing": ("GET", "list-type=2"),
     "commit": ("PUT", "/manifests/"),
     "uploads listed": ("GET", "?uploads"),

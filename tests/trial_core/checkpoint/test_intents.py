@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from trial_core.checkpoint.intents import Intent, read_intent
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer import verify_files
-from trial_core.errors import CheckpointError, CommitConflict, StorageError
+from trial_core.errors import CheckpointError, StorageError
 
 
 def begin(store: CheckpointStore, staging: Path, **fields: Any) -> Manifest:
@@ -41,7 +40,7 @@ def test_an_intent_is_there_until_the_commit(store: CheckpointStore, tmp_path: P
     manifest = begin(store, tmp_path / "staging")
     said = read_intent(store.storage, manifest.trial, manifest.uuid)
     assert isinstance(said, Intent)
-    assert (said.attempt, said.swept_at) == (manifest.attempt, None)
+    assert said.attempt == manifest.attempt
     store.commit(manifest)
     assert everything(store) == keys_of(manifest)
 
@@ -100,73 +99,35 @@ def test_what_was_swept_cannot_be_committed(store: CheckpointStore, tmp_path: Pa
     assert store.list() == []
 
 
-def test_a_second_try_does_not_bring_back_what_is_swept(
-    store: CheckpointStore, tmp_path: Path
-) -> None:
-    """While a sweep is at it, a retry of the upload is refused; a retry before or after is not."""
+def test_a_second_try_finds_its_intent(store: CheckpointStore, tmp_path: Path) -> None:
+    """It stays as the first try has written it; and is written anew where it was swept."""
     manifest = begin(store, tmp_path / "staging")
+    said = read_intent(store.storage, manifest.trial, manifest.uuid)
     store.begin(manifest.trial, manifest.uuid, manifest.attempt)
-    sweep_up_to(store, manifest, "looked")
-    with pytest.raises(CommitConflict, match="is not committed: another run"):
-        store.begin(manifest.trial, manifest.uuid, manifest.attempt)
+    assert read_intent(store.storage, manifest.trial, manifest.uuid) == said
     store.sweep(manifest.trial)
     store.begin(manifest.trial, manifest.uuid, manifest.attempt)
+    assert read_intent(store.storage, manifest.trial, manifest.uuid) is not None
 
 
-@pytest.mark.parametrize("step", ["claimed", "looked", "cleared"])
-def test_a_commit_that_meets_a_sweep(
-    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    """However the two interleave: either the checkpoint is listed and whole, or it is neither
-    listed nor left, after the next sweep at the latest."""
-    manifest = begin(store, tmp_path / "staging")
-    create = store.storage.create
-
-    def sweep_partly_then_create(key: str, data: bytes) -> None:
-        monkeypatch.undo()
-        sweep_up_to(store, manifest, step)
-        create(key, data)
-
-    monkeypatch.setattr(store.storage, "create", sweep_partly_then_create)
-    with pytest.raises(CommitConflict, match=r"another run of trial .* has begun since"):
-        store.commit(manifest)
-    assert store.list() == []
-    store.sweep(manifest.trial)
-    assert everything(store) == set()
-
-
-def sweep_up_to(store: CheckpointStore, manifest: Manifest, step: str) -> None:
-    """A sweep that dies after having claimed, having looked for manifests, or having deleted."""
-
-    class Died(Exception):
-        pass
-
-    def die(*_: object) -> None:
-        raise Died
-
-    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Died):
-        if step == "claimed":
-            patch.setattr("trial_core.checkpoint.intents._committed", die)
-        elif step == "looked":
-            patch.setattr(store.storage, "clear", die)
-        store.sweep(manifest.trial)
-
-
-def test_a_commit_that_a_sweep_has_seen_counts(
+def test_a_second_try_that_meets_a_sweep_has_an_intent(
     store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sweep that comes after the manifest and before the writer looks spares the checkpoint."""
+    """Though the first one's is deleted just when it has been found: what is uploaded from now on
+    would otherwise be nobody's."""
     manifest = begin(store, tmp_path / "staging")
     create = store.storage.create
 
     def create_then_sweep(key: str, data: bytes) -> None:
-        create(key, data)
-        store.sweep(manifest.trial)
+        monkeypatch.undo()
+        try:
+            create(key, data)
+        finally:
+            store.sweep(manifest.trial)
 
     monkeypatch.setattr(store.storage, "create", create_then_sweep)
-    store.commit(manifest)
-    assert store.list() == [manifest]
-    assert everything(store) == keys_of(manifest)
+    store.begin(manifest.trial, manifest.uuid, manifest.attempt)
+    assert read_intent(store.storage, manifest.trial, manifest.uuid) is not None
 
 
 def test_a_trial_without_a_proper_name_is_refused(store: CheckpointStore) -> None:

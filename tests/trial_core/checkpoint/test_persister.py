@@ -79,7 +79,7 @@ def test_a_killed_uploader_is_the_storages_failure(tmp_path: Path, persister: Pe
     killer = subprocess.Popen(
         [sys.executable, "-c", KILL_THE_UPLOADER, str(os.getpid())], stdin=subprocess.DEVNULL
     )
-    with pytest.raises(StorageError, match=r"rank 3's files was ended by SIGKILL"):
+    with pytest.raises(StorageError, match=r"process that uploads its files was ended by SIGKILL"):
         persister.upload(store.spec, checkpoint, RANK, [*files, endless])
     killer.wait()
     assert persister.upload(store.spec, checkpoint, RANK, files)

@@ -13,10 +13,10 @@ from tests.support.interleaving import interleave
 from tests.trial_core.checkpoint.helpers import entry, new_manifest
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest, utc_now
+from trial_core.checkpoint.notes import as_object
 from trial_core.checkpoint.pins import (
     Deletion,
     Pin,
-    as_object,
     deletion_key,
     pin,
     pin_key,

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.interleaving import VERBS, interleave
-from tests.trial_core.checkpoint.helpers import FILES, entry, new_manifest
-from trial_core.checkpoint import intents, layout
+from tests.support.interleaving import interleave
+from tests.trial_core.checkpoint.helpers import FILES, Breaking, entry, new_manifest
+from trial_core.checkpoint import layout
 from trial_core.checkpoint.claims import claim_key, claims, running
 from trial_core.checkpoint.intents import Intent
 from trial_core.checkpoint.manifest import Manifest, utc_now
-from trial_core.checkpoint.pins import DELETIONS, Deletion, as_object, deletion_key, pin
+from trial_core.checkpoint.notes import as_object
+from trial_core.checkpoint.pins import DELETIONS, Deletion, deletion_key, pin
 from trial_core.checkpoint.pruning import experiments, finish_deletions, plan_pruning, prune
 from trial_core.checkpoint.retention import RetentionPolicy
 from trial_core.checkpoint.store import CheckpointStore
@@ -145,29 +146,6 @@ def test_what_is_needed_since_the_plan_was_made_is_spared(local_store: Checkpoin
     assert_clean(local_store)
 
 
-class Breaking:
-    """A storage whose `nth` request fails, before it or after it was carried out."""
-
-    def __init__(self, storage: Any, nth: int, is_done: bool) -> None:
-        self._storage, self._left, self._is_done = storage, nth, is_done
-
-    def __getattr__(self, name: str) -> Any:
-        attribute = getattr(self._storage, name)
-        if name not in VERBS:
-            return attribute
-
-        def request(*arguments: Any, **named: Any) -> Any:
-            self._left -= 1
-            if self._left == 0 and not self._is_done:
-                raise StorageError("the storage broke down")
-            result = attribute(*arguments, **named)
-            if self._left == 0:
-                raise StorageError("the reply was lost")
-            return result
-
-        return request
-
-
 @pytest.mark.parametrize("is_done", [False, True])
 def test_a_prune_that_fails_anywhere_is_finished_by_the_next(is_done: bool) -> None:
     """At each of its requests, carried out or not: what is listed then is whole, and the next
@@ -185,7 +163,7 @@ def test_a_prune_that_fails_anywhere_is_finished_by_the_next(is_done: bool) -> N
                 assert find_damage(store, listed.uuid, listed.files) == []
             apply(store)
         else:
-            if broken.storage._left > 0:  # type: ignore[attr-defined]  # it came through untouched
+            if broken.storage.left > 0:  # type: ignore[attr-defined]  # it came through untouched
                 break
         assert store.list() == manifests[2:]
         assert_clean(store)
@@ -271,8 +249,19 @@ def test_a_trial_that_uploads_runs(local_store: CheckpointStore) -> None:
     local_store.begin(newest.trial, uuid_to_come, "attempt-2")
     assert plan_pruning(local_store, NOTHING, "gpt").deletions == []
     given_up = Intent(trial=newest.trial, uuid=uuid_to_come, attempt="", created_at=LONG_AGO)
-    local_store.storage.write(given_up.key, intents.as_object(given_up))
+    local_store.storage.write(given_up.key, as_object(given_up))
     assert apply(local_store, NOTHING) == [newest]
+
+
+def test_a_run_leaves_its_successors_claim_alone(local_store: CheckpointStore) -> None:
+    """One that was taken for dead ends at last; another needs a checkpoint for the same trial."""
+    first, second = (running(local_store, "gpt-1", source=name) for name in ("abc", "def"))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert [claim.needs for claim in claims(local_store)] == [["def"]]
+    second.__exit__(None, None, None)
+    assert claims(local_store) == []
 
 
 def test_a_claim_that_cannot_be_read_is_one(local_store: CheckpointStore) -> None:

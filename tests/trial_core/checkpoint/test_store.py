@@ -282,6 +282,18 @@ def test_open_takes_a_unique_prefix(store: CheckpointStore) -> None:
         store.open("b")
 
 
+def test_verify_reads_every_byte_again(store: CheckpointStore, tmp_path: Path) -> None:
+    """A whole checkpoint gives its manifest; one in which a byte differs is damaged: which file,
+    whose, and both digests are said."""
+    manifest = upload(store, tmp_path / "staging", {"a": b"1234", "b": b"5678"}, rank=3)
+    store.commit(manifest)
+    assert store.verify(manifest.uuid[:8]) == manifest
+    store.storage.write(layout.file_key(manifest.uuid, "b"), b"5679")
+    expected = r"b, written by rank 3, has digest sha256:\w+, expected sha256:\w+"
+    with pytest.raises(CheckpointDamaged, match=expected):
+        store.verify(manifest.uuid)
+
+
 def test_a_spec_opens_the_same_store(store: CheckpointStore) -> None:
     """What travels to the ranks as JSON leads to the same checkpoints."""
     manifest = new_manifest()

@@ -1,0 +1,53 @@
+"""That the checkpoint benchmark runs and ends as promised; what it measures, no test says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.checkpoint import PEERS, TARGETS
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str) -> dict[str, Any]:
+    """A small run; its last line."""
+    printed = subprocess.run(
+        [sys.executable, "-m", "benchmarks.checkpoint", "--turns", "1", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
+    outcome: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    assert outcome.keys() == {"figures", "targets", "holds"}
+    return outcome
+
+
+def test_it_ends_with_one_line_of_json() -> None:
+    """One file of 24 MiB up and down, by s3fs and by ours: figures, targets, whether they hold."""
+    outcome = run("--parts", "transfers", "--server", "moto", "--file-mib", "24")
+    names = {f"{way}_{what}_ratio" for way in ("upload", "restore") for what in WHAT}
+    assert names <= outcome["figures"].keys()
+    assert outcome["targets"].keys() == names & TARGETS.keys()
+    missed = [name for name, most in outcome["targets"].items() if outcome["figures"][name] > most]
+    assert outcome["holds"] is not bool(missed)
+
+
+WHAT = ("processor", "memory", "time")
+
+
+@pytest.mark.long
+@pytest.mark.slots
+@pytest.mark.gateway
+@pytest.mark.timeout(1800)
+def test_all_of_it() -> None:
+    """Every part, on real ranks and a real gateway, with a figure for every target and peer."""
+    outcome = run("--state-mib", "64", "--file-mib", "24", "--pairs", "1")
+    assert outcome["targets"] == TARGETS
+    assert {f"blocked_s_{peer}" for peer in PEERS} <= outcome["figures"].keys()

@@ -1,0 +1,40 @@
+"""A run that was taken for dead, and is not: another one goes on with its trial."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.flow import one_slot, ranks, train
+from trial_core.checkpoint.fencing import Fence
+from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.errors import Superseded
+
+pytestmark = [pytest.mark.slots, pytest.mark.server]
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_run_that_is_superseded_ends(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it had committed before is kept; its next checkpoint is refused, which ends it, and its
+    ranks. The one that goes on from there is the last, and may save."""
+    commit = CheckpointStore.commit
+
+    def commit_and_lose_the_trial(
+        store: CheckpointStore, manifest: Manifest, fence: Fence | None = None
+    ) -> None:
+        commit(store, manifest, fence)
+        store.take_over(manifest.trial, "another")
+
+    before = ranks()
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointStore, "commit", commit_and_lose_the_trial)
+        with pytest.raises(Superseded, match="attempt another, by"):
+            train(one_slot(here, 12, max_restarts=3))
+    assert ranks() == before
+    store = CheckpointStore(f"file://{here}/checkpoints")
+    (kept,) = store.list()
+    assert kept.progress.batches_trained == 4
+    assert train(one_slot(here, 8), kept.trial).batches_trained == 8
+    assert [each.progress.batches_trained for each in store.list()] == [4, 8]
