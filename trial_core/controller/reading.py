@@ -69,8 +69,9 @@ class Reader:
         except pickle.UnpicklingError as error:
             raise CheckpointError(
                 f"{path.name} {_what_is_in(path)}, and reading such objects can run code. If you "
-                "trust whoever wrote this checkpoint, set checkpointing.trusted: true (of trialflow "
-                "export: --trusted); for single classes, call torch.serialization.add_safe_globals([…]) in the trial's module "
+                "trust whoever wrote this checkpoint, set checkpointing.trusted: true (trialflow "
+                "export: --trusted); for single classes, call "
+                "torch.serialization.add_safe_globals([…]) in the trial's module "
                 f"[{_first_line(error)}]"
             ) from None
 
