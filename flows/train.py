@@ -17,6 +17,8 @@ from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
 
+from flows.crashes import refuse_if_crashed_too_often
+from flows.gpu_slots import gpu_slots, gpus_of
 from flows.restarts import Restarts
 from flows.stopping import StopWatch
 from flows.uploads import Uploads
@@ -100,7 +102,9 @@ def train(config: ExperimentConfig, trial: str | None = None) -> TrialResult | S
     flow_run_id = str(runtime.flow_run.id)
     trial = trial or trial_id(config.name, flow_run_id)
     settings = config.stopping
+    refuse_if_crashed_too_often(config.max_restarts)
     with (
+        gpu_slots(gpus_of(config)),
         Stopping(settings.grace_seconds) as stopping,
         StopWatch(stopping, settings.time_budget_seconds) as watch,
     ):

@@ -15,7 +15,18 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
-from deployments.cli import checkpoints, doctor, experiment, export, messages, train
+from deployments.cli import (
+    checkpoints,
+    deploy,
+    doctor,
+    evaluate,
+    experiment,
+    export,
+    messages,
+    train,
+    up,
+    worker,
+)
 from trial_core.errors import TrialflowError
 
 app = App(
@@ -31,9 +42,13 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 app.command(train.train)
+app.command(evaluate.evaluate)
 app.command(experiment.config)
 app.command(checkpoints.app)
 app.command(export.export)
+app.command(up.up)
+app.command(deploy.deploy)
+app.command(worker.worker)
 app.command(doctor.doctor)
 
 

@@ -1,0 +1,140 @@
+"""`trialflow deploy`: set a Prefect server up for trialflow, again and again, or undo it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from deployments.cli import messages
+from trial_core.errors import ConfigError, TrialflowError
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+
+    from deployments.on_server import Done, Thing
+    from deployments.wanted import PoolType
+
+DEFAULT_POOL = "local"
+
+
+class ServerRefused(TrialflowError):
+    """The Prefect server refused, or failed at, what it was asked."""
+
+
+def deploy(
+    *,
+    type_: Annotated[
+        Literal["process", "docker", "kubernetes"],
+        Parameter(name="--type", help="What runs are to be: process, docker or kubernetes."),
+    ] = "process",
+    pool: Annotated[str, Parameter(help="The work pool's name.")] = DEFAULT_POOL,
+    gpus: Annotated[
+        int | None,
+        Parameter(
+            help="How many GPUs the server's runs share: each waits until it has its own. Not for "
+            "Kubernetes, which counts them itself.",
+            validator=Number(gte=1),
+        ),
+    ] = None,
+    directory: Annotated[
+        Path | None,
+        Parameter(
+            help="The working folder of runs, with trialflow-runs in it. Default: this one; for "
+            "images, their own."
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, Parameter(help="Give a work pool that is there already trialflow's job template.")
+    ] = False,
+    remove: Annotated[bool, Parameter(help="Remove what this command has set up.")] = False,
+    dry_run: Annotated[bool, Parameter(help="Say what would be done, and do nothing.")] = False,
+) -> int:
+    """Set the Prefect server that PREFECT_API_URL names up for trialflow; or undo it.
+
+    A work pool with its job template, the deployments train, evaluate and prune, a limit on GPUs,
+    and automations for runs that crash. What is there already is left alone, and so is what was
+    changed in the UI: schedules, default parameters, job variables.
+    """
+    from flows.environment import prepare_prefect
+
+    prepare_prefect()
+    from deployments.on_server import lease_problem, set_up, take_down
+
+    with configured_client() as client:
+        things = wanted_things(type_, pool, gpus, directory, overwrite, is_removal=remove)
+        if remove:
+            _print(take_down(reversed(things), client, dry_run), dry_run)
+            return 0
+        _print(set_up(things, client, dry_run), dry_run)
+        if gpus and (problem := lease_problem(client)):
+            messages.warning(problem)
+    if not dry_run:
+        worker = "trialflow worker" if type_ == "process" else "prefect worker start"
+        print(f"\nstart a worker where the runs are to be: {worker} --pool {pool}")
+    return 0
+
+
+def wanted_things(
+    pool_type: PoolType,
+    pool: str,
+    gpus: int | None,
+    directory: Path | None,
+    overwrite: bool = False,
+    is_removal: bool = False,
+) -> list[Thing]:
+    """What the server should have, in the order in which it is made."""
+    from deployments.on_server import FlowDeployment, GpuLimit, Pool, Rule
+    from deployments.wanted import automations, deployments
+
+    folder = directory or (Path.cwd() if pool_type == "process" else None)
+    where = str(folder.absolute()) if folder else None
+    return [
+        Pool(pool, pool_type, overwrite),
+        *([GpuLimit(gpus)] if gpus or is_removal else []),
+        *(FlowDeployment(each, pool, where) for each in deployments()),
+        *(Rule(each) for each in automations()),
+    ]
+
+
+@contextmanager
+def configured_client() -> Iterator[SyncPrefectClient]:
+    """A client of the Prefect server that the user has configured.
+
+    Raises:
+        ConfigError: there is none.
+        PrefectServerError: it does not answer.
+        ServerRefused: it does not do what it is asked.
+    """
+    import httpx
+    from prefect.client.orchestration import get_client
+    from prefect.settings import get_current_settings
+
+    from flows.embedded import PrefectServerError, configured_api_problem
+
+    if not get_current_settings().api.url:
+        raise ConfigError(
+            "no Prefect server is configured: set PREFECT_API_URL to the one that is to run "
+            "trials, or use `trialflow up`, which starts one on this machine"
+        )
+    if problem := configured_api_problem():
+        raise PrefectServerError(problem)
+    with get_client(sync_client=True) as client:
+        try:
+            yield client
+        except httpx.HTTPStatusError as error:
+            raise ServerRefused(
+                f"the Prefect server answered {error.request.method} {error.request.url} with "
+                f"{error.response.status_code}: {error.response.text[:500]}"
+            ) from error
+
+
+def _print(done: Iterator[Done], dry_run: bool) -> None:
+    for each in done:
+        would = "would be " if dry_run and each.verb in ("created", "changed", "removed") else ""
+        detail = f" ({each.detail})" if each.detail else ""
+        print(f"{would}{each.verb}: {each.thing}{detail}", flush=True)

@@ -1,0 +1,128 @@
+"""`trialflow up`: all that a team of one needs on one machine, until Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from deployments.cli import messages
+from deployments.cli.deploy import DEFAULT_POOL, wanted_things
+from deployments.cli.signals import Terminated, stoppable
+from trial_core.errors import ConfigError, TrialflowError
+
+if TYPE_CHECKING:
+    from deployments.local_server import LocalServer
+
+DEFAULT_PORT = 4200
+LOOK_SECONDS = 1.0
+# What a run has to save, by default 25 s, and to start and end.
+STOP_RUNS_SECONDS = 60.0
+# Somebody waits at the terminal for their run to start.
+WORKER_SETTINGS = {"PREFECT_WORKER_QUERY_SECONDS": "2"}
+
+
+class PartEnded(TrialflowError):
+    """The server or the worker that `trialflow up` started has ended by itself."""
+
+
+def up(
+    *,
+    port: Annotated[
+        int,
+        Parameter(
+            help="The port of the UI and the API; if it is taken, another one is used.",
+            validator=Number(gte=0, lte=65535),
+        ),
+    ] = DEFAULT_PORT,
+    pool: Annotated[str, Parameter(help="The work pool's name.")] = DEFAULT_POOL,
+) -> int:
+    """Run a Prefect server, a worker and trialflow's deployments on this machine.
+
+    For a team of one: nothing else to start, and Ctrl-C stops it all. Runs that are under way save
+    first, and go on with the next `trialflow up`. What was run is kept in Prefect's own database
+    (PREFECT_HOME), where `prefect server start` shows it too.
+    """
+    from flows.environment import prepare_prefect
+
+    prepare_prefect()
+    from prefect.settings import get_current_settings
+
+    settings = get_current_settings()
+    if settings.api.url:
+        raise ConfigError(
+            f"Prefect is configured to use the server at {settings.api.url}: `trialflow up` starts "
+            "one of its own. To use that one: `trialflow deploy`, then `prefect worker start`; "
+            "else unset PREFECT_API_URL (`prefect config unset PREFECT_API_URL` when a profile "
+            "sets it)"
+        )
+    try:
+        with stoppable(say_stopping):
+            _serve(port, pool, settings.home, settings.server.ephemeral.startup_timeout_seconds)
+    except KeyboardInterrupt:
+        return messages.INTERRUPTED
+    except Terminated:
+        return messages.TERMINATED
+    return 0
+
+
+def say_stopping(how: str) -> None:
+    """Say what a signal leads to. Called in the signal handler."""
+    # Not with print: the signal may have come in the middle of one.
+    os.write(2, f"{how}: runs save, then all ends (again: at once)\n".encode())
+
+
+def _serve(port: int, pool: str, home: Path, start_limit_seconds: float) -> None:
+    """Start all, and stay until a signal, or the end of one of them, ends it."""
+    from deployments.local_server import LocalServer, log_tail
+    from deployments.local_worker import LocalWorker
+
+    print("starting Prefect…", flush=True)
+    server_log, worker_log = home / "trialflow-server.log", home / "trialflow-worker.log"
+    with LocalServer(port, server_log, start_limit_seconds) as server:
+        _set_up(pool)
+        with LocalWorker(pool, worker_log, variables=WORKER_SETTINGS) as worker:
+            print("\n".join(_welcome(server, port, worker_log)), flush=True)
+            try:
+                while not (server.has_ended or worker.has_ended):
+                    time.sleep(LOOK_SECONDS)
+            finally:
+                if not worker.has_ended:
+                    worker.stop_runs(STOP_RUNS_SECONDS)
+        ended, log = ("server", server_log) if server.has_ended else ("worker", worker_log)
+        raise PartEnded(f"the {ended} has ended by itself, so all has; {log_tail(log)}")
+
+
+def _set_up(pool: str) -> None:
+    """The work pool, the deployments and the rest; what is new is said."""
+    from prefect.client.orchestration import get_client
+
+    from deployments.on_server import set_up
+    from trial_core.slots.accelerators import count_accelerators
+
+    with get_client(sync_client=True) as client:
+        for done in set_up(
+            wanted_things("process", pool, count_accelerators() or None, None), client, False
+        ):
+            if done.verb != "unchanged":
+                print(f"{done.verb}: {done.thing}", flush=True)
+
+
+def _welcome(server: LocalServer, port: int, worker_log: Path) -> list[str]:
+    taken = "" if port in (0, server.port) else f" (port {port} is taken)"
+    return [
+        "",
+        f"UI       {server.ui_url}{taken}",
+        f"logs     {server.log_path}",
+        f"         {worker_log}",
+        "",
+        "in another terminal:",
+        f"  export PREFECT_API_URL={server.api_url}",
+        '  prefect deployment run train/train --params "$(trialflow config experiment.yaml)"',
+        "",
+        "Ctrl-C stops all; runs save first, and go on with the next `trialflow up`",
+    ]

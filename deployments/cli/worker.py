@@ -1,0 +1,52 @@
+"""`trialflow worker`: Prefect's process worker, whose runs save when it is stopped."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from deployments.cli import messages
+from deployments.cli.deploy import DEFAULT_POOL
+from deployments.cli.signals import Terminated, stoppable
+from deployments.cli.up import LOOK_SECONDS, STOP_RUNS_SECONDS, PartEnded, say_stopping
+from trial_core.errors import ConfigError
+
+
+def worker(
+    *options: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    pool: Annotated[str, Parameter(help="The work pool, of type process.")] = DEFAULT_POOL,
+) -> int:
+    """Run a Prefect worker on this machine; stopped, its runs save first.
+
+    As `prefect worker start`, which would kill them. Each run goes back into its queue, and the
+    next worker goes on with it. For systemd: KillMode=mixed, TimeoutStopSec=90.
+
+    Parameters
+    ----------
+    options
+        More options of `prefect worker start`: --limit 1, --name mine, --work-queue urgent.
+    """
+    from prefect.settings import get_current_settings
+
+    from deployments.local_worker import LocalWorker
+
+    if not get_current_settings().api.url:
+        raise ConfigError(
+            "no Prefect server is configured: set PREFECT_API_URL to the one whose runs this "
+            "machine is to take, or use `trialflow up`, which starts one on this machine"
+        )
+    try:
+        with stoppable(say_stopping), LocalWorker(pool, None, options) as running:
+            try:
+                while not running.has_ended:
+                    time.sleep(LOOK_SECONDS)
+            finally:
+                if not running.has_ended:
+                    running.stop_runs(STOP_RUNS_SECONDS)
+    except KeyboardInterrupt:
+        return messages.INTERRUPTED
+    except Terminated:
+        return messages.TERMINATED
+    raise PartEnded("the worker has ended by itself")

@@ -1,0 +1,101 @@
+"""A process worker on this machine whose runs save when it is stopped, and which goes when the
+process that started it goes, SIGKILL included.
+
+Prefect's own worker kills its runs when it is stopped, and leaves them behind when it is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from deployments import keeper
+from deployments.local_server import STOP_LIMIT_SECONDS, end, start
+from flows.environment import chosen_settings
+
+POLL_SECONDS = 0.1
+
+
+class LocalWorker:
+    """``prefect worker start``, for the length of a block.
+
+    Args:
+        pool: its work pool, of type process.
+        log_path: where its log goes, and its runs' output (appended); None: where that of this
+            process goes.
+        options: more for ``prefect worker start``.
+        variables: environment variables for it and its runs, where the user has not set them.
+    """
+
+    def __init__(
+        self,
+        pool: str,
+        log_path: Path | None,
+        options: tuple[str, ...] = (),
+        variables: dict[str, str] | None = None,
+    ) -> None:
+        command = [
+            *(keeper.__file__, str(os.getpid()), sys.executable, "-m", "prefect", "--no-prompt"),
+            *("worker", "start", "--pool", pool, "--type", "process", *options),
+        ]
+        # The job template's `command` begins with `python`: this one.
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        self._keeper = start(
+            command, {**(variables or {}), **chosen_settings(), "PATH": path}, log_path
+        )
+
+    def __enter__(self) -> LocalWorker:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """End the worker in good order, and with it whatever of its runs is left."""
+        with contextlib.suppress(ProcessLookupError):
+            self._keeper.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._keeper.wait(keeper.GRACE_SECONDS)
+        end(self._keeper, STOP_LIMIT_SECONDS)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended by itself."""
+        return self._keeper.poll() is not None
+
+    def stop_runs(self, limit_seconds: float) -> None:
+        """Have its runs save and end, each back in its queue; wait for that. Then end the block."""
+        deadline = time.monotonic() + limit_seconds
+        workers = _children(psutil.Process(self._keeper.pid))
+        for worker in workers:
+            # It would take its own runs out of the queue again.
+            worker.suspend()
+        runs = [run for worker in workers for run in _children(worker)]
+        for run in runs:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                run.terminate()
+        while any(map(_is_alive, runs)) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        for worker in workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.terminate()  # first, so that it does nothing else when it wakes
+                worker.resume()
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """Whether it runs. A worker that is suspended buries nobody."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,154 @@
+"""What a Prefect server should have for trialflow: read from the files beside this one, or told
+here. Nothing in this module speaks to a server; `deployments.on_server` does.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from datetime import timedelta
+from importlib.resources import files
+from typing import Any, Literal
+
+import yaml
+from prefect.client.schemas.objects import StateType
+from prefect.events.actions import ChangeFlowRunState
+from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+from prefect.events.schemas.events import ResourceSpecification
+
+from flows.crashes import SCHEDULED_AGAIN
+
+PoolType = Literal["process", "docker", "kubernetes"]
+
+TAG = "trialflow"
+MOST_ATTEMPTS = 50
+SILENCE = timedelta(minutes=5)
+# Prefect's shortest.
+SETTLED = timedelta(seconds=10)
+# What tells that a run lives, or has ended, or waits: each event that a trigger expects costs the
+# server's database a look. Not Crashed: both triggers have an eye on that.
+NEWS = (
+    *("heartbeat", "Scheduled", "AwaitingRetry", "Paused", "Suspended"),
+    *("Cancelling", "Cancelled", "Failed", "Completed"),
+)
+
+CRASHED_RUNS_GO_ON = "trialflow: crashed runs go on"
+SILENT_RUNS_HAVE_CRASHED = "trialflow: silent runs have crashed"
+
+OURS = ResourceSpecification(
+    {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"}
+)
+
+
+@dataclass(frozen=True)
+class WantedDeployment:
+    """A deployment as ``prefect.yaml`` describes it.
+
+    Attributes:
+        name: the deployment's.
+        entrypoint: module and function of its flow.
+        description, tags, parameters: as Prefect takes them.
+        environment: environment variables of its runs.
+    """
+
+    name: str
+    entrypoint: str
+    description: str
+    tags: list[str] = field(default_factory=list)
+    parameters: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def job_template(pool_type: PoolType) -> dict[str, Any]:
+    """The base job template of our work pools of a type."""
+    file = files("deployments") / "work_pools" / f"{pool_type}.json"
+    template: dict[str, Any] = json.loads(file.read_text("utf-8"))
+    return template
+
+
+def deployments() -> list[WantedDeployment]:
+    """The deployments in our ``prefect.yaml``."""
+    described = yaml.safe_load((files("deployments") / "prefect.yaml").read_text("utf-8"))
+    return [
+        WantedDeployment(
+            name=each["name"],
+            entrypoint=each["entrypoint"],
+            description=each["description"],
+            tags=each["tags"],
+            parameters=each.get("parameters", {}),
+            environment=each["work_pool"]["job_variables"]["env"],
+        )
+        for each in described["deployments"]
+    ]
+
+
+def automations() -> list[AutomationCore]:
+    """What Prefect does by itself when a run of ours is lost."""
+    return [_crashed_runs_go_on(), _silent_runs_have_crashed()]
+
+
+def _crashed_runs_go_on() -> AutomationCore:
+    return AutomationCore(
+        name=CRASHED_RUNS_GO_ON,
+        description="A trialflow run that has crashed (killed, out of memory, its machine lost) is "
+        "scheduled again under the same id, and goes on from its last committed checkpoint. The "
+        "run itself ends as failed when it has crashed more often than its max_restarts.",
+        trigger=EventTrigger(
+            # A process worker reports a crash twice, a second apart. The second report must not
+            # find a run that is scheduled again: it would be left as crashed, or started twice.
+            posture=Posture.Proactive,
+            after={"prefect.flow-run.Crashed"},
+            expect=_events(*NEWS, "Pending", "Running"),
+            within=SETTLED,
+            match=ResourceSpecification(
+                {
+                    "prefect.resource.id": "prefect.flow-run.*",
+                    # It has run before: what cannot be started at all would crash for ever.
+                    "prefect.run-count": [str(count + 1) for count in range(MOST_ATTEMPTS)],
+                }
+            ),
+            match_related=OURS,
+            for_each={"prefect.resource.id"},
+            threshold=1,
+        ),
+        actions=[
+            ChangeFlowRunState(
+                state=StateType.SCHEDULED,
+                name="AwaitingRetry",
+                message=SCHEDULED_AGAIN,
+                force=True,
+            )
+        ],
+    )
+
+
+def _silent_runs_have_crashed() -> AutomationCore:
+    return AutomationCore(
+        name=SILENT_RUNS_HAVE_CRASHED,
+        description=f"A trialflow run that says nothing for {SILENCE.seconds // 60} minutes (it "
+        "sends a heartbeat every 30 s) is taken for dead: its machine is lost, or its worker was "
+        "killed with it.",
+        trigger=EventTrigger(
+            posture=Posture.Proactive,
+            after={"prefect.flow-run.heartbeat"},
+            # A run that has been put back into its queue is silent and well.
+            expect=_events(*NEWS),
+            within=SILENCE,
+            match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
+            match_related=OURS,
+            for_each={"prefect.resource.id"},
+            threshold=1,
+        ),
+        actions=[
+            ChangeFlowRunState(
+                state=StateType.CRASHED,
+                name="Crashed",
+                message=f"Nothing was heard of this run for {SILENCE.seconds // 60} minutes",
+                force=False,
+            )
+        ],
+    )
+
+
+def _events(*names: str) -> set[str]:
+    return {f"prefect.flow-run.{name}" for name in names}

@@ -1,0 +1,265 @@
+"""`trialflow deploy` against a real server: what is set up, left alone, done by itself, removed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import DeploymentScheduleCreate, WorkPoolUpdate
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.events.schemas.automations import AutomationCore
+
+from deployments.cli.deploy import wanted_things
+from deployments.on_server import lease_problem, set_up, take_down
+from deployments.wanted import CRASHED_RUNS_GO_ON, SILENT_RUNS_HAVE_CRASHED
+from flows.crashes import SCHEDULED_AGAIN, CrashedTooOften, refuse_if_crashed_too_often
+from tests.support.cli import trialflow
+from tests.support.prefect import PrefectServer
+from tests.support.slots import toy_config
+from trial_core.errors import ConfigError
+
+pytestmark = pytest.mark.server
+
+POOL = "deployed"
+PATIENCE_SECONDS = 90.0
+ALL = [
+    f"work pool {POOL} (process)",
+    "concurrency limit gpu of 4",
+    "deployment train/train",
+    "deployment evaluate/evaluate",
+    "deployment prune/prune",
+    f"automation {CRASHED_RUNS_GO_ON!r}",
+    f"automation {SILENT_RUNS_HAVE_CRASHED!r}",
+]
+
+
+def until(is_so: Callable[[], Any], what: str) -> Any:
+    """Wait until it is so; what it then is."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not (found := is_so()):
+        assert time.monotonic() < deadline, f"never: {what}"
+        time.sleep(0.1)
+    return found
+
+
+@pytest.fixture
+def client(prefect_server: PrefectServer) -> Iterator[SyncPrefectClient]:
+    """Of a server on which nothing is left of what a test has set up."""
+    with prefect_server.configured(), get_client(sync_client=True) as client:
+        yield client
+        for _ in take_down(reversed(wanted_things("process", POOL, 4, None)), client, False):
+            pass
+
+
+def deploy(client: SyncPrefectClient, dry_run: bool = False, **asked: Any) -> dict[str, str]:
+    """What was done about each thing; as a rule with four GPUs."""
+    arguments = {"gpus": 4, "directory": Path("/srv/runs"), **asked}
+    things = wanted_things("process", POOL, arguments.pop("gpus"), **arguments)
+    return {done.thing: done.verb for done in set_up(things, client, dry_run)}
+
+
+def remove(client: SyncPrefectClient, dry_run: bool = False) -> dict[str, str]:
+    things = wanted_things("process", POOL, 4, None)
+    return {done.thing: done.verb for done in take_down(reversed(things), client, dry_run)}
+
+
+def change_rule(client: SyncPrefectClient, name: str, **fields: Any) -> None:
+    """What a person does in the UI."""
+    (rule,) = client.read_automations_by_name(name)
+    now = rule.model_dump(exclude={"id", "owner_resource"})
+    client.update_automation(rule.id, AutomationCore(**{**now, **fields}))
+
+
+def test_the_second_time_changes_nothing(client: SyncPrefectClient) -> None:
+    """A dry run does nothing; the first time creates all; the second finds it; then it can go."""
+    assert deploy(client, dry_run=True) == dict.fromkeys(ALL, "created")
+    assert deploy(client) == dict.fromkeys(ALL, "created")
+    deployment = client.read_deployment_by_name("train/train")
+    assert deploy(client) == dict.fromkeys(ALL, "unchanged")
+    assert client.read_deployment_by_name("train/train") == deployment
+    assert remove(client, dry_run=True) == dict.fromkeys(reversed(ALL), "removed")
+    assert remove(client) == dict.fromkeys(reversed(ALL), "removed")
+    assert remove(client) == dict.fromkeys(reversed(ALL), "not there")
+
+
+def test_what_a_person_has_set_stays(client: SyncPrefectClient) -> None:
+    """A schedule, default parameters, job variables and a paused automation survive a change of
+    what is ours."""
+    deploy(client)
+    found = client.read_deployment_by_name("prune/prune")
+    schedule = DeploymentScheduleCreate(schedule=CronSchedule(cron="0 3 * * *"), slug="nightly")
+    client.create_deployment_schedules(found.id, [schedule])
+    client.request(
+        "PATCH", f"/deployments/{found.id}",
+        json={"parameters": {"dry_run": False}, "job_variables": {"env": {"MINE": "1"}}},
+    )  # fmt: skip
+    change_rule(client, SILENT_RUNS_HAVE_CRASHED, enabled=False, description="other")
+
+    done = deploy(client, directory=Path("/elsewhere"))
+    assert done["deployment prune/prune"] == "changed"
+    assert done[f"automation {SILENT_RUNS_HAVE_CRASHED!r}"] == "changed"
+    after = client.read_deployment_by_name("prune/prune")
+    assert [each.slug for each in after.schedules] == ["nightly"]
+    assert after.parameters == {"dry_run": False}
+    assert after.job_variables["env"] == {"MINE": "1", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
+    assert "/elsewhere" in str(after.pull_steps)
+    assert not client.read_automations_by_name(SILENT_RUNS_HAVE_CRASHED)[0].enabled
+
+
+def test_a_limit_can_be_another(client: SyncPrefectClient) -> None:
+    """--gpus again with another number changes the limit; without it, the limit is left alone."""
+    deploy(client)
+    assert deploy(client, gpus=8)["concurrency limit gpu of 8"] == "changed"
+    assert not any("gpu" in thing for thing in deploy(client, gpus=None))
+    assert client.read_global_concurrency_limit_by_name("gpu").limit == 8
+
+
+def test_a_pool_of_somebody_else(client: SyncPrefectClient) -> None:
+    """One of the same type is used as it is, or given our template if that is asked for, and is
+    not removed; one of another type is refused."""
+    deploy(client)
+    template = client.read_work_pool(POOL).base_job_template
+    update = WorkPoolUpdate(description="mine", base_job_template={})
+    client.update_work_pool(POOL, update)
+    assert deploy(client)[ALL[0]] == "unchanged"
+    assert deploy(client, overwrite=True)[ALL[0]] == "changed"
+    assert client.read_work_pool(POOL).base_job_template == template
+    assert remove(client)[ALL[0]] == "kept"
+    with pytest.raises(ConfigError, match=r"of type process, not docker: give --type process"):
+        list(set_up(wanted_things("docker", POOL, None, None), client, False))
+    client.delete_work_pool(POOL)
+
+
+@pytest.mark.parametrize("pool_type", ["docker", "kubernetes"])
+def test_pools_of_other_types(client: SyncPrefectClient, pool_type: Any) -> None:
+    """The server takes their templates; their runs have no working folder but their image's."""
+    done = list(set_up(wanted_things(pool_type, POOL, None, None), client, False))
+    assert {each.verb for each in done} == {"created"}
+    assert client.read_deployment_by_name("train/train").pull_steps == []
+    done = list(set_up(wanted_things(pool_type, POOL, None, None), client, False))
+    assert {each.verb for each in done} == {"unchanged"}
+    for _ in take_down(reversed(wanted_things(pool_type, POOL, None, None)), client, False):
+        pass
+
+
+def a_run(client: SyncPrefectClient, folder: Path) -> UUID:
+    """A run of `train` that no worker takes."""
+    deployment = client.read_deployment_by_name("train/train")
+    parameters = {"config": toy_config(folder).model_dump(mode="json")}
+    return client.create_flow_run_from_deployment(deployment.id, parameters=parameters).id
+
+
+def report(client: SyncPrefectClient, run: UUID, state: str, force: bool = True) -> None:
+    """What a worker says of a run."""
+    client.request(
+        "POST", f"/flow_runs/{run}/set_state",
+        json={"state": {"type": state.upper(), "name": state}, "force": force},
+    )  # fmt: skip
+
+
+def test_a_crashed_run_is_scheduled_again(client: SyncPrefectClient, tmp_path: Path) -> None:
+    """One that has run; one that never came so far stays as it is: it would crash for ever. A
+    second report of the same crash changes nothing."""
+    deploy(client)
+    run, never_ran = a_run(client, tmp_path), a_run(client, tmp_path)
+    report(client, never_ran, "Crashed")
+    report(client, run, "Running")
+    report(client, run, "Crashed")
+    report(client, run, "Crashed", force=False)
+    until(lambda: client.read_flow_run(run).state_name == "AwaitingRetry", "scheduled again")
+    found = sorted(client.read_flow_run_states(run), key=lambda state: state.timestamp)
+    assert [state.name for state in found] == ["Scheduled", "Running", "Crashed", "AwaitingRetry"]
+    assert client.read_flow_run(never_ran).state_name == "Crashed"
+
+
+def test_a_run_that_crashes_again_and_again_is_given_up(
+    client: SyncPrefectClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the automation has scheduled it more often in a row than `max_restarts`. What Prefect
+    calls late does not matter; a retry by hand begins a new count."""
+    deploy(client)
+    run = a_run(client, tmp_path)
+    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(run))
+    monkeypatch.setenv("PREFECT__RUNTIME__DEPLOYMENT__ID", "one")
+
+    def schedule(name: str, message: str | None) -> None:
+        state = {"type": "SCHEDULED", "name": name, "message": message}
+        body = {"state": state, "force": True}
+        client.request("POST", f"/flow_runs/{run}/set_state", json=body)
+
+    for _ in range(3):
+        schedule("AwaitingRetry", SCHEDULED_AGAIN)
+        schedule("Late", None)
+    refuse_if_crashed_too_often(3)
+    with pytest.raises(CrashedTooOften, match="crashed 3 times in a row, and max_restarts is 2"):
+        refuse_if_crashed_too_often(2)
+    schedule("Scheduled", "Retried via CLI")
+    refuse_if_crashed_too_often(0)
+
+
+@pytest.mark.long
+def test_a_silent_run_is_crashed(client: SyncPrefectClient, tmp_path: Path) -> None:
+    """Of two runs whose heartbeats end, the one that was put back into its queue is left alone."""
+    from prefect.events import emit_event
+    from prefect.events.worker import EventsWorker
+
+    deploy(client)
+    trigger = client.read_automations_by_name(SILENT_RUNS_HAVE_CRASHED)[0].trigger
+    within = {"within": timedelta(seconds=10)}
+    change_rule(client, SILENT_RUNS_HAVE_CRASHED, trigger=trigger.model_copy(update=within))
+    dead, waiting = a_run(client, tmp_path), a_run(client, tmp_path)
+    for run in (dead, waiting):
+        report(client, run, "Running")
+        emit_event(
+            "prefect.flow-run.heartbeat",
+            resource={"prefect.resource.id": f"prefect.flow-run.{run}"},
+            related=[
+                {
+                    "prefect.resource.id": "prefect.tag.trialflow",
+                    "prefect.resource.role": "tag",
+                }
+            ],
+        )
+    EventsWorker.drain_all(timeout=10)
+    report(client, waiting, "Scheduled")
+
+    def names(run: UUID) -> set[str]:
+        return {str(state.name) for state in client.read_flow_run_states(run)}
+
+    until(lambda: "Crashed" in names(dead), "crashed")
+    assert "Crashed" not in names(waiting)
+
+
+def test_forgetful_leases_are_warned_of(client: SyncPrefectClient) -> None:
+    """A server that keeps leases in its memory, as by default, and the setting that helps."""
+    problem = lease_problem(client)
+    assert problem is not None
+    assert "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE=prefect.server" in problem
+
+
+def test_the_command_says_what_it_does(
+    client: SyncPrefectClient, prefect_server: PrefectServer, tmp_path: Path
+) -> None:
+    """A line a thing, then what is left to do; runs keep to the folder it is given in."""
+    told = trialflow(
+        tmp_path, "deploy", "--pool", POOL, "--gpus", "4", variables=prefect_server.environment
+    )
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.splitlines()[:7] == [f"created: {thing}" for thing in ALL]
+    assert told.stdout.endswith(f"trialflow worker --pool {POOL}\n")
+    assert "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE" in told.stderr
+    assert str(tmp_path) in str(client.read_deployment_by_name("train/train").pull_steps)
+
+
+def test_without_a_server_there_is_nothing_to_set_up(tmp_path: Path) -> None:
+    """It says which variable is missing, and what else there is for one machine."""
+    told = trialflow(tmp_path, "deploy", variables={"PREFECT_API_URL": ""})
+    assert told.returncode == 2
+    assert "PREFECT_API_URL" in told.stderr
+    assert "trialflow up" in told.stderr

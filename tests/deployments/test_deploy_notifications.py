@@ -1,0 +1,64 @@
+"""The notification that docs/deploying.md shows, against a webhook on this machine."""
+
+from __future__ import annotations
+
+import json
+import queue
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from prefect.client.orchestration import get_client
+
+from tests.support.prefect import PrefectServer
+
+pytestmark = pytest.mark.server
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "deploying.md"
+PATIENCE_SECONDS = 30.0
+
+
+@pytest.fixture
+def webhook() -> Iterator[tuple[str, queue.Queue[bytes]]]:
+    """Its address, and what is posted to it."""
+    received: queue.Queue[bytes] = queue.Queue()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.put(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(204)
+            self.end_headers()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/", received
+        server.shutdown()
+
+
+def test_a_run_that_fails_is_told_of(
+    prefect_server: PrefectServer, webhook: tuple[str, queue.Queue[bytes]]
+) -> None:
+    """What the document says is run as it stands: one of our runs that fails is posted, another's
+    is not."""
+    url, received = webhook
+    (program,) = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.DOTALL | re.M)
+    program = re.sub(r'^URL = ".*"$', f'URL = "{url}"', program, flags=re.M)
+    with prefect_server.configured(), get_client(sync_client=True) as client:
+        exec(compile(program, str(DOCUMENT), "exec"), {})
+        (automation,) = client.read_automations_by_name("trialflow: tell us of runs that fail")
+        try:
+            for name, tags in (("theirs", []), ("ours", ["trialflow"])):
+                run = prefect_server.query(
+                    "flow_runs/",
+                    {"flow_id": str(client.create_flow_from_name("f")), "name": name, "tags": tags},
+                )
+                state = {"state": {"type": "FAILED", "name": "Failed"}, "force": True}
+                prefect_server.query(f"flow_runs/{run['id']}/set_state", state)
+            text = json.loads(received.get(timeout=PATIENCE_SECONDS))["text"]
+            assert text.startswith("ours: Failed ")
+            assert received.empty()
+        finally:
+            client.delete_automation(automation.id)

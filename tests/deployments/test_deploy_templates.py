@@ -1,0 +1,135 @@
+"""The work pools' job templates: Prefect's own, and what training needs besides."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import prefect.server.api
+import pytest
+from prefect.server.schemas.actions import validate_base_job_template
+from prefect.utilities.templating import apply_values
+from prefect.workers.process import ProcessJobConfiguration
+
+from deployments.wanted import PoolType, deployments, job_template
+from trial_core.config.stopping import StoppingConfig
+
+POOL_TYPES = get_args(PoolType)
+WORKERS = "collections_data/views/aggregate-worker-metadata.json"
+
+
+def prefects_own(pool_type: str) -> dict[str, Any]:
+    """The template that Prefect gives a work pool of a type."""
+    known = json.loads(Path(prefect.server.api.__file__).with_name(WORKERS.split("/")[0]).joinpath(
+        *WORKERS.split("/")[1:]
+    ).read_text())  # fmt: skip
+    (found,) = [
+        types[pool_type]["default_base_job_configuration"]
+        for types in known.values()
+        if pool_type in types
+    ]
+    template: dict[str, Any] = found
+    return template
+
+
+def rendered(pool_type: PoolType, **variables: Any) -> dict[str, Any]:
+    """What a worker makes of the template, with defaults for all that is not given."""
+    template = job_template(pool_type)
+    properties = template["variables"]["properties"]
+    defaults = {
+        name: each["default"]
+        for name, each in properties.items()
+        if each.get("default") is not None
+    }
+    values: dict[str, Any] = apply_values(template["job_configuration"], {**defaults, **variables})
+    return values
+
+
+def paths(nested: Any, before: str = "") -> set[str]:
+    """Every place in nested mappings and lists."""
+    if isinstance(nested, dict):
+        below = {f"{before}/{key}": value for key, value in nested.items()}
+    elif isinstance(nested, list):
+        below = {f"{before}/{index}": value for index, value in enumerate(nested)}
+    else:
+        return {before}
+    return set().union(*(paths(value, path) for path, value in below.items()))
+
+
+@pytest.mark.parametrize("pool_type", POOL_TYPES)
+def test_a_template_is_one_of_prefects(pool_type: PoolType) -> None:
+    """Prefect accepts it, and it can do all that Prefect's own of the same type can."""
+    ours, theirs = job_template(pool_type), prefects_own(pool_type)
+    validate_base_job_template(ours)
+    missing = set(theirs["variables"]["properties"]) - set(ours["variables"]["properties"])
+    assert missing == set()
+    assert paths(theirs["job_configuration"]) - paths(ours["job_configuration"]) <= {
+        "/env"  # here a mapping
+    }
+
+
+def test_a_process_pool_can_be_given_some_of_the_gpus() -> None:
+    """`cuda_visible_devices` reaches the runs, beside a deployment's own environment; unset, the
+    worker's own choice is left alone."""
+
+    no_client: Any = object()  # there is nothing to ask a server for
+
+    def environment(**variables: Any) -> dict[str, Any]:
+        making = ProcessJobConfiguration.from_template_and_values(
+            job_template("process"),
+            {"env": {"MINE": "1"}, **variables},
+            client=no_client,
+        )
+        return dict(asyncio.run(making).env)
+
+    assert environment(cuda_visible_devices="2,3") == {"MINE": "1", "CUDA_VISIBLE_DEVICES": "2,3"}
+    assert environment() == {"MINE": "1"}
+
+
+def test_a_docker_run_has_gpus_and_shared_memory() -> None:
+    """All GPUs and 8 GiB by default; as many as the pool or the deployment says."""
+    arguments = rendered("docker")["container_create_kwargs"]
+    assert arguments["device_requests"] == [{"count": -1, "capabilities": [["gpu"]]}]
+    assert arguments["shm_size"] == "8g"
+    none = rendered("docker", device_requests=[])["container_create_kwargs"]
+    assert none.get("device_requests", []) == []
+
+
+def test_a_kubernetes_run_has_gpus_shared_memory_and_a_place() -> None:
+    """Each is a variable of the pool's."""
+    manifest = rendered(
+        "kubernetes", gpus=8, shared_memory="64Gi", node_selector={"gpu": "h100"},
+        grace_period_seconds=120, env_from=[{"secretRef": {"name": "s3"}}], image="mine:1",
+    )["job_manifest"]  # fmt: skip
+    pod = manifest["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+    assert container["image"] == "mine:1"
+    assert container["envFrom"] == [{"secretRef": {"name": "s3"}}]
+    assert container["volumeMounts"] == [
+        {"name": pod["volumes"][0]["name"], "mountPath": "/dev/shm"}
+    ]
+    assert pod["volumes"][0]["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
+    assert pod["nodeSelector"] == {"gpu": "h100"}
+    assert pod["terminationGracePeriodSeconds"] == 120
+
+
+def test_kubernetes_waits_until_a_run_has_saved() -> None:
+    """By default, SIGKILL comes well after the grace period of an experiment has ended."""
+    pod = rendered("kubernetes")["job_manifest"]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] >= StoppingConfig().grace_seconds + 15
+
+
+@pytest.mark.parametrize("pool_type", ["docker", "kubernetes"])
+def test_signals_reach_the_flow_in_a_container(pool_type: PoolType) -> None:
+    """Prefect's supervisor would kill a flow that has taken SIGTERM for itself; here there is none,
+    and so the container's first process is the flow."""
+    assert rendered(pool_type)["command"] == "python -m prefect.engine"
+
+
+def test_all_runs_say_often_that_they_live() -> None:
+    """Every deployment has the heartbeat that the automation for silent runs listens to."""
+    for deployment in deployments():
+        assert int(deployment.environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]) == 30

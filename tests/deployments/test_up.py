@@ -1,0 +1,142 @@
+"""`trialflow up`: a server, a worker and the deployments, which all go when it goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.cli import TRIALFLOW, environment_in, trialflow
+from tests.support.prefect import isolated
+from tests.support.processes import descendants, wait_until_gone
+from tests.support.slots import lines, toy_config
+from trial_core.checkpoint.store import CheckpointStore
+
+PATIENCE_SECONDS = 120.0
+ENDLESS = 10**6
+
+
+def until(is_so: Callable[[], Any], what: str) -> Any:
+    """Wait until it is so; what it then is."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not (found := is_so()):
+        assert time.monotonic() < deadline, f"never: {what}"
+        time.sleep(0.2)
+    return found
+
+
+@dataclass
+class Up:
+    """A `trialflow up` that is ready."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    url: str
+
+    def query(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """What its API answers to a POST."""
+        return httpx.post(f"{self.url}/api/{path}", json=body or {}).raise_for_status().json()
+
+    def runs(self) -> list[dict[str, Any]]:
+        runs: list[dict[str, Any]] = self.query("flow_runs/filter")
+        return runs
+
+    def stop(self, number: int) -> None:
+        """Send a signal, and wait until nothing is left of it."""
+        started = descendants(self.process.pid)
+        self.process.send_signal(number)
+        self.process.wait(PATIENCE_SECONDS)
+        assert wait_until_gone(started, 10) == []
+
+
+@contextmanager
+def up(folder: Path, port: int) -> Iterator[Up]:
+    """`trialflow up` in a terminal of its own; killed, if need be, at the end."""
+    (folder / "prefect").mkdir(exist_ok=True)
+    log = folder / "up.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*TRIALFLOW, "up", "--port", str(port)],
+            cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            env=environment_in(folder, isolated(folder / "prefect")),
+        )  # fmt: skip
+    try:
+        until(lambda: b"Ctrl-C stops all" in log.read_bytes() or process.poll() is not None, "up")
+        found = re.search(r"UI +(http://\S+)", log.read_text())
+        assert found is not None, log.read_text()
+        yield Up(process, log, found[1])
+    finally:
+        if process.poll() is None:
+            started = descendants(process.pid)
+            process.kill()
+            process.wait()
+            for pid in wait_until_gone(started, 15):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_a_configured_server_is_refused(tmp_path: Path) -> None:
+    """It starts one of its own, so it must not be told of another; what to do instead is said."""
+    told = trialflow(tmp_path, "up", variables={"PREFECT_API_URL": "http://elsewhere:4200/api"})
+    assert told.returncode == 2
+    assert "http://elsewhere:4200/api" in told.stderr
+    assert "trialflow deploy" in told.stderr
+
+
+@pytest.mark.server
+def test_all_of_it_is_there_and_goes_when_it_is_killed(tmp_path: Path) -> None:
+    """On another port than one that is taken: UI, deployments, a worker that is online; 10 s after
+    SIGKILL no process is left."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with up(tmp_path, port) as running:
+            assert f"(port {port} is taken)" in running.log.read_text()
+            assert "<html" in httpx.get(running.url, follow_redirects=True).text.lower()
+            names = {each["name"] for each in running.query("deployments/filter")}
+            assert names == {"train", "evaluate", "prune"}
+            workers = "work_pools/local/workers/filter"
+            until(lambda: [w["status"] for w in running.query(workers)] == ["ONLINE"], "a worker")
+            running.stop(signal.SIGKILL)
+
+
+@pytest.mark.long
+@pytest.mark.server
+@pytest.mark.slots
+def test_runs_save_and_go_on_the_next_time(tmp_path: Path) -> None:
+    """Ctrl-C: a run that trains saves, and nothing is left; the next `trialflow up` goes on with
+    the same run, from where it was."""
+    config = toy_config(
+        tmp_path, ENDLESS, scheduling_unit=ENDLESS, hyperparameters={"record": str(tmp_path)}
+    )
+    store = CheckpointStore(config.checkpoint_storage.url)
+
+    def seen() -> list[int]:
+        return [line[0] for line in lines(tmp_path, "samples", 0)]
+
+    with up(tmp_path, 0) as running:
+        deployment = httpx.get(f"{running.url}/api/deployments/name/train/train").json()
+        parameters = {"config": json.loads(config.model_dump_json())}
+        path = f"deployments/{deployment['id']}/create_flow_run"
+        run_id = running.query(path, {"parameters": parameters})["id"]
+        until(lambda: len(seen()) > 5, "training")
+        running.stop(signal.SIGINT)
+        assert running.process.returncode == 130
+    saved = store.list()[-1].progress.batches_trained
+    assert saved == len(seen()) > 5
+    with up(tmp_path, 0) as running:
+        until(lambda: len(seen()) > saved + 5, "training again")
+        assert seen()[: saved + 5] == list(range(saved + 5))
+        (run,) = running.runs()
+        assert (run["id"], run["state_name"]) == (run_id, "Running")
+        running.stop(signal.SIGTERM)

@@ -1,0 +1,97 @@
+"""The flow `evaluate`: a checkpoint's metrics, on other slots than those that saved it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cli import trialflow, write_experiment
+from tests.support.flow import one_slot, stages, train
+from tests.support.prefect import PrefectServer
+from tests.support.slots import lines
+from trial_core.checkpoint.claims import claims
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config import ExperimentConfig
+from trial_core.errors import CheckpointDamaged, CheckpointNotFound
+
+pytestmark = [pytest.mark.slots, pytest.mark.server]
+
+
+def trained(here: Path) -> tuple[ExperimentConfig, Any]:
+    """A run of 8 batches on one slot that has saved after 4 and 8; its experiment."""
+    config: ExperimentConfig = one_slot(
+        here, 8, hyperparameters={"record": str(here), "zero_stage": 3},
+        min_validation_period={"batches": 4},
+    )  # fmt: skip
+    return config, train(config)
+
+
+def evaluate(config: ExperimentConfig, checkpoint: str | None = None) -> Any:
+    from flows.embedded import flush
+    from flows.evaluate import evaluate as flow
+
+    try:
+        return flow(config, checkpoint)
+    finally:
+        flush()
+
+
+def damage(config: ExperimentConfig, uuid: str) -> None:
+    """Take a file of a checkpoint away."""
+    store = CheckpointStore(config.checkpoint_storage.url)
+    entry = max(store.open(uuid).files, key=lambda file: file.size_bytes)
+    folder = config.checkpoint_storage.url.removeprefix("file://")
+    Path(folder, "checkpoints", uuid, entry.path).unlink()
+
+
+def test_the_newest_checkpoint_on_other_slots(prefect_server: PrefectServer, here: Path) -> None:
+    """`trialflow evaluate`: what one slot has saved gives the same metrics on two, as JSON and as
+    a table on the run's page; nothing is trained, nothing claimed any more."""
+    config, result = trained(here)
+    storage = config.checkpoint_storage.url
+    path = write_experiment(
+        here, hyperparameters={"record": str(here), "zero_stage": 3},
+        resources={"slots_per_trial": 2}, checkpoint_storage=storage,
+    )  # fmt: skip
+    told = trialflow(here, "evaluate", str(path), "--json", variables=prefect_server.environment)
+    assert told.returncode == 0, told.stderr
+    said = json.loads(told.stdout)
+    assert said["checkpoint"] == result.checkpoint_uuid
+    assert (said["trial"], said["batches_trained"]) == (result.trial, 8)
+    assert said["metrics"] == pytest.approx(result.validation_metrics, rel=1e-5)
+    assert [line[0] for line in lines(here, "samples", 0)] == list(range(8))
+    assert claims(CheckpointStore(storage)) == []
+
+    names = [stage.name for stage in stages(prefect_server, said["flow_run_id"], "validate @8")]
+    assert names == ["build-trial", "fetch-checkpoint @8", "build-loaders @0", "validate @8"]
+    (artifact,) = prefect_server.query(
+        "artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [said["flow_run_id"]]}}}
+    )
+    assert (artifact["type"], artifact["key"]) == ("table", "evaluation-toy")
+    assert {row["metric"] for row in json.loads(artifact["data"])} == set(said["metrics"])
+
+
+@pytest.mark.long
+def test_a_damaged_checkpoint(here: Path) -> None:
+    """The newest gives way to the one before it; one that is asked for by name does not."""
+    config, _ = trained(here)
+    older, newer = CheckpointStore(config.checkpoint_storage.url).list()
+    damage(config, newer.uuid)
+    assert evaluate(config).checkpoint_uuid == older.uuid
+    with pytest.raises(CheckpointDamaged, match="the checkpoint is damaged"):
+        evaluate(config, newer.uuid[:8])
+    damage(config, older.uuid)
+    with pytest.raises(CheckpointDamaged, match="every checkpoint of the trial"):
+        evaluate(config)
+
+
+def test_nothing_to_evaluate(here: Path) -> None:
+    """Said before any rank is started."""
+    config = one_slot(here, 4)
+    with pytest.raises(CheckpointNotFound, match="of experiment 'toy': train it first"):
+        evaluate(config)
+    with pytest.raises(CheckpointNotFound, match="abcd"):
+        evaluate(config, "abcd")
