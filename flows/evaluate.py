@@ -7,7 +7,7 @@ a table among its artifacts. The slots may be others than those that saved the c
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 from prefect import flow, runtime
 from prefect.artifacts import create_table_artifact
@@ -91,6 +91,10 @@ def evaluate(
         if (state := watch.conclude()) is not None:
             return state
     return replace(result, flow_run_id=flow_run_id)
+
+
+# What flow.serve() pickles has no names of this module, which the annotations are read in.
+evaluate.fn.__annotations__ = get_type_hints(evaluate.fn)
 
 
 def evaluate_checkpoint(

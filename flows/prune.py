@@ -7,6 +7,7 @@ that were changed, the best of an experiment when a better one has come.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_type_hints
 
 from prefect import flow
 from prefect.artifacts import create_table_artifact
@@ -66,6 +67,10 @@ def prune(config: ExperimentConfig, dry_run: bool = True, trial: str | None = No
     spared = tuple(decision.manifest.uuid for decision in pruned.spared)
     deleted = tuple(manifest.uuid for manifest in pruned.deleted)
     return PruneResult(kept + spared, deleted, pruned.freed_bytes, is_dry_run=False)
+
+
+# What flow.serve() pickles has no names of this module, which the annotations are read in.
+prune.fn.__annotations__ = get_type_hints(prune.fn)
 
 
 def _show(plan: Plan, dry_run: bool) -> None:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 from prefect import flow, runtime
 from prefect.client.schemas.objects import State
@@ -20,7 +20,7 @@ from prefect.logging import get_run_logger
 from flows.crashes import refuse_if_crashed_too_often
 from flows.gpu_slots import gpu_slots, gpus_of
 from flows.restarts import Restarts
-from flows.stopping import StopWatch
+from flows.stopping import LOOK_SECONDS, StopWatch
 from flows.uploads import Uploads
 from tasks.build import build_loaders, build_trial, fetch_checkpoint
 from tasks.callbacks import run_callbacks
@@ -121,6 +121,10 @@ def train(config: ExperimentConfig, trial: str | None = None) -> TrialResult | S
     return replace(result, flow_run_id=flow_run_id)
 
 
+# What flow.serve() pickles has no names of this module, which the annotations are read in.
+train.fn.__annotations__ = get_type_hints(train.fn)
+
+
 def train_trial(config: ExperimentConfig, trial: str, stopping: Stopping) -> TrialResult:
     """Train a trial to its end, or until it is asked to stop; restart ranks that fail.
 
@@ -132,7 +136,7 @@ def train_trial(config: ExperimentConfig, trial: str, stopping: Stopping) -> Tri
     store.check_writable()
     restarts = Restarts(config.max_restarts)
     with (
-        run_folder(trial) as run_dir,
+        run_folder(trial, _patience(config)) as run_dir,
         Report(config, trial, run_dir, current_observer()) as report,
         running(store, trial, config.searcher.source_checkpoint_uuid) as claim,
     ):
@@ -164,6 +168,13 @@ def _how_it_ended(result: TrialResult) -> str:
     if not result.stopped_early:
         return "completed"
     return f"stopped: {result.stop_reason}" if result.stop_reason else "stopped"
+
+
+def _patience(config: ExperimentConfig) -> float:
+    """How long to wait for an attempt that was taken for dead: it notices, and ends."""
+    if runtime.deployment.id is None:
+        return 0.0
+    return config.stopping.grace_seconds + 2 * LOOK_SECONDS
 
 
 def launch_slots(run: TrialRun) -> SlotGroup:

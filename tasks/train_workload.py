@@ -6,6 +6,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
+from tasks.lineage import forget_results
 from tasks.run import TrialRun
 from trial_core.messages import TrainBatches, Trained
 
@@ -18,6 +19,7 @@ from trial_core.messages import TrainBatches, Trained
 def train_workload(run: TrialRun, begin: int, until: int) -> int:
     """Train from `begin` until `until` batches have been trained in all, or fewer if the run is
     asked to stop; how many that is."""
+    forget_results()  # of the workloads before: nothing of theirs is handed on any more
     with run.stage("train-workload", f"[{begin}→{until}]"):
         stall_seconds = run.config.stopping.stall_timeout_seconds
         request = TrainBatches(until=until)
@@ -35,5 +37,6 @@ def train_workload(run: TrialRun, begin: int, until: int) -> int:
         "trained [%d→%d] at %.1f samples/s: %s",
         begin, reached, samples / seconds, results[0].metrics,
     )  # fmt: skip
+    run.observer.training_timed(begin, reached, seconds, [])
     run.observer.metrics_reported("training", reached, results[0].metrics)
     return reached

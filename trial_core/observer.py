@@ -7,7 +7,7 @@ The command line's progress bar is one. Without one, nothing is shown.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Literal
@@ -39,11 +39,26 @@ class Observer:
     def batches_trained(self, batches: int) -> None:
         """Training has reached `batches`; told a few times a second."""
 
+    def training_timed(
+        self, begin: int, reached: int, seconds: float, data_seconds: Sequence[float]
+    ) -> None:
+        """A train-workload has taken `seconds`.
+
+        Args:
+            begin, reached: batches trained before and after it.
+            data_seconds: for how much of that each rank has waited for its data, by rank; empty
+                where that is not known. Ranks train in step, so all take the same time; the one
+                that waits longest for data is what the others wait for.
+        """
+
     def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
         """Metrics reduced over all ranks, as of `batches` trained."""
 
     def checkpoint_committed(self, uuid: str, batches: int, total_bytes: int) -> None:
         """A checkpoint has become real."""
+
+    def checkpoint_deleted(self, uuid: str) -> None:
+        """The experiment's rules have not kept a checkpoint: it is gone."""
 
     def rank_logged(self, rank: int, line: str) -> None:
         """A line of a rank's output (rate-capped; whole logs are on disk)."""

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from trial_core.config import home_folder
 from trial_core.errors import TrialflowError
 
 LOCK = "lock"
+LOOK_SECONDS = 0.2
 LEFTOVERS = ("staging", "restored")
 
 # Locks that this process holds. A process that it forks (a data loader's worker) would hold them
@@ -35,10 +37,13 @@ def trial_id(name: str, unique: str) -> str:
 
 
 @contextmanager
-def run_folder(trial: str) -> Iterator[Path]:
+def run_folder(trial: str, patience_seconds: float = 0.0) -> Iterator[Path]:
     """The folder of `trial` on this machine, nobody else's for the length of the block.
 
     What a dead attempt has left staged there is gone.
+
+    Args:
+        patience_seconds: how long to wait for somebody else who has it, and may be about to end.
 
     Raises:
         TrialflowError: another process trains the trial; or the folder cannot be created.
@@ -48,7 +53,7 @@ def run_folder(trial: str) -> Iterator[Path]:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = (run_dir / LOCK).open("a+b")
     with lock:
-        _hold(lock, trial)
+        _hold(lock, trial, time.monotonic() + patience_seconds)
         _held.add(lock)
         try:
             clear_leftovers(run_dir)
@@ -87,9 +92,11 @@ def _creating(run_dir: Path) -> Iterator[None]:
         ) from error
 
 
-def _hold(lock: BinaryIO, trial: str) -> None:
+def _hold(lock: BinaryIO, trial: str, deadline: float) -> None:
     """Take the lock, and say in it whose it is. The kernel gives it back, whatever the end."""
     try:
+        while not _is_free(lock) and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.seek(0)
@@ -103,6 +110,15 @@ def _hold(lock: BinaryIO, trial: str) -> None:
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
     lock.flush()
+
+
+def _is_free(lock: BinaryIO) -> bool:
+    """Take the lock if nobody has it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _release(lock: BinaryIO) -> None:

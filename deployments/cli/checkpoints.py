@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from deployments.cli import prune, verify, words
+from deployments.cli import prune, verify
 from deployments.cli.experiment import ConfigFile, Storage, open_store
 from deployments.cli.tables import AsJson, local_time, print_table, shortest_unique
 from deployments.cli.terminal import is_interactive
+from trial_core import words
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.manifest import Manifest

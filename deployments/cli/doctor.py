@@ -15,8 +15,9 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from deployments.cli import messages, words
+from deployments.cli import messages
 from deployments.cli.experiment import ConfigFile, Storage, open_store
+from trial_core import words
 from trial_core.errors import TrialflowError
 
 NEEDED = ("trialflow", "torch", "deepspeed", "prefect", "fsspec")

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from deployments.cli import messages, words
+from deployments.cli import messages
 from deployments.cli.experiment import Overrides, Storage, read_experiment
 from deployments.cli.signals import Terminated, stoppable
 from deployments.cli.tables import AsJson
 from deployments.cli.terminal import Display, display_for_stdout
+from trial_core import words
 from trial_core.errors import Stopped, TrialflowError
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from deployments.cli import words
 from deployments.cli.experiment import ConfigFile, Storage, open_store
 from deployments.cli.tables import AsJson
+from trial_core import words
 from trial_core.errors import CheckpointError, CheckpointNotFound, ConfigError
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from deployments.cli import words
+from trial_core import words
 from trial_core.errors import (
     CheckpointDamaged,
     CommitConflict,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from deployments.cli import messages, words
+from deployments.cli import messages
 from deployments.cli.experiment import (
     ConfigFile,
     Overrides,
@@ -19,6 +19,7 @@ from deployments.cli.experiment import (
     read_experiment,
 )
 from deployments.cli.tables import AsJson, local_time, print_table, shortest_unique
+from trial_core import words
 from trial_core.errors import CheckpointNotFound, ConfigError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from deployments.cli import words
+from trial_core import words
 
 SHORT_UUID = 8
 # Output that is piped has no width: lines must not be cut for a terminal that is not there.

@@ -18,15 +18,16 @@ from typing import IO, TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
-from deployments.cli import words
-from deployments.cli.progress import TRAINING, UPLOAD, Progress
+from trial_core import words
 from trial_core.observer import MetricsKind
+from trial_core.progress import TRAINING, UPLOAD, Progress
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 REDRAWS_PER_SECOND = 8
 NARROWEST_BAR, WIDEST_BAR = 10, 40
+NARROWEST_WITH_BAR = 50
 # Stages that a person need not hear of when they take no time.
 HARDLY_WORTH_A_LINE_SECONDS = 1.0
 
@@ -41,6 +42,7 @@ class Display(Progress):
     def __init__(self, preferred: tuple[str, ...] = ("loss",), **progress: Any) -> None:
         super().__init__(**progress)
         self.preferred = preferred
+        self._stop_note: str | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -58,7 +60,7 @@ class Display(Progress):
 
     def stopping(self, why: str) -> None:
         """The run is being stopped. Called in a signal handler, so nothing is printed here."""
-        super().waiting_for(f"{why}: saving, then stopping (again: at once)")
+        self._stop_note = f"{why}: saving, then stopping (again: at once)"
 
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
         self.say(
@@ -75,18 +77,17 @@ class PlainLines(Display):
         super().__init__(**display)
         self._file = file or sys.stdout
         self._workload_begins_at = 0
-        self._is_stopping = False
         self._ended: dict[str, tuple[str, float]] = {}
 
     def say(self, line: str) -> None:
         print(words.clean(line), file=self._file, flush=True)
 
     def stopping(self, why: str) -> None:
+        is_known = self._stop_note is not None
         super().stopping(why)
-        if not self._is_stopping:
+        if not is_known:
             # Not with print: the signal may have come in the middle of one.
-            os.write(2, f"{why}: saving, then stopping (again: at once)\n".encode())
-        self._is_stopping = True
+            os.write(2, f"{self._stop_note}\n".encode())
 
     def waiting_for(self, what: str) -> None:
         super().waiting_for(what)
@@ -127,7 +128,7 @@ class PlainLines(Display):
         super().checkpoint_committed(uuid, batches, total_bytes)
         parts = [words.size(total_bytes), f"checkpoint {uuid}"]
         # Told while the upload's stage still runs: what was staged is yet to be released.
-        upload = self._running.get((UPLOAD, f"@{batches}"))
+        upload = self.running(UPLOAD, f"@{batches}")
         if upload is not None:
             parts.insert(0, words.duration(self.seconds_in(upload)))
         self.say(f"{UPLOAD} @{batches}: {' · '.join(parts)}")
@@ -184,21 +185,21 @@ class LiveDisplay(Display):
         from rich.text import Text
 
         stage = self.stage
-        head = Table.grid(padding=(0, 1))
-        head.add_column(width=1)
-        head.add_column(no_wrap=True, overflow="ellipsis")
-        cells: list[RenderableType] = [self._spinner, Text(words.clean(str(stage)))]
+        after: list[RenderableType] = [
+            Text(words.clock(self.seconds_in(stage)), style="dim"),
+        ]
         if self.total_batches:
-            count = f"{self.batches}/{self.total_batches}"
-            head.add_column()
-            head.add_column(no_wrap=True)
-            cells += [
-                ProgressBar(self.total_batches, self.batches, width=self._bar_width()),
-                Text(count),
-            ]
-        head.add_column(no_wrap=True, justify="right")
-        cells.append(Text(words.clock(self.seconds_in(stage)), style="dim"))
-        head.add_row(*cells)
+            after.insert(0, Text(f"{self.batches}/{self.total_batches}"))
+        room = self._console.width - 2 - sum(len(str(text)) + 1 for text in after)
+        if self.total_batches and self._console.width >= NARROWEST_WITH_BAR:
+            width = self._bar_width()
+            after.insert(0, ProgressBar(self.total_batches, self.batches, width=width))
+            room -= width + 1
+        name = Text(words.clean(str(stage)))
+        # Where there is too little room it gives way, and not how far the run is.
+        name.truncate(max(1, room), overflow="ellipsis")
+        head = Table.grid(padding=(0, 1))
+        head.add_row(self._spinner, name, *after)
         facts = Text("  " + " · ".join(self._facts()), no_wrap=True, overflow="ellipsis")
         return Group(head, facts) if self._facts() else head
 
@@ -206,7 +207,7 @@ class LiveDisplay(Display):
         return min(WIDEST_BAR, max(NARROWEST_BAR, self._console.width - 60))
 
     def _facts(self) -> list[str]:
-        facts = []
+        facts = [self._stop_note] if self._stop_note else []
         if self.samples_per_second is not None:
             facts.append(words.speed(self.samples_per_second))
         if training := words.main_metric(self.training, ("loss", *self.preferred)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from deployments.cli import messages, words
+from deployments.cli import messages
 from deployments.cli.experiment import Overrides, Storage, read_experiment
+from deployments.cli.outcome import Outcome
 from deployments.cli.signals import Terminated, stoppable
-from deployments.cli.terminal import Display, display_for_stdout
+from deployments.cli.terminal import Display, PlainLines, display_for_stdout
+from trial_core import words
 from trial_core.errors import Stopped, TrialflowError
 
 if TYPE_CHECKING:
@@ -36,6 +39,14 @@ def train(
         Parameter(help="Go on with the newest trial of this experiment, from its last checkpoint."),
     ] = False,
     quiet: Annotated[bool, Parameter(help="Print only the summary, or what went wrong.")] = False,
+    json_: Annotated[
+        bool,
+        Parameter(
+            name="--json",
+            negative=(),
+            help="Print the result to stdout, as one line of JSON; all else to stderr.",
+        ),
+    ] = False,
 ) -> int:
     """Train an experiment's trial on this machine.
 
@@ -46,53 +57,59 @@ def train(
     config
         The experiment file (YAML).
     """
-    experiment = read_experiment(config, set_ or [], storage)
-    display = display_for_stdout(quiet, preferred=(experiment.searcher.metric, "loss"))
-    command = _Command(experiment, display)
-    try:
-        with stoppable(display.stopping):
-            command.run(resume)
-    except KeyboardInterrupt:
-        return command.stopped("stopped by Ctrl-C", messages.INTERRUPTED)
-    except Terminated:
-        return command.stopped("stopped by SIGTERM", messages.TERMINATED)
-    except TrialflowError as failure:
-        return command.failed(failure)
-    return 0
+    with Outcome(is_printed=json_) as outcome:
+        experiment = read_experiment(config, set_ or [], storage)
+        preferred = (experiment.searcher.metric, "loss")
+        command = _Command(experiment, _display(quiet, json_, preferred), outcome)
+        return command.run_to_the_end(resume)
+
+
+def _display(quiet: bool, as_json: bool, preferred: tuple[str, ...]) -> Display:
+    if as_json and not quiet:  # for programs: stdout is theirs
+        return PlainLines(sys.stderr, preferred=preferred)
+    return display_for_stdout(quiet, preferred)
 
 
 class _Command:
     """One `trialflow train`."""
 
-    def __init__(self, experiment: ExperimentConfig, display: Display) -> None:
+    def __init__(self, experiment: ExperimentConfig, display: Display, outcome: Outcome) -> None:
         self._experiment = experiment
         self._display = display
+        self._outcome = outcome
         self._began = time.monotonic()
-        self._flow_run_id: str | None = None
+        outcome.progress = display
 
-    def run(self, resume: bool) -> None:
-        """Train, and print how it ended.
+    def run_to_the_end(self, resume: bool) -> int:
+        """Train, and say how it ended; the exit code."""
+        try:
+            with stoppable(self._display.stopping):
+                self._run(resume)
+        except KeyboardInterrupt:
+            return self._stopped("Ctrl-C", messages.INTERRUPTED)
+        except Terminated:
+            return self._stopped("SIGTERM", messages.TERMINATED)
+        except TrialflowError as failure:
+            return self._failed(failure)
+        return 0
 
-        Raises:
-            TrialflowError: whatever made it fail.
-        """
+    def _run(self, resume: bool) -> None:
+        from trial_core.checkpoint.store import CheckpointStore
+
+        place = self._experiment.checkpoint_storage
+        store = self._outcome.store = CheckpointStore(place.url, place.options)
         # Again in the flow; here a storage that is of no use is known before a server starts.
-        self._store().check_writable()
-        trial = self._trial_to_resume() if resume else None
+        store.check_writable()
+        trial = self._trial_to_resume(store) if resume else None
         self._display.waiting_for("starting Prefect")
         with self._display, _prefect_api() as api:
             self._display.waiting_for("starting the ranks")
             result = self._run_flow(api, trial)
-        print("\n".join(self._summary(result, api)), flush=True)
+        self._outcome.completed(result)
+        summary = "\n".join(self._summary(result, api))
+        print(summary, file=self._outcome.stream, flush=True)
 
-    def _store(self) -> CheckpointStore:
-        from trial_core.checkpoint.store import CheckpointStore
-
-        place = self._experiment.checkpoint_storage
-        return CheckpointStore(place.url, place.options)
-
-    def _trial_to_resume(self) -> str | None:
-        store = self._store()
+    def _trial_to_resume(self, store: CheckpointStore) -> str | None:
         trial = store.newest_trial(self._experiment.name)
         if trial is None:
             self._display.say(
@@ -103,25 +120,27 @@ class _Command:
 
     def _run_flow(self, api: PrefectApi, trial: str | None) -> TrialResult:
         import httpx
-        from prefect.exceptions import CancelledRun, Pause
+        from prefect.exceptions import Abort, CancelledRun, Pause
 
         from flows.embedded import PrefectServerError
         from flows.train import TrialResult
         from flows.train import train as train_flow
         from trial_core.observer import observing
+        from trial_core.runs import trial_id
 
         def announce(flow: Any, flow_run: Any, state: Any) -> None:
-            self._flow_run_id = str(flow_run.id)
+            flow_run_id = self._outcome.flow_run_id = str(flow_run.id)
+            self._outcome.trial = trial or trial_id(self._experiment.name, flow_run_id)
             if api.ui_url:
                 ui_url = _newer_ui(api.ui_url) if api.is_embedded else api.ui_url
-                self._display.say(f"watch it at {_page(ui_url, self._flow_run_id)}")
+                self._display.say(f"watch it at {_page(ui_url, flow_run_id)}")
 
         flow = train_flow.with_options(on_running=[announce])
         try:
             with observing(self._display):
                 result = flow(self._experiment, trial=trial)
-        except (CancelledRun, Pause) as stop:
-            raise Stopped("the run was stopped in Prefect, and has saved") from stop
+        except (Abort, CancelledRun, Pause) as stop:
+            raise Stopped("the run was stopped in Prefect") from stop
         except httpx.HTTPError as error:  # only Prefect's client raises these in this process
             log = f"; its log: {api.server_log}" if api.server_log else ""
             raise PrefectServerError(
@@ -133,7 +152,7 @@ class _Command:
         return result
 
     def _summary(self, result: TrialResult, api: PrefectApi) -> list[str]:
-        why = f"({result.stop_reason})" if result.stop_reason else "as the trial asked"
+        why = result.stop_reason or "as the trial asked"
         how = f"stopped early, {why}," if result.stopped_early else "completed"
         seconds = words.duration(time.monotonic() - self._began)
         batches = words.plural(result.batches_trained, "batch")
@@ -144,6 +163,7 @@ class _Command:
                 for name, value in result.validation_metrics.items()
             ),
             ("checkpoint", result.checkpoint_url),
+            ("to go on", "--resume" if result.stop_reason else None),
             ("report", result.report_path),
             ("logs", result.run_dir and str(Path(result.run_dir, "logs"))),
             ("UI", self._where_in_ui(api)),
@@ -155,24 +175,28 @@ class _Command:
         ]
 
     def _where_in_ui(self, api: PrefectApi) -> str | None:
-        if self._flow_run_id is None:
+        flow_run_id = self._outcome.flow_run_id
+        if flow_run_id is None:
             return None
         if not api.is_embedded:
-            return _page(api.ui_url, self._flow_run_id) if api.ui_url else None
-        return f"prefect server start, then {_page(_newer_ui(DEFAULT_UI), self._flow_run_id)}"
+            return _page(api.ui_url, flow_run_id) if api.ui_url else None
+        return f"prefect server start, then {_page(_newer_ui(DEFAULT_UI), flow_run_id)}"
 
-    def failed(self, failure: TrialflowError) -> int:
+    def _failed(self, failure: TrialflowError) -> int:
         """Say why the run failed; the exit code."""
         messages.report(failure, code_folder=self._experiment.code)
         self._say_how_to_go_on()
-        return messages.exit_code(failure, self._display.has_trained)
+        code = messages.exit_code(failure, self._display.has_trained)
+        self._outcome.failed(failure, code)
+        return code
 
-    def stopped(self, how: str, code: int) -> int:
+    def _stopped(self, by: str, code: int) -> int:
         """Say that the run was stopped; the exit code."""
         batches = self._display.batches
         when = f"after {words.plural(batches, 'batch')}" if batches else "before the first batch"
-        messages.error(f"{how} {when}")
+        messages.error(f"stopped by {by} {when}")
         self._say_how_to_go_on()
+        self._outcome.stopped(by)
         return code
 
     def _say_how_to_go_on(self) -> None:

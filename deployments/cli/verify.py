@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from deployments.cli import messages, words
+from deployments.cli import messages
 from deployments.cli.experiment import ConfigFile, Storage, open_store
 from deployments.cli.tables import AsJson, print_table, shortest_unique
 from deployments.cli.terminal import is_interactive
+from trial_core import words
 from trial_core.errors import (
     CheckpointError,
     CheckpointNotFound,

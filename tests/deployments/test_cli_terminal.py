@@ -10,6 +10,7 @@ from rich.console import Console
 
 from deployments.cli.terminal import Display, LiveDisplay, PlainLines, is_interactive
 
+COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7])[;m]")
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
 
@@ -123,12 +124,33 @@ def test_the_live_display_tells_where_the_run_is() -> None:
     )
 
 
-@pytest.mark.parametrize("width", [20, 60])
+@pytest.mark.parametrize("width", [20, 30, 60])
 def test_the_live_display_never_wraps(width: int) -> None:
-    """On a narrow terminal the two lines are cut, not wrapped: wrapped ones cannot be redrawn."""
+    """On a narrow terminal the two lines are cut, not wrapped: wrapped ones cannot be redrawn.
+    The stage's name gives way; how far it is stays."""
     display, _, clock = live(width)
     train_a_little(display, clock)
-    assert [len(line) <= width for line in rendered(display, width)] == [True, True]
+    lines = rendered(display, width)
+    assert [len(line) <= width for line in lines] == [True, True]
+    assert lines[0].endswith(" 15/30 0:02")
+
+
+def test_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With NO_COLOR set the two lines are still redrawn, without a colour."""
+
+    def drawn() -> str:
+        out, clock = io.StringIO(), Clock()
+        console = Console(file=out, force_terminal=True, width=100, color_system="truecolor")
+        with LiveDisplay(console, preferred=("loss",), clock=clock) as display:
+            train_a_little(display, clock)
+        return out.getvalue()
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert COLOUR.search(drawn())
+    monkeypatch.setenv("NO_COLOR", "1")
+    text = drawn()
+    assert "15/30" in text
+    assert not COLOUR.search(text)
 
 
 def test_the_live_display_before_the_first_batch() -> None:

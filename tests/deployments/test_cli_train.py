@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -18,9 +19,11 @@ from pathlib import Path
 
 import pytest
 
+from flows.stopping import SAME_REQUEST_SECONDS
 from tests.support.cli import TRIALFLOW, environment_in, trialflow, write_experiment
 from tests.support.prefect import PrefectServer, isolated
 from tests.support.processes import descendants, wait_until_gone
+from tests.support.slots import lines as seen
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
@@ -97,6 +100,39 @@ def test_an_entrypoint_that_is_missing(tmp_path: Path, server: Mapping[str, str]
     assert "Traceback" not in done.stderr
 
 
+def test_json(tmp_path: Path, server: Mapping[str, str]) -> None:
+    """Stdout is the result alone, here of a run that Ctrl-C has ended: saved where it was, which
+    is said to people as well, with how to go on."""
+    path = write_experiment(
+        tmp_path, scheduling_unit=100_000,
+        searcher={"metric": "loss", "max_length": {"batches": 100_000}},
+        hyperparameters={"record": str(tmp_path)},
+    )  # fmt: skip
+    with subprocess.Popen(
+        [*TRIALFLOW, "train", str(path), "--json"], env=environment_in(tmp_path, server),
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as run:  # fmt: skip
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while len(seen(tmp_path, "samples", 0)) < 5:
+            assert run.poll() is None, run.communicate()
+            assert time.monotonic() < deadline, "the run did not train"
+            time.sleep(0.1)
+        run.send_signal(signal.SIGINT)
+        printed, said = run.communicate(timeout=LIMIT_SECONDS)
+    assert run.returncode == 130
+    (line,) = printed.splitlines()
+    outcome = json.loads(line)
+    trained = len(seen(tmp_path, "samples", 0))
+    assert (outcome["status"], outcome["batches_trained"]) == ("stopped", trained)
+    assert outcome["stop_reason"] == "interrupted (Ctrl-C)"
+    assert (Path(outcome["checkpoint_url"].removeprefix("file://")) / "latest").is_file()
+    assert Path(outcome["report_path"]).is_file()
+    assert f"stopped by Ctrl-C after {trained} batches" in said
+    assert (
+        f"the last checkpoint is that of batch {trained}; to go on from it, give --resume" in said
+    )
+
+
 class Terminal:
     """A command on a terminal of its own.
 
@@ -115,6 +151,12 @@ class Terminal:
         """Read until the terminal has shown `expected`."""
         while expected not in self.text:
             assert self._read(), f"no {expected!r}; the terminal shows:\n{self.text}"
+
+    def read_for(self, seconds: float) -> None:
+        """Read for so long; nothing is to end meanwhile."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            assert self._read(), f"the terminal shows:\n{self.text}"
 
     def read_to_the_end(self) -> int:
         """Read all; the exit code."""
@@ -159,18 +201,22 @@ def on_a_terminal(folder: Path, *arguments: str, **variables: str) -> Iterator[T
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "words"),
-    [(signal.SIGINT, 130, "stopped by Ctrl-C"), (signal.SIGTERM, 143, "stopped by SIGTERM")],
+    ("number", "grace_seconds", "code", "words"),
+    [
+        pytest.param(signal.SIGINT, 3600, 130, "stopped by Ctrl-C", id="Ctrl-C, twice"),
+        pytest.param(signal.SIGTERM, 1, 143, "stopped by SIGTERM", id="SIGTERM, its grace over"),
+    ],
 )
 def test_a_run_that_is_stopped(
-    number: signal.Signals, code: int, words: str, tmp_path: Path, server: Mapping[str, str]
-) -> None:
-    """In the middle of training: the ranks are gone, the terminal is as it was, all is said."""
+    number: signal.Signals, grace_seconds: int, code: int, words: str,
+    tmp_path: Path, server: Mapping[str, str],
+) -> None:  # fmt: skip
+    """In a batch that never ends: the ranks are gone, the terminal is as it was, all is said."""
     path = write_experiment(
         tmp_path,
         hyperparameters={"do": "sleep", "at_batch": 6},
         min_checkpoint_period={"batches": 4},
-        stopping={"grace_seconds": 1},  # in vain: its batch never ends
+        stopping={"grace_seconds": grace_seconds},
     )
     with on_a_terminal(tmp_path, "train", str(path), **server) as terminal:
         terminal.read_until("train-workload [4→8]")
@@ -179,6 +225,8 @@ def test_a_run_that_is_stopped(
         pids = descendants(terminal.process.pid)
         assert pids
         if number == signal.SIGINT:
+            terminal.press_ctrl_c()
+            terminal.read_for(SAME_REQUEST_SECONDS + 0.2)  # sooner, it would count as the same
             terminal.press_ctrl_c()
         else:
             terminal.process.send_signal(number)

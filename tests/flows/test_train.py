@@ -20,6 +20,7 @@ from tests.support.flow import (
 from tests.support.prefect import PrefectServer
 from tests.support.s3 import S3Server
 from tests.support.slots import lines, toy_config
+from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer import verify_files
@@ -34,13 +35,13 @@ def hold_the_first_commit(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keep the first upload under way until batch 10 has been trained; a file that says it is."""
     commit, under_way = CheckpointStore.commit, here / "upload-under-way"
 
-    def held(store: CheckpointStore, manifest: Manifest) -> None:
+    def held(store: CheckpointStore, manifest: Manifest, fence: Fence | None = None) -> None:
         under_way.touch()
         deadline = time.monotonic() + LIMIT_SECONDS
         while len(lines(here, "samples", 0)) <= 10:
             assert time.monotonic() < deadline, "training waits for the upload"
             time.sleep(0.01)
-        commit(store, manifest)
+        commit(store, manifest, fence)
 
     monkeypatch.setattr(CheckpointStore, "commit", held)
     return under_way

@@ -3,52 +3,124 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.browser import chromium
+from tests.support.browser import Browser, chromium
+from tests.support.flow import stages, train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import toy_config
 
 pytestmark = [pytest.mark.slots, pytest.mark.server, pytest.mark.browser]
 
 SCREENSHOTS = os.environ.get("TRIALFLOW_SCREENSHOTS")  # a folder: keep pictures there
+CURVES = (
+    "return [...document.querySelectorAll('svg .line-plot-0 path')].map(p => p.getAttribute('d'))"
+)
 
 
-def test_the_page_of_a_run(
-    prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The timeline names every stage with its batches; the report shows metrics and curves."""
-    from flows.embedded import flush
-    from flows.train import train
+@dataclass
+class Watched:
+    """Two runs of a trial, of which the first lost a rank; and a browser."""
 
-    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
-    config = toy_config(
-        tmp_path, 40, name="what a person sees", scheduling_unit=10, checkpoint_policy="all",
-        min_validation_period={"batches": 20},
-    )  # fmt: skip
-    with prefect_server.configured():
-        result = train(config)
-        flush()
-    (artifact,) = prefect_server.query(
-        "artifacts/filter", {"artifacts": {"key": {"any_": [f"trial-{result.trial}"]}}}
-    )
-    with chromium() as browser:
-        page = f"{prefect_server.ui_url}/v2/runs/flow-run/{result.flow_run_id}"
-        browser.open(page, "trained [0→10]")  # a line of its log
-        keep(browser, "run.png")
-        browser.open(f"{page}?tab=TaskRuns", "train-workload [30→40]")
-        for stage in ("validate @40", "checkpoint-save @40", "checkpoint-upload @40"):
-            assert stage in browser.text
-        browser.open(
-            f"{prefect_server.ui_url}/v2/artifacts/artifact/{artifact['id']}", "batch 40 of 40"
+    server: PrefectServer
+    browser: Browser
+    first: Any
+    second: Any
+
+    def page(self, result: Any) -> str:
+        """The page of a run."""
+        return f"{self.server.ui_url}/v2/runs/flow-run/{result.flow_run_id}"
+
+    def open_report(self, result: Any, expecting: str) -> None:
+        """Open the run's report, and wait until its curves are drawn."""
+        (artifact,) = self.server.query(
+            "artifacts/filter",
+            {"artifacts": {"flow_run_id": {"any_": [result.flow_run_id]}}},
         )
-        browser.wait_for(lambda: "validation: loss" in browser.text, "validation curve")
-        keep(browser, "report.png")
+        assert artifact["key"] == f"trial-{result.trial}"
+        self.browser.open(f"{self.server.ui_url}/v2/artifacts/artifact/{artifact['id']}", expecting)
+        self.browser.wait_for(lambda: len(self.curves()) >= 3, "curves")
+
+    def curves(self) -> list[str]:
+        """The paths of the lines that are drawn."""
+        found: list[str] = self.browser._driver.execute_script(CURVES)
+        return found
 
 
-def keep(browser: object, name: str) -> None:
+@pytest.fixture(scope="module")
+def watched(
+    prefect_server: PrefectServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Watched]:
+    here = tmp_path_factory.mktemp("ui")
+
+    def config(batches: int) -> Any:
+        return toy_config(
+            here, batches, name="what a person sees", scheduling_unit=10, max_restarts=1,
+            checkpoint_policy="all", min_validation_period={"batches": 10},
+            resources={"slots_per_trial": 1},
+            hyperparameters={
+                "record": str(here), "ballast_mib": 32,
+                "do": "kill", "at_batch": 35, "once": str(here / "once"),
+            },
+        )  # fmt: skip
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        prefect_server.configured(),
+        chromium() as browser,
+    ):
+        patch.setenv("TRIALFLOW_HOME", str(here / "home"))
+        first = train(config(40))
+        second = train(config(80), first.trial)
+        yield Watched(prefect_server, browser, first, second)
+
+
+def test_the_timeline(watched: Watched) -> None:
+    """Every stage by name, with its batches; an upload lies beside the training that follows."""
+    watched.browser.open(watched.page(watched.second), "trained [40→50]")  # a line of its log
+    keep(watched.browser, "run.png")
+    watched.browser.open(f"{watched.page(watched.second)}?tab=TaskRuns", "train-workload [70→80]")
+    for stage in ("validate @80", "checkpoint-save @80", "checkpoint-upload @80"):
+        assert stage in watched.browser.text
+    ran = {stage.name: stage for stage in stages(watched.server, watched.second.flow_run_id)}
+    upload, training = ran["checkpoint-upload @60"], ran["train-workload [60→70]"]
+    assert upload.began < training.ended
+    assert training.began < upload.ended
+
+
+def test_the_report_after_a_restart(watched: Watched) -> None:
+    """How far it is, why it was started again, and curves that are lines and not code."""
+    watched.open_report(watched.first, "batch 40 of 40")
+    text = watched.browser.text
+    assert "100%" in text
+    assert "restart 1 of at most 1: rank 0" in text
+    assert "SIGKILL" in text
+    assert "went on from the last checkpoint" in text
+    assert "training: loss" in text
+    assert "xychart" not in text
+    assert [path.count("L") for path in watched.curves()[:1]] == [3]
+    keep(watched.browser, "report-restarted.png")
+
+
+def test_the_report_of_a_resumed_trial(watched: Watched) -> None:
+    """The curves of all its runs, and all its checkpoints with the best and what they cost."""
+    watched.open_report(watched.second, "batch 80 of 80")
+    assert [path.count("L") for path in watched.curves()[:1]] == [7]
+    text = watched.browser.text
+    assert "went on from the last checkpoint; before: completed" in text
+    assert watched.first.checkpoint_uuid in text
+    assert watched.second.checkpoint_uuid in text
+    assert "(best)" in text
+    assert f"{watched.second.checkpoint_url}".rpartition("/")[0] in text
+    keep(watched.browser, "report.png")
+
+
+def keep(browser: Browser, name: str) -> None:
     """Save a picture of the page, if somebody wants it."""
     if SCREENSHOTS:
-        browser.save_png(Path(SCREENSHOTS) / name)  # type: ignore[attr-defined]
+        browser.save_png(Path(SCREENSHOTS) / name)

@@ -1,7 +1,7 @@
 """Forwards a rank's log to the driver: rank 0's lines, the others' warnings, at a capped rate.
 
 The log is a plain file that the rank writes as its stdout and stderr, so that nothing is lost when
-it dies. The pump reads behind. What it leaves out stays in the file.
+it dies. The pump reads behind. What it leaves out stays in the file, and it says how much that is.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from trial_core.messages import LogLines
 PERIOD_SECONDS = 0.5
 MAX_LINES_PER_PERIOD = 10
 MAX_LINE_CHARACTERS = 2000
+# A flood is read, and counted, piece by piece.
+CHUNK_BYTES = 2**20
 ALARMING = re.compile(r"WARNING|ERROR|CRITICAL|Warning|Error|Traceback")
 
 
@@ -47,17 +49,38 @@ class LogPump:
         self._forward()
 
     def _forward(self) -> None:
-        text = self._partial + self._decode(self._file.read())
-        # A progress bar ends its lines with a carriage return.
-        *lines, partial = text.replace("\r", "\n").split("\n")
-        self._partial = partial[-MAX_LINE_CHARACTERS:]
-        wanted = [line[:MAX_LINE_CHARACTERS] for line in lines if self._is_wanted(line)]
-        left_out = len(wanted) - MAX_LINES_PER_PERIOD
-        if left_out > 0:
-            wanted = wanted[:MAX_LINES_PER_PERIOD]
-            wanted.append(f"… {left_out} lines are only in the log file")
-        if wanted:
-            self._send(LogLines(lines=wanted))
+        shown = _Shown()
+        while data := self._file.read(CHUNK_BYTES):
+            # A progress bar ends its lines with a carriage return.
+            text = (self._partial + self._decode(data)).replace("\r", "\n")
+            *lines, partial = text.split("\n")
+            self._partial = partial[-MAX_LINE_CHARACTERS:]
+            for line in lines:
+                is_alarming = ALARMING.search(line) is not None
+                if line.strip() and (self._rank == 0 or is_alarming):
+                    shown.offer(line[:MAX_LINE_CHARACTERS], is_alarming)
+        if lines := shown.lines():
+            self._send(LogLines(lines=lines))
 
-    def _is_wanted(self, line: str) -> bool:
-        return bool(line.strip()) and (self._rank == 0 or ALARMING.search(line) is not None)
+
+class _Shown:
+    """The lines of one period that are sent on: the first ones, and before them the alarming."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._alarming: list[tuple[int, str]] = []
+        self._others: list[tuple[int, str]] = []
+
+    def offer(self, line: str, is_alarming: bool) -> None:
+        kept = self._alarming if is_alarming else self._others
+        if len(kept) < MAX_LINES_PER_PERIOD:
+            kept.append((self._count, line))
+        self._count += 1
+
+    def lines(self) -> list[str]:
+        """In their order; how many were left out comes last."""
+        room = MAX_LINES_PER_PERIOD - len(self._alarming)
+        lines = [line for _, line in sorted(self._alarming + self._others[:room])]
+        if left_out := self._count - len(lines):
+            lines.append(f"… {left_out} lines are only in the log file")
+        return lines

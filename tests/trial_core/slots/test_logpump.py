@@ -43,3 +43,12 @@ def test_a_flood_is_capped_and_says_so(tmp_path: Path) -> None:
     left_out = 1000 - MAX_LINES_PER_PERIOD
     assert sent[MAX_LINES_PER_PERIOD] == f"… {left_out} lines are only in the log file"
     assert len(sent) == MAX_LINES_PER_PERIOD + 1
+
+
+def test_what_alarms_is_forwarded_out_of_a_flood(tmp_path: Path) -> None:
+    """An error among a thousand lines is not one of those left out, and keeps its place."""
+    lines = [f"{i}" for i in range(1000)]
+    lines[500] = "ERROR: out of paper"
+    sent = pumped(tmp_path / "log", 0, "\n".join(lines) + "\n")
+    assert sent[:2] == ["0", "1"]
+    assert sent[MAX_LINES_PER_PERIOD - 1] == "ERROR: out of paper"

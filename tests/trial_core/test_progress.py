@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deployments.cli.progress import Progress
+from trial_core.progress import Progress
 
 
 class Clock:

@@ -15,6 +15,7 @@ UPLOAD = "checkpoint-upload"
 
 # Long enough to be steady, short enough to notice a change.
 SPEED_WINDOW_SECONDS = 10.0
+SPEED_STEP_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,10 @@ class Progress(Observer):
         seconds_a_batch = (self._clock() - self._began) / trained
         return (self.total_batches - self.batches) * seconds_a_batch
 
+    def running(self, name: str, detail: str) -> Stage | None:
+        """That stage, if it is under way."""
+        return self._running.get((name, detail))
+
     def seconds_in(self, stage: Stage) -> float:
         """How long a stage has been going on."""
         return self._clock() - stage.began
@@ -163,6 +168,9 @@ class Progress(Observer):
         reached = self._reached
         if reached and (trained_seconds <= reached[-1][0] or self.batches <= reached[-1][1]):
             return
+        # Workloads of a millisecond would fill the window with points that nobody can tell apart.
+        if len(reached) > 1 and trained_seconds - reached[-2][0] < SPEED_STEP_SECONDS:
+            reached.pop()
         reached.append((trained_seconds, self.batches))
         while len(reached) > 2 and trained_seconds - reached[1][0] >= SPEED_WINDOW_SECONDS:
             reached.popleft()

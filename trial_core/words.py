@@ -1,10 +1,10 @@
-"""Numbers and other texts' words as the terminal shows them."""
+"""Numbers, times and other people's words, as people read them: on a terminal, in the report."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -25,7 +25,7 @@ def number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else clean(str(value))
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether a metric's value is one number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 

@@ -1,0 +1,204 @@
+"""Does the driver's memory stay flat over 10 000 workloads?
+
+The real flow's schedule, tasks and report drive a slot group that answers at once, on a real
+Prefect server in a process of its own (embedded, with a temporary database, or the one at
+PREFECT_API_URL). Every workload reports a dozen metrics; now and then a validation and a checkpoint
+come, whose files are stored and pruned as ever. What is measured is this very process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from benchmarks.figures import conclude
+from benchmarks.ranks import experiment
+from benchmarks.workload import temporary_homes
+from trial_core.checkpoint import layout
+from trial_core.checkpoint.manifest import FileEntry, Topology
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.messages import (
+    AnyRequest,
+    BuildLoaders,
+    BuildTrial,
+    Done,
+    FinishRunFiles,
+    HookDone,
+    LoadersBuilt,
+    PersistCheckpoint,
+    Persisted,
+    Result,
+    RunFilesStored,
+    RunHook,
+    RunValidation,
+    SaveCheckpoint,
+    Saved,
+    TrainBatches,
+    Trained,
+    TrialBuilt,
+    Validated,
+)
+from trial_core.units import EpochLength
+
+# What the first workloads allocate for good (caches, pools, compiled models) is no leak.
+SETTLED_AT = 1000
+TARGET_GROWTH_MIB = 10.0
+METRICS = 12
+# Workloads of no time at all would outrun the server: what waits to be sent to it is no leak.
+WORKLOAD_SECONDS = 0.02
+DATA = b"x" * 1000
+
+R = TypeVar("R", bound=Result)
+
+
+class AnswersAtOnce:
+    """Stands for a slot group whose ranks need no time. Notes the memory of this process.
+
+    Args:
+        every: after how many workloads to look.
+        counts_objects: whether to note how many objects of which types there are.
+    """
+
+    def __init__(
+        self, store: CheckpointStore, world_size: int, every: int, counts_objects: bool
+    ) -> None:
+        self.world_size = world_size
+        self.mib_at: dict[int, float] = {}
+        self.objects_at: dict[int, Counter[str]] = {}
+        self._store = store
+        self._every = every
+        self._counts_objects = counts_objects
+        self._workloads = 0
+
+    def request(self, request: AnyRequest, expect: type[R], **patience: Any) -> list[R]:
+        """As `SlotGroup.request`."""
+        answers = [self._answer(request, rank) for rank in range(self.world_size)]
+        return [answer for answer in answers if isinstance(answer, expect)]
+
+    def stop(self) -> None:
+        """As `SlotGroup.stop`."""
+
+    def _answer(self, request: AnyRequest, rank: int) -> Result:
+        if isinstance(request, BuildTrial):
+            topology = Topology(
+                world_size=self.world_size, data_parallel_size=self.world_size, batch_samples=16
+            )
+            return TrialBuilt(hooks=[], topology=topology, batch_samples=16, versions={})
+        if isinstance(request, BuildLoaders):
+            return LoadersBuilt(epoch=EpochLength(100 * self.world_size, self.world_size))
+        if isinstance(request, TrainBatches):
+            if rank == 0:
+                self._look()
+                time.sleep(WORKLOAD_SECONDS)
+            metrics = {f"metric_{i}": request.until / (i + 1) for i in range(METRICS)}
+            return Trained(
+                batches_trained=request.until, metrics={"loss": 1.0, **metrics},
+                seconds=0.001, stop_requested=False,
+            )  # fmt: skip
+        if isinstance(request, RunValidation):
+            return Validated(metrics={"seconds": 1.0}, seconds=0.001, stop_requested=False)
+        if isinstance(request, SaveCheckpoint):
+            return Saved(staging="", seconds=0.001)
+        if isinstance(request, PersistCheckpoint):
+            return Persisted(files=[self._stored(request.uuid, rank)], seconds=0.001)
+        if isinstance(request, RunHook):
+            return HookDone(stop_requested=False)
+        return RunFilesStored(files=0) if isinstance(request, FinishRunFiles) else Done()
+
+    def _stored(self, uuid: str, rank: int) -> FileEntry:
+        path = f"shard-{rank}"
+        self._store.storage.write(layout.file_key(uuid, path), DATA)
+        digest = f"sha256:{hashlib.sha256(DATA).hexdigest()}"
+        return FileEntry(path=path, size_bytes=len(DATA), digest=digest, rank=rank)
+
+    def _look(self) -> None:
+        self._workloads += 1
+        if self._workloads % self._every == 0:
+            gc.collect()
+            self.mib_at[self._workloads] = psutil.Process().memory_info().rss / 2**20
+            if self._counts_objects:
+                self.objects_at[self._workloads] = Counter(
+                    type(each).__qualname__ for each in gc.get_objects()
+                )
+            print(f"{self._workloads}: {self.mib_at[self._workloads]:.1f} MiB", flush=True)
+
+
+def measure(
+    workloads: int, every: int, folder: Path, counts_objects: bool = False
+) -> AnswersAtOnce:
+    """Drive that many workloads through the flow's own tasks; what was seen meanwhile."""
+    from prefect import flow  # Prefect reads its settings when it is imported
+
+    from flows.train import follow_schedule
+    from flows.uploads import Uploads
+    from tasks.report import Report
+    from tasks.run import TrialRun
+    from trial_core.observer import Observer
+
+    config = experiment(
+        "LoopTrial",
+        4,
+        "",
+        checkpoint_storage={"url": f"file://{folder}/checkpoints", "save_trial_latest": 2},
+        searcher={"name": "single", "metric": "seconds", "max_length": {"batches": workloads}},
+        scheduling_unit=1,
+        checkpoint_policy="none",
+        min_validation_period={"batches": 50},
+        min_checkpoint_period={"batches": 100},
+    )
+    store = CheckpointStore(config.checkpoint_storage.url)
+    slots = AnswersAtOnce(store, 4, every, counts_objects)
+    run_dir = folder / "run"
+    run_dir.mkdir()
+
+    @flow(name="driver-memory")
+    def drive() -> None:
+        with Report(config, "memory-00000000", run_dir, Observer(), store) as report:
+            run = TrialRun(config, "memory-00000000", run_dir, store, report)
+            run.slots = slots  # type: ignore[assignment]  # answers what the tasks ask
+            with Uploads(run) as uploads:
+                follow_schedule(run, uploads)
+            report.ended("completed")
+
+    drive()
+    return slots
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(prog="benchmarks.driver_memory", description=__doc__)
+    parser.add_argument("--workloads", type=int, default=10_000)
+    parser.add_argument("--every", type=int, default=1000, help="workloads between two looks")
+    parser.add_argument("--objects", action="store_true", help="also say which objects get more")
+    arguments = parser.parse_args()
+    with temporary_homes() as folder:
+        from flows.embedded import prefect_api
+
+        with prefect_api():
+            seen = measure(arguments.workloads, arguments.every, folder, arguments.objects)
+    looks = sorted(seen.mib_at)
+    settled = next((at for at in looks if at >= SETTLED_AT), looks[0])
+    growth = seen.mib_at[looks[-1]] - seen.mib_at[settled]
+    if arguments.objects:
+        more = seen.objects_at[looks[-1]] - seen.objects_at[settled]
+        for name, count in more.most_common(15):
+            print(f"{count:8d} more of {name}")
+    conclude(
+        {
+            f"rss_mib_at_{settled}": seen.mib_at[settled],
+            f"rss_mib_at_{looks[-1]}": seen.mib_at[looks[-1]],
+            "growth_mib": growth,
+        },
+        {"growth_mib": TARGET_GROWTH_MIB},
+    )
+
+
+if __name__ == "__main__":
+    main()

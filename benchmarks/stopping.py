@@ -1,0 +1,291 @@
+"""How soon accelerators are free once a run is cancelled, and how soon it trains again after a
+crash.
+
+A real server (the embedded one, with a database of its own) and a real process worker run the
+deployment's flow, as for a team. A run is cancelled through the API, as the UI does it, in the
+middle of training; and once more while it loads its data, when there is nothing to save yet. Then
+a rank is ended by SIGKILL: until the next batch has been trained the ranks are started again,
+build the model and restore the last checkpoint. What the model takes to start by itself is
+measured beside it, in processes with nothing of ours in them, and taken off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from benchmarks.figures import conclude
+from benchmarks.ranks import ENVIRONMENT, ROOT, experiment
+from benchmarks.workload import temporary_homes
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.slots.accelerators import count_accelerators
+
+POOL = "benchmark"
+ENDLESS = 10**6
+PATIENCE_SECONDS = 300.0
+TARGETS = {
+    "cancel_and_save_seconds": 25.0,
+    "cancel_with_nothing_to_save_seconds": 3.0,
+    "crash_to_training_besides_own_start_seconds": 20.0,
+}
+
+
+def until(is_so: Callable[[], Any], what: str) -> Any:
+    """Wait until it is so; what it then is. Looked at 100 times a second.
+
+    Raises:
+        TimeoutError: it never is.
+    """
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not (found := is_so()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"within {PATIENCE_SECONDS:g} s there was never {what}")
+        time.sleep(0.01)
+    return found
+
+
+def answered(ask: Callable[[], httpx.Response]) -> dict[str, Any]:
+    """What the server answers, when it can: SQLite may be locked for a while."""
+
+    def unless_busy() -> httpx.Response | None:
+        response = ask()
+        return None if response.status_code == httpx.codes.SERVICE_UNAVAILABLE else response
+
+    answer: dict[str, Any] = until(unless_busy, "an answer of the server").raise_for_status().json()
+    return answer
+
+
+class Run:
+    """A flow run in a worker's hands.
+
+    Args:
+        worker: the worker's process id.
+        folder: keeps all that it writes.
+        waits: whether it never comes to train.
+        saves_every: so many batches; by default at its end.
+    """
+
+    def __init__(
+        self, api: httpx.Client, worker: int, folder: Path, model: str, ranks: int,
+        waits: bool = False, saves_every: int = ENDLESS,
+    ) -> None:  # fmt: skip
+        self._api = api
+        self._worker = worker
+        name = uuid.uuid4().hex[:8]
+        self._record = folder / f"{name}.txt"
+        config = experiment(
+            "SayingTrial", ranks, f"file://{folder}/{name}",
+            name=name,
+            entrypoint="benchmarks.stopping_trial:SayingTrial",
+            hyperparameters={
+                "model": model, "bare_batches": 1, "record": str(self._record), "waits": waits,
+            },
+            searcher={"name": "single", "metric": "seconds", "max_length": {"batches": ENDLESS}},
+            scheduling_unit=saves_every, min_checkpoint_period={"batches": saves_every},
+            max_restarts=1,
+        )  # fmt: skip
+        self.store = CheckpointStore(config.checkpoint_storage.url)
+        flow = self._post("/flows/", {"name": "train"})
+        deployment = self._post(
+            "/deployments/",
+            {
+                "name": name, "flow_id": flow["id"], "entrypoint": "flows.train.train",
+                "work_pool_name": POOL, "pull_steps": [], "enforce_parameter_schema": False,
+            },
+        )  # fmt: skip
+        parameters = {"config": config.model_dump(mode="json")}
+        path = f"/deployments/{deployment['id']}/create_flow_run"
+        self._id: str = self._post(path, {"parameters": parameters})["id"]
+
+    def trained(self) -> list[float]:
+        """When each batch was, in seconds since the epoch."""
+        if not self._record.exists():
+            return []
+        return [float(line) for line in self._record.read_text().splitlines()]
+
+    def has_begun(self) -> bool:
+        """Whether it trains, or waits as it was told."""
+        return self._record.exists()
+
+    def ranks(self) -> list[psutil.Process]:
+        """Its ranks' processes."""
+        return [
+            process
+            for process in psutil.Process(self._worker).children(recursive=True)
+            if "trial_core.slots.worker" in _command(process)
+        ]
+
+    def cancel(self) -> float:
+        """Cancel it; how many seconds later none of its ranks was left."""
+        ranks, began = self.ranks(), time.monotonic()
+        state = {"type": "CANCELLING", "name": "Cancelling"}
+        self._post(f"/flow_runs/{self._id}/set_state", {"state": state})
+        until(lambda: not any(_runs(rank) for rank in ranks), "an end of the ranks")
+        taken = time.monotonic() - began
+        until(lambda: self._state() == "Cancelled", "the state Cancelled")
+        return taken
+
+    def crash(self) -> float:
+        """Kill a rank; how many seconds later another batch has been trained."""
+        ranks = self.ranks()
+        ranks[-1].send_signal(signal.SIGKILL)
+        killed_at = time.time()
+        # A batch of which all ranks had done their part may still end.
+        until(lambda: not any(_runs(rank) for rank in ranks), "an end of the ranks")
+        before = len(self.trained())
+        until(lambda: len(self.trained()) > before, "training again")
+        return self.trained()[before] - killed_at
+
+    def _state(self) -> str:
+        name: str = answered(lambda: self._api.get(f"/flow_runs/{self._id}"))["state_name"]
+        return name
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        return answered(lambda: self._api.post(path, json=body))
+
+
+def cancel_and_save(run: Run) -> float:
+    """Seconds from a Cancel to the end of the ranks of a run that has to save."""
+    until(lambda: len(run.trained()) > 7, "training")
+    taken = run.cancel()
+    saved, trained = run.store.list()[-1].progress.batches_trained, len(run.trained())
+    if saved != trained:
+        raise RuntimeError(f"the run trained {trained} batches, and saved after {saved}")
+    return taken
+
+
+def cancel_with_nothing_to_save(run: Run) -> float:
+    """The same of one that has not begun to train."""
+    until(run.has_begun, "data being loaded")
+    return run.cancel()
+
+
+def crash_to_training(run: Run) -> float:
+    """Seconds from SIGKILL of a rank to the next batch trained by new ones."""
+    until(run.store.list, "a checkpoint")
+    taken = run.crash()
+    run.cancel()
+    return taken
+
+
+def own_start(model: str, ranks: int) -> float:
+    """Seconds until processes that know nothing of us have trained a batch of the model."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    environment = {
+        **os.environ, **ENVIRONMENT, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    if count_accelerators(environment) == 0:
+        environment["DS_ACCELERATOR"] = "cpu"
+    began = time.time()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.stopping_trial", model], cwd=ROOT, text=True,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    printed = [process.communicate(timeout=PATIENCE_SECONDS)[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise RuntimeError(f"bare ranks ended so: {[p.returncode for p in processes]}, {printed}")
+    return float(printed[0].splitlines()[-1]) - began
+
+
+@contextmanager
+def worker(folder: Path) -> Iterator[int]:
+    """A process worker that runs flows below `folder`; its process id."""
+    with (folder / "worker.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL,
+             "--type", "process"],
+            cwd=ROOT, env={**os.environ, "PREFECT_WORKER_QUERY_SECONDS": "1"},
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    try:
+        yield process.pid
+    except (TimeoutError, RuntimeError):
+        print((folder / "worker.log").read_text()[-4000:], file=sys.stderr)
+        raise
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def measure(folder: Path, model: str, ranks: int, rounds: int) -> dict[str, list[float]]:
+    """All that is measured, by name, in seconds: so many values each."""
+    from flows.embedded import prefect_api
+
+    taken: dict[str, list[float]] = {}
+
+    def note(name: str, seconds: float) -> None:
+        taken.setdefault(name, []).append(seconds)
+        print(f"{name.replace('_', ' ')}: {seconds:.2f}", flush=True)
+
+    with (
+        prefect_api() as prefect,
+        httpx.Client(base_url=prefect.api_url) as api,
+        worker(folder) as pid,
+    ):
+        until(lambda: api.get(f"/work_pools/{POOL}").is_success, "a work pool")
+        for number in range(rounds):
+            place = folder / str(number)
+
+            place.mkdir()
+            started = partial(Run, api, pid, place, model, ranks)
+            note("cancel_and_save_seconds", cancel_and_save(started()))
+            idle = started(waits=True)
+            note("cancel_with_nothing_to_save_seconds", cancel_with_nothing_to_save(idle))
+            again = crash_to_training(started(saves_every=5))
+            own = own_start(model, ranks)
+            note("crash_to_training_seconds", again)
+            note("own_start_seconds", own)
+            note("crash_to_training_besides_own_start_seconds", again - own)
+    return taken
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(prog="benchmarks.stopping", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--model", default="medium")
+    arguments = parser.parse_args()
+    os.environ.pop("PREFECT_API_URL", None)  # it makes deployments, and does not tidy them up
+    with temporary_homes() as folder:
+        taken = measure(folder, arguments.model, arguments.ranks, arguments.rounds)
+    # The worst of all rounds: a cluster's grace period knows no median.
+    conclude({name: max(values) for name, values in taken.items()}, TARGETS)
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has just ended
+        return ""
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+if __name__ == "__main__":
+    main()

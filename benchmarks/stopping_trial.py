@@ -1,0 +1,51 @@
+"""What `benchmarks.stopping` stops: a trial that says when it trains; and the same model's start
+with nothing of ours around it: ``python -m benchmarks.stopping_trial MODEL`` in every rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+
+from benchmarks.models import MODELS
+from benchmarks.trial import BareLoop, LoopTrial, new_engine
+from trial_core.pytorch import DataLoader
+
+
+class SayingTrial(LoopTrial):
+    """Notes when each batch has been trained, a line each: seconds since the epoch.
+
+    Hyperparameters: those of `LoopTrial`; record (rank 0's file); waits (true: instead of training
+    it loads data for ever, and says so by making the file).
+    """
+
+    def build_training_data_loader(self) -> DataLoader:
+        if self.context.get_hparam("waits"):
+            Path(self.context.get_hparam("record")).touch()
+            time.sleep(3600)
+        return super().build_training_data_loader()
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        metrics = super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+        if self.context.distributed.get_rank() == 0:
+            with Path(self.context.get_hparam("record")).open("a") as file:
+                file.write(f"{time.time()}\n")
+        return metrics
+
+
+def main() -> None:
+    """Build a model and an engine, and train a batch, as any script does; rank 0 says when."""
+    model = MODELS[sys.argv[1]]
+    deepspeed.init_distributed(verbose=False)
+    BareLoop(new_engine(model(), model.micro_batch_size), model).run(1)
+    if os.environ["RANK"] == "0":
+        print(time.time(), flush=True)
+    os._exit(0)  # gloo may abort when the other rank has gone before
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""A Markdown artifact of Prefect's that is updated in place."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from uuid import UUID
+
+from prefect import runtime
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    ArtifactFilterKey,
+)
+
+
+class ReportArtifact:
+    """The artifact of a trial's report on the page of this flow run.
+
+    Under one key, whatever the flow run, so that Prefect shows the newest; one artifact for each
+    flow run, also where that is run again.
+    """
+
+    def __init__(self, trial: str) -> None:
+        self.key = f"trial-{re.sub(r'[^a-z0-9-]', '-', trial.lower())}"
+        self._trial = trial
+        self._flow_run_id = _this_flow_run()
+        self._id: UUID | None = None
+
+    def write(self, text: str) -> None:
+        """Make it, or change what it says. One thread at a time; at most every few seconds.
+
+        Raises:
+            httpx.HTTPError, PrefectException: the server cannot be reached, or refuses it.
+        """
+        with get_client(sync_client=True) as client:
+            self._id = self._id or self._existing(client)
+            if self._id is not None:
+                client.update_artifact(self._id, ArtifactUpdate(data=text))
+                return
+            created = client.create_artifact(
+                ArtifactCreate(
+                    key=self.key,
+                    type="markdown",
+                    description=f"Trial {self._trial}",
+                    data=text,
+                    flow_run_id=self._flow_run_id,
+                )
+            )
+            self._id = created.id
+
+    def _existing(self, client: Any) -> UUID | None:
+        """That of an earlier attempt at this very flow run."""
+        if self._flow_run_id is None:
+            return None
+        found = client.read_artifacts(
+            artifact_filter=ArtifactFilter(
+                key=ArtifactFilterKey(any_=[self.key]),
+                flow_run_id=ArtifactFilterFlowRunId(any_=[self._flow_run_id]),
+            ),
+            limit=1,
+        )
+        return found[0].id if found else None
+
+
+def _this_flow_run() -> UUID | None:
+    run = runtime.flow_run.id
+    return UUID(str(run)) if run else None

@@ -1,0 +1,27 @@
+"""What tests of flows share: a worker, started once, that runs whatever scenes deploy to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.operating import Scene
+from tests.support.prefect import PrefectServer, process_worker
+from tests.support.ways import Worker, on_a_worker
+
+
+@pytest.fixture(scope="session")
+def shared_worker(prefect_server: PrefectServer) -> Iterator[Worker]:
+    """One process worker for all scenes that leave it alive."""
+    with process_worker(prefect_server, "shared") as pid:
+        yield Worker("shared", pid)
+
+
+@pytest.fixture
+def scene(prefect_server: PrefectServer, shared_worker: Worker, tmp_path: Path) -> Iterator[Scene]:
+    """Trains by now, on a worker."""
+    with on_a_worker(prefect_server, shared_worker, tmp_path) as scene:
+        scene.until_trained()
+        yield scene

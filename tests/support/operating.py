@@ -1,0 +1,270 @@
+"""A run as it is operated: on a real server, with two ranks that train an endless toy.
+
+`Scene` is the run: what the server shows of it, what its ranks have trained, which processes are
+its own (they carry its folder in their environment, so that orphans are found too), and what is
+done to it. `tests.support.ways` has the ways to run it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import uuid
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from deployments.wanted import TAG
+from tests.support.patience import PATIENCE_SECONDS, ask, patiently, until
+from tests.support.prefect import ROOT, PrefectServer
+from tests.support.processes import wait_until_gone
+from tests.support.slots import lines, toy_config
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config import ExperimentConfig
+
+# What is promised: however a run ends, no process is left so long after it.
+GONE_SECONDS = 10.0
+ENDLESS = 10**6
+
+
+class Scene:
+    """One run of the flow `train`, endless unless `config` says otherwise.
+
+    Attributes:
+        keeper: the process that drives the run or starts what does; not one of the run's own.
+        run_id: the flow run's id.
+    """
+
+    def __init__(self, server: PrefectServer, folder: Path, **config: Any) -> None:
+        self.server = server
+        self.folder = folder
+        hyperparameters = {"record": str(folder), **config.pop("hyperparameters", {})}
+        self.config: ExperimentConfig = toy_config(
+            folder, ENDLESS, name=f"toy-{uuid.uuid4().hex[:8]}", hyperparameters=hyperparameters,
+            **{"scheduling_unit": ENDLESS, "max_restarts": 5, **config},
+        )  # fmt: skip
+        self.store = CheckpointStore(self.config.checkpoint_storage.url)
+        self.keeper = 0
+        self.run_id = ""
+        self._deployment_id = ""
+
+    # ----------------------------------------------------------------------- how it is started
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What a process that belongs to this run has in its environment."""
+        return {"TRIALFLOW_HOME": str(self.folder / "home")}
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The flow's."""
+        return {"config": self.config.model_dump(mode="json")}
+
+    def deploy(self, pool: str, keeper: int, **job_variables: Any) -> None:
+        """Make a deployment for this run alone, on a worker's `pool`, as `prefect deploy` would."""
+        flow = ask(self.server, "flows/", {"name": "train"})
+        folder = {"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}
+        variables = {**self.variables, "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
+        self.keeper = keeper
+        self._deployment_id = ask(self.server, "deployments/",
+            {
+                "name": self.config.name, "flow_id": flow["id"], "entrypoint": "flows.train.train",
+                "work_pool_name": pool, "pull_steps": [folder], "enforce_parameter_schema": False,
+                "tags": [TAG], "job_variables": {"env": variables, **job_variables},
+            },
+        )["id"]  # fmt: skip
+
+    def use_deployment(self, name: str, keeper: int) -> None:
+        """Use the deployment that somebody else has made."""
+        self.keeper = keeper
+        self._deployment_id = until(lambda: deployment_id(self.server, name), "the deployment")
+
+    def create_run(self, trial: str | None = None) -> None:
+        """Schedule a run of the deployment: of a new trial, or of one that is to go on."""
+        self.run_id = ask(
+            self.server,
+            f"deployments/{self._deployment_id}/create_flow_run",
+            {"parameters": {**self.parameters, "trial": trial}},
+        )["id"]
+
+    def find_run(self) -> None:
+        """Learn the id of a run that a script has started: its name is the experiment's."""
+
+        def runs() -> list[dict[str, Any]]:
+            named = {"flow_runs": {"name": {"any_": [self.config.name]}}}
+            found: list[dict[str, Any]] = ask(self.server, "flow_runs/filter", named)
+            return found
+
+        self.run_id = until(runs, "a flow run")[0]["id"]
+
+    # ------------------------------------------------------------------------- what it is like
+
+    def run(self) -> dict[str, Any]:
+        """The flow run, as the server has it."""
+        run: dict[str, Any] = ask(self.server, f"flow_runs/{self.run_id}")
+        return run
+
+    def state(self) -> str:
+        """Its state, by name: what the UI shows."""
+        name: str = self.run()["state_name"]
+        return name
+
+    def history(self) -> list[str]:
+        """The names of all the states that it has had."""
+        states = ask(self.server, f"flow_run_states/?flow_run_id={self.run_id}")
+        return [state["name"] for state in states]
+
+    def shown(self) -> list[str]:
+        """What a person would look at: its states, and the end of its log."""
+        logged = {"logs": {"flow_run_id": {"any_": [self.run_id]}}, "sort": "TIMESTAMP_DESC"}
+        log = ask(self.server, "logs/filter", {**logged, "limit": 20})
+        return [*self.history(), *(line["message"] for line in reversed(log))]
+
+    def seen(self) -> list[int]:
+        """The batches that rank 0 has trained, over all attempts."""
+        return [line[0] for line in lines(self.folder, "samples", 0)]
+
+    def saved(self) -> int:
+        """How far the newest committed checkpoint is; every byte of it is compared."""
+        (newest, *_) = self.store.candidates(self.trial)
+        self.store.verify(newest.uuid)
+        return newest.progress.batches_trained
+
+    @property
+    def trial(self) -> str:
+        """The trial's id."""
+        return self.store.list()[-1].trial
+
+    def processes(self) -> list[int]:
+        """All processes of the run that there are: driver, ranks, and what those have started."""
+        return [pid for pid in psutil.pids() if pid != self.keeper and self._is_own(pid)]
+
+    def ranks(self) -> list[int]:
+        """Its ranks' processes."""
+        return [pid for pid in self.processes() if "trial_core.slots.worker" in command(pid)]
+
+    def uploaders(self) -> list[int]:
+        """The processes that upload for the ranks."""
+        return [pid for pid in self.processes() if "persister" in command(pid)]
+
+    def driver(self) -> int:
+        """The process that runs the flow."""
+        (pid,) = {psutil.Process(rank).ppid() for rank in self.ranks()}
+        return pid
+
+    def ports(self) -> list[int]:
+        """The TCP ports on which its processes listen."""
+        return [
+            connection.laddr.port
+            for pid in self.processes()
+            for connection in psutil.Process(pid).net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        ]
+
+    def _is_own(self, pid: int) -> bool:
+        try:
+            own = psutil.Process(pid).environ().get("TRIALFLOW_HOME")
+        except psutil.Error:  # it has just ended, or is somebody else's
+            return False
+        # `flow.serve()` has Python start one beside it, which ends with it.
+        is_keepers = "multiprocessing.resource_tracker" in command(pid)
+        return own == self.variables["TRIALFLOW_HOME"] and not is_keepers
+
+    # ---------------------------------------------------------------------- what is waited for
+
+    def until_trained(self, batches: int = 5) -> None:
+        """Wait until rank 0 has trained more than so many batches, over all attempts."""
+        what = f"more than {batches} batches"
+        until(lambda: len(self.seen()) > batches, what, instead=self.shown)
+
+    def until_state(self, name: str, patience_seconds: float = PATIENCE_SECONDS) -> None:
+        """Wait until the server shows that state."""
+        until(lambda: self.state() == name, name, patience_seconds, self.shown)
+
+    def until_it_goes_on(self, at: int, seen_before: int) -> None:
+        """Wait until another attempt trains, from batch `at`; `seen_before` were seen before it."""
+        what = f"more than {seen_before} batches"
+        until(lambda: len(self.seen()) > seen_before + 5, what, instead=self.shown)
+        assert self.seen()[seen_before : seen_before + 5] == list(range(at, at + 5))
+
+    # ------------------------------------------------------------------------- what is done to it
+
+    def set_state(self, kind: str, name: str, is_forced: bool = False) -> None:
+        """What the UI's buttons do."""
+        state = {"type": kind, "name": name}
+        ask(self.server, f"flow_runs/{self.run_id}/set_state", {"state": state, "force": is_forced})
+
+    def cancel(self) -> None:
+        """The UI's Cancel."""
+        self.set_state("CANCELLING", "Cancelling")
+
+    def delete(self) -> None:
+        """The UI's Delete: there is no flow run any more."""
+        url = f"{self.server.api_url}/flow_runs/{self.run_id}"
+        patiently(lambda: httpx.delete(url).raise_for_status())
+        self.run_id = ""
+
+    def signal_driver(self, number: signal.Signals) -> None:
+        """Send it to the process that runs the flow, and to no other."""
+        os.kill(self.driver(), number)
+
+    def clear_away(self) -> None:
+        """End what is left of the run, so that it neither goes on nor comes back."""
+        if self.run_id:
+            self.set_state("CANCELLED", "Cancelled", is_forced=True)
+        for pid in self.processes():
+            kill(pid)
+
+
+def assert_nothing_left(scene: Scene, ports: list[int]) -> None:
+    """No process of the run is left, and nobody listens where they did."""
+    left = wait_until_gone(scene.processes(), GONE_SECONDS)
+    assert left == [], [command(pid) for pid in left]
+    assert scene.processes() == []
+    assert_closed(ports)
+
+
+def assert_closed(ports: list[int]) -> None:
+    """Nobody listens there."""
+    for port in ports:
+        until(partial(_is_closed, port), f"port {port} closed", GONE_SECONDS)
+
+
+def _is_closed(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def assert_saved_where_it_ended(scene: Scene) -> int:
+    """The newest checkpoint is of the last batch that any rank has trained; which that was."""
+    trained = scene.saved()
+    for rank in (0, 1):
+        assert lines(scene.folder, "samples", rank)[-1][0] == trained - 1
+    return trained
+
+
+def deployment_id(server: PrefectServer, name: str) -> str | None:
+    """The id of a deployment of the flow `train`, if there is one of that name."""
+    named = {"deployments": {"name": {"any_": [name]}}}
+    found = ask(server, "deployments/filter", named)
+    return found[0]["id"] if found else None
+
+
+def command(pid: int) -> str:
+    """A process's command line; empty if it has ended."""
+    try:
+        return " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return ""
+
+
+def kill(pid: int) -> None:
+    """SIGKILL a process, if it is still there."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return

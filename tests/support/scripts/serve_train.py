@@ -1,0 +1,10 @@
+"""``flow.serve()``: ``serve_train.py NAME`` makes the deployment ``train/NAME`` and runs it."""
+
+from __future__ import annotations
+
+import sys
+
+from flows.train import train
+
+if __name__ == "__main__":
+    train.serve(name=sys.argv[1], print_starting_message=False)

@@ -1,0 +1,11 @@
+"""A script that calls the flow: ``train_here.py CONFIG``, the experiment as JSON."""
+
+from __future__ import annotations
+
+import sys
+
+from flows.train import train
+from trial_core.config import ExperimentConfig
+
+if __name__ == "__main__":
+    train(ExperimentConfig.model_validate_json(sys.argv[1]))

@@ -1,0 +1,201 @@
+"""The ways to run the flow `train`: context managers, in which a `Scene` trains.
+
+When the block ends so does the run, and nothing is left of it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support.operating import GONE_SECONDS, Scene, kill
+from tests.support.patience import PATIENCE_SECONDS, ask, until
+from tests.support.prefect import ROOT, PrefectServer, process_worker
+from tests.support.processes import descendants, wait_until_gone
+
+SCRIPTS = Path(__file__).with_name("scripts")
+# A checkpoint now and then, for those that are not let save at their end.
+SAVING = {"scheduling_unit": 20, "min_checkpoint_period": {"batches": 20}}
+STUCK_AT = 50
+KEPT = {"command": f"{sys.executable} -m flows.engine"}
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A process worker.
+
+    Attributes:
+        pool: its work pool.
+        pid: of its process.
+    """
+
+    pool: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a way to run needs.
+
+    Attributes:
+        worker: one that others use too.
+    """
+
+    server: PrefectServer
+    worker: Worker
+    folder: Path
+
+
+@contextmanager
+def cleared(scene: Scene) -> Iterator[Scene]:
+    """After the block nothing is left of the run."""
+    try:
+        yield scene
+    finally:
+        scene.clear_away()
+
+
+@contextmanager
+def on_a_worker(
+    server: PrefectServer, worker: Worker, folder: Path, job: Any = None, **config: Any
+) -> Iterator[Scene]:
+    """Scheduled for `worker`, with those job variables; does not train yet."""
+    with cleared(Scene(server, folder, **config)) as scene:
+        scene.deploy(worker.pool, worker.pid, **(job or {}))
+        scene.create_run()
+        yield scene
+
+
+@contextmanager
+def process(scene: Scene, *arguments: str, **variables: str) -> Iterator[int]:
+    """A Python process of the scene's that uses the server; its pid. It ends with the block."""
+    with (scene.folder / "process.log").open("ab") as log:
+        started = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env={**os.environ, **scene.server.environment, **scene.variables, **variables},
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+        )  # fmt: skip
+    try:
+        yield started.pid
+    finally:
+        pids = descendants(started.pid)
+        started.kill()
+        started.wait()
+        for pid in wait_until_gone(pids, GONE_SECONDS):
+            kill(pid)
+
+
+@contextmanager
+def worker(stage: Stage) -> Iterator[Scene]:
+    """As a team does."""
+    with on_a_worker(stage.server, stage.worker, stage.folder) as scene:
+        scene.until_trained()
+        yield scene
+
+
+@contextmanager
+def worker_with_a_command(stage: Stage) -> Iterator[Scene]:
+    """The worker signals only the process that it has started, not a group."""
+    job = {"command": f"{sys.executable} -m prefect.engine"}
+    with on_a_worker(stage.server, stage.worker, stage.folder, job) as scene:
+        scene.until_trained()
+        yield scene
+
+
+@contextmanager
+def kept(stage: Stage) -> Iterator[Scene]:
+    """The worker's command is `flows.engine`, which keeps the flow's process from it."""
+    with on_a_worker(stage.server, stage.worker, stage.folder, KEPT) as scene:
+        scene.until_trained()
+        yield scene
+
+
+@contextmanager
+def served_flow(stage: Stage) -> Iterator[Scene]:
+    """`flow.serve()`: a script runs what is scheduled, and signals only the flow's own process."""
+    scene = Scene(stage.server, stage.folder)
+    name = scene.config.name
+    with (
+        cleared(scene),
+        process(
+            scene, str(SCRIPTS / "serve_train.py"), name, PREFECT_RUNNER_POLL_FREQUENCY="1"
+        ) as keeper,
+    ):
+        scene.use_deployment(name, keeper)
+        scene.create_run()
+        scene.until_trained()
+        yield scene
+
+
+@contextmanager
+def called_flow(stage: Stage) -> Iterator[Scene]:
+    """A script of the user's own calls the flow, and so is the process that runs it."""
+    with (
+        cleared(Scene(stage.server, stage.folder)) as scene,
+        process(scene, str(SCRIPTS / "train_here.py"), scene.config.model_dump_json()),
+    ):
+        scene.find_run()
+        scene.until_trained()
+        yield scene
+
+
+@contextmanager
+def container(stage: Stage) -> Iterator[Scene]:
+    """What runs in a container: Prefect's engine, and no worker beside it."""
+    pool = f"pool-{stage.folder.name}"
+    ask(stage.server, "work_pools/", {"name": pool, "type": "process"})
+    with cleared(Scene(stage.server, stage.folder)) as scene:
+        scene.deploy(pool, keeper=0)
+        scene.create_run()
+        with process(scene, "-m", "prefect.engine", PREFECT__FLOW_RUN_ID=scene.run_id):
+            scene.until_trained()
+            yield scene
+
+
+@contextmanager
+def orphan(stage: Stage) -> Iterator[Scene]:
+    """Its worker was killed, and has been started again: the run trains on, in nobody's care."""
+    pool = f"pool-{stage.folder.name}"
+    with (
+        process_worker(stage.server, pool) as pid,
+        on_a_worker(stage.server, Worker(pool, pid), stage.folder) as scene,
+    ):
+        scene.until_trained()
+        os.kill(pid, signal.SIGKILL)
+        assert wait_until_gone([pid], PATIENCE_SECONDS) == []
+        with process_worker(stage.server, pool):
+            scene.until_trained(len(scene.seen()) + 100)
+            yield scene
+
+
+@contextmanager
+def stuck_batch(stage: Stage) -> Iterator[Scene]:
+    """Rank 0 hangs in a batch: the stop has to do without it."""
+    hangs = {"do": "sleep", "at_batch": STUCK_AT}
+    with on_a_worker(
+        stage.server, stage.worker, stage.folder, hyperparameters=hangs,
+        stopping={"grace_seconds": 2}, **SAVING,
+    ) as scene:  # fmt: skip
+        scene.until_trained(STUCK_AT - 1)
+        until(scene.store.list, "a checkpoint")
+        yield scene
+
+
+@contextmanager
+def stuck_upload(stage: Stage) -> Iterator[Scene]:
+    """An upload hangs, in the task that the flow has submitted."""
+    with on_a_worker(
+        stage.server, stage.worker, stage.folder, stopping={"grace_seconds": 2}, **SAVING
+    ) as scene:
+        until(scene.store.list, "a checkpoint")
+        for pid in until(scene.uploaders, "an uploader"):
+            os.kill(pid, signal.SIGSTOP)
+        yield scene

@@ -1,0 +1,45 @@
+"""Reports for tests, outside any flow run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import tasks.report.live
+from flows.environment import environment
+from tasks.report import Report
+from tasks.report.artifact import ReportArtifact
+from tests.support.prefect import free_port, isolated
+from tests.support.slots import toy_config
+from trial_core.observer import Observer
+
+LOGGER = "report-of-a-test"
+
+
+@pytest.fixture
+def new_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Report]:
+    """Makes a report, of the same trial each time, as its runs one after the other would."""
+    monkeypatch.setattr(tasks.report.live, "get_run_logger", lambda: logging.getLogger(LOGGER))
+
+    def new(run_dir: Path = tmp_path / "run") -> Report:
+        run_dir.mkdir(exist_ok=True)
+        return Report(toy_config(tmp_path), "toy-0000beef", run_dir, Observer())
+
+    return new
+
+
+@pytest.fixture
+def no_artifact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports are files alone."""
+    monkeypatch.setattr(ReportArtifact, "write", lambda self, text: None)
+
+
+@pytest.fixture
+def no_server(tmp_path: Path) -> Iterator[None]:
+    """The Prefect server does not exist."""
+    nowhere = f"http://127.0.0.1:{free_port()}/api"
+    with environment({**isolated(tmp_path / "prefect"), "PREFECT_API_URL": nowhere}):
+        yield

@@ -1,0 +1,129 @@
+"""How much of the ranks' logs Prefect is given, and how all of it comes to the storage."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tasks.logs import BURST_LINES, LINES_PER_SECOND, SMALL_BYTES, LogCap, StoredLogs
+from trial_core.checkpoint.store import CheckpointStore
+
+TRIAL = "toy-0000beef"
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    """A storage on disk."""
+    return CheckpointStore(f"file://{tmp_path}/storage")
+
+
+def logs_of(store: CheckpointStore, run_dir: Path, **logs: str) -> StoredLogs:
+    """A run's folder on some machine, with those logs and a report."""
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    for name, text in logs.items():
+        (run_dir / "logs" / f"{name}.log").write_text(text)
+    (run_dir / "report.md").write_text("# report")
+    return StoredLogs(store, TRIAL, run_dir, ("report.md",))
+
+
+def stored(store: CheckpointStore) -> dict[str, int]:
+    """What lies below the run's folder, and its size."""
+    sizes = store.storage.sizes(f"runs/{TRIAL}")
+    return {key.removeprefix(f"runs/{TRIAL}/"): size for key, size in sizes.items()}
+
+
+def test_a_burst_of_lines_passes_then_a_few_a_second() -> None:
+    """Prefect's database is not for every line; how many are left out is known."""
+    clock = Clock()
+    cap = LogCap(clock)
+    assert sum(cap.admits() for _ in range(100_000)) == BURST_LINES
+    assert cap.left_out() == 100_000 - BURST_LINES
+    clock.now += 2
+    assert sum(cap.admits() for _ in range(100)) == 2 * LINES_PER_SECOND
+    clock.now += 10_000
+    assert sum(cap.admits() for _ in range(10_000)) == BURST_LINES
+
+
+def test_logs_and_report_are_stored(store: CheckpointStore, tmp_path: Path) -> None:
+    """Every rank's log below the run's folder, where the report says; the report beside it."""
+    logs = logs_of(store, tmp_path / "run", **{"rank-0": "one\n", "rank-1": "two, three\n"})
+    logs.store_changed()
+    place = logs.places()["Logs"].removeprefix(f"{store.url}/runs/{TRIAL}/")
+    assert stored(store) == {f"{place}/rank-0.log": 4, f"{place}/rank-1.log": 11, "report.md": 8}
+    assert logs.stored("report.md") == b"# report"
+    assert logs.stored("report.json") is None
+
+
+def test_a_large_log_is_not_sent_with_every_checkpoint(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    """Only once it has grown by a half; at the end, whatever has changed."""
+    run_dir = tmp_path / "run"
+    logs = logs_of(store, run_dir, **{"rank-0": "x" * 2 * SMALL_BYTES})
+
+    def grow(count: int) -> int:
+        with (run_dir / "logs" / "rank-0.log").open("a") as log:
+            log.write("x" * count)
+        logs.store_changed()
+        return next(size for key, size in stored(store).items() if key.endswith("rank-0.log"))
+
+    assert grow(0) == 2 * SMALL_BYTES
+    assert grow(SMALL_BYTES // 2) == 2 * SMALL_BYTES
+    assert grow(SMALL_BYTES // 2) == 3 * SMALL_BYTES
+    assert grow(10) == 3 * SMALL_BYTES
+    logs.store_last(is_in_a_hurry=False)
+    assert grow(0) == 3 * SMALL_BYTES + 10
+
+
+def test_machines_do_not_overwrite_each_others_logs(store: CheckpointStore, tmp_path: Path) -> None:
+    """A trial that goes on elsewhere leaves the logs of its first runs in the storage."""
+    logs_of(store, tmp_path / "here", **{"rank-0": "here\n"}).store_changed()
+    place = (tmp_path / "here" / "logs-place").read_text()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "logs-place").write_text(f"{place}-elsewhere")
+    logs_of(store, elsewhere, **{"rank-0": "elsewhere\n"}).store_changed()
+    sizes = {size for key, size in stored(store).items() if key.startswith("logs/")}
+    assert sizes == {5, 10}
+
+
+def test_a_run_that_goes_on_here_goes_on_in_its_log(store: CheckpointStore, tmp_path: Path) -> None:
+    """The log of one folder is one object, however many runs have written it."""
+    logs_of(store, tmp_path / "run", **{"rank-0": "one\n"}).store_changed()
+    logs_of(store, tmp_path / "run", **{"rank-0": "one\ntwo\n"}).store_changed()
+    (log,) = [size for key, size in stored(store).items() if key.startswith("logs/")]
+    assert log == 8
+
+
+def test_what_takes_too_long_at_the_end_is_left_out(
+    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is being stopped does not wait for its logs: no error, nothing half stored. The
+    report goes first."""
+    logs = logs_of(store, tmp_path / "run", **{"rank-0": ""})
+    os.truncate(tmp_path / "run" / "logs" / "rank-0.log", 4 * 2**30)  # sparse: seconds to digest
+    monkeypatch.setattr("tasks.logs.shutil.copyfile", lambda source, to: os.link(source, to) or to)
+    monkeypatch.setattr("tasks.logs.HURRIED_SECONDS", 0.2)
+    logs.store_last(is_in_a_hurry=True)
+    assert stored(store) == {"report.md": 8}
+
+
+def test_memory_keeps_no_logs(tmp_path: Path) -> None:
+    """A storage that ends with this process is no place for them; where they are is said."""
+    store = CheckpointStore("memory://logs-of-a-test")
+    logs = logs_of(store, tmp_path / "run", **{"rank-0": "one\n"})
+    logs.store_last(is_in_a_hurry=False)
+    assert stored(store) == {}
+    assert list(logs.places().values()) == [str(tmp_path / "run" / "logs")]
