@@ -6,6 +6,7 @@ a table among its artifacts. The slots may be others than those that saved the c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
 
@@ -14,7 +15,8 @@ from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
 
-from flows.gpu_slots import gpu_slots, gpus_of
+from flows.crashes import refuse_if_crashed_too_often
+from flows.gpu_slots import gpu_slots
 from flows.stopping import StopWatch
 from flows.train import fetch, launch_slots, obeying
 from tasks.build import build_loaders, build_trial
@@ -29,7 +31,6 @@ from trial_core.errors import (
     CheckpointNotFound,
     RankFailed,
     Stopped,
-    TrialflowError,
 )
 from trial_core.observer import current_observer
 from trial_core.runs import run_folder, slug, trial_id
@@ -77,15 +78,16 @@ def evaluate(
     """
     flow_run_id = str(runtime.flow_run.id)
     settings = config.stopping
+    refuse_if_crashed_too_often(config.max_restarts)
     with (
-        gpu_slots(gpus_of(config)),
+        gpu_slots(config) as devices,
         Stopping(settings.grace_seconds) as stopping,
         StopWatch(stopping, settings.time_budget_seconds) as watch,
     ):
         try:
-            result = evaluate_checkpoint(config, checkpoint, flow_run_id, stopping)
-        except TrialflowError:
-            if (state := watch.conclude()) is not None:
+            result = evaluate_checkpoint(config, checkpoint, flow_run_id, stopping, devices)
+        except Exception as failure:
+            if (state := watch.conclude(failure)) is not None:
                 return state
             raise
         if (state := watch.conclude()) is not None:
@@ -98,18 +100,25 @@ evaluate.fn.__annotations__ = get_type_hints(evaluate.fn)
 
 
 def evaluate_checkpoint(
-    config: ExperimentConfig, checkpoint: str | None, unique: str, stopping: Stopping
+    config: ExperimentConfig,
+    checkpoint: str | None,
+    unique: str,
+    stopping: Stopping,
+    devices: Mapping[str, str],
 ) -> EvaluateResult:
     """Launch the slots, validate on them, and end them. Raises as `evaluate`.
 
     Args:
         unique: tells this run's folder and its claim from those of others.
+        devices: variables for the ranks that say which accelerators are this run's.
     """
     store = CheckpointStore(config.checkpoint_storage.url, config.checkpoint_storage.options)
     candidates = _candidates(store, config.name, checkpoint)
     name = trial_id(f"{config.name} evaluation", unique)
     with run_folder(name) as run_dir, running(store, name) as claim:
-        run = TrialRun(config, name, run_dir, store, current_observer(), stopping, claim)
+        run = TrialRun(
+            config, name, run_dir, store, current_observer(), stopping, claim, devices=devices
+        )
         try:
             with launch_slots(run) as run.slots, obeying(run):
                 build_trial(run)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from uuid import UUID
 
 from prefect import runtime
@@ -16,12 +16,14 @@ from prefect.client.orchestration import get_client
 from prefect.concurrency.context import ConcurrencyContext
 from prefect.concurrency.sync import concurrency
 from prefect.context import FlowRunContext
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import Abort, ObjectNotFound, TerminationSignal
 from prefect.logging import get_run_logger
 
+from flows.requeue import is_back_in_its_queue, is_to_go_on
 from trial_core.config import ExperimentConfig
 from trial_core.errors import LaunchError
-from trial_core.slots.accelerators import count_accelerators
+from trial_core.slots.accelerators import count_accelerators, slots_to_launch
+from trial_core.slots.devices import devices_of_its_own
 
 GPU_LIMIT = "gpu"
 # How long the places of a run that was killed stay taken, for others; Prefect's shortest.
@@ -30,41 +32,68 @@ LEASE_LABEL = "trialflow.gpu-lease"
 
 
 def gpus_of(config: ExperimentConfig) -> int:
-    """How many GPUs a run of `config` takes on this machine; 0: its ranks are CPU ranks."""
-    there = count_accelerators({**os.environ, **config.environment.environment_variables})
-    asked = config.resources.slots_per_trial
-    return asked if there and isinstance(asked, int) else there
+    """How many GPUs a run of `config` takes on this machine; 0: its ranks are CPU ranks.
+
+    Raises:
+        LaunchError: more than the machine has.
+    """
+    environment = _environment(config)
+    if count_accelerators(environment) == 0:
+        return 0
+    return slots_to_launch(config.resources.slots_per_trial, environment)
 
 
 @contextmanager
-def gpu_slots(count: int) -> Iterator[None]:
-    """Hold the places of `count` GPUs for the length of the block, after waiting for them.
+def gpu_slots(config: ExperimentConfig) -> Iterator[dict[str, str]]:
+    """Hold the places of a run's GPUs for the length of the block, after waiting for them, and
+    have so many of this machine's for it alone.
 
-    Called in the flow's thread, before signals are taken: a run that is cancelled while it waits
-    has nothing to save, and ends as Prefect ends it. A lease that cannot be renewed is a warning:
-    training is not worth losing for it.
+    Called in the flow's thread, before signals are taken: a run that is stopped while it waits has
+    nothing to save. It goes back into its queue where it came from one. A lease that cannot be
+    renewed is a warning: training is not worth losing for it.
 
-    Args:
-        count: 0 waits for nothing: CPU ranks.
+    Returns:
+        Variables for the ranks, which say which GPUs are theirs; none where nobody counts.
 
     Raises:
         LaunchError: there are not so many.
     """
+    with ExitStack() as taken:
+        try:
+            devices = _take(config, taken)
+        except TerminationSignal:
+            if is_to_go_on() and is_back_in_its_queue("stopped while it waited for GPUs"):
+                raise Abort("stopped while it waited for GPUs: scheduled again") from None
+            raise
+        yield devices
+
+
+def _take(config: ExperimentConfig, taken: ExitStack) -> dict[str, str]:
+    """Wait for what `config` needs, to be given back by `taken`; the variables for the ranks."""
+    count = gpus_of(config)
     if count == 0 or not _are_counted(count):
-        yield
-        return
+        return {}
     _free_what_a_dead_attempt_holds()
-    with (
-        ConcurrencyContext() as held,
+    held = taken.enter_context(ConcurrencyContext())
+    taken.enter_context(
         concurrency(
             GPU_LIMIT,
             occupy=count,
             lease_duration=LEASE_SECONDS,
             raise_on_lease_renewal_failure=False,
-        ),
-    ):
-        _write_down(held)
-        yield
+        )
+    )
+    _write_down(held)
+    return taken.enter_context(devices_of_its_own(count, _environment(config), _say_they_are_taken))
+
+
+def _environment(config: ExperimentConfig) -> dict[str, str]:
+    return {**os.environ, **config.environment.environment_variables}
+
+
+def _say_they_are_taken() -> None:
+    if FlowRunContext.get() is not None:
+        get_run_logger().info("waiting for GPUs of this machine: other runs have them")
 
 
 def _are_counted(count: int) -> bool:

@@ -12,6 +12,7 @@ from typing import get_type_hints
 from prefect import flow
 from prefect.artifacts import create_table_artifact
 
+from flows.crashes import refuse_if_crashed_too_often
 from tasks.prune import delete_checkpoints, plan_prune
 from trial_core.checkpoint.pruning import Plan
 from trial_core.checkpoint.store import CheckpointStore
@@ -49,6 +50,7 @@ def prune(config: ExperimentConfig, dry_run: bool = True, trial: str | None = No
         ConfigError: the experiment has no rules, so everything is kept.
         StorageError: the storage failed.
     """
+    refuse_if_crashed_too_often(config.max_restarts)
     policy = config.retention()
     if policy is None:
         raise ConfigError(

@@ -22,9 +22,10 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.context import FlowRunContext
 from prefect.exceptions import Abort, ObjectNotFound, Pause, PrefectException
 from prefect.logging import get_run_logger
-from prefect.states import AwaitingRetry, Cancelled
+from prefect.states import Cancelled
 
 from flows.engine import has_lost_its_keeper, outlive_whoever_reads_the_output
+from flows.requeue import came_from_a_queue, is_back_in_its_queue
 from trial_core.errors import Stopped, Superseded
 from trial_core.observer import current_observer
 from trial_core.stopping import Stopping, Why
@@ -58,8 +59,7 @@ class StopWatch:
         run = context.flow_run if context else None
         # Known here: asking `runtime` later is a call to the server, of a signal handler.
         self._is_subflow = run is not None and run.parent_task_run_id is not None
-        self._is_deployed = run is not None and run.deployment_id is not None
-        self._is_deployed &= not self._is_subflow
+        self._is_deployed = came_from_a_queue(run)
         # A part of Prefect without a public face; releases that have none suspend by state alone.
         self._suspension = getattr(context, "flow_run_suspension_request", None)
         self._attempt: int | None = None
@@ -137,7 +137,7 @@ class StopWatch:
         if state is not None and state.type != StateType.RUNNING:
             raise self._left_alone(f"{said}: it stays {state.name}")
         is_to_go_on = state is not None and self._is_deployed and asked.why == "preempted"
-        if is_to_go_on and self._is_back_in_its_queue(said):
+        if is_to_go_on and is_back_in_its_queue(said):
             raise Abort(f"{said}: scheduled again")
         if self._signal is not None:
             self._give_signals_back()
@@ -225,17 +225,6 @@ class StopWatch:
     def _left_alone(self, why: str) -> BaseException:
         """What leaves the flow run in the state that it has."""
         return Stopped(why) if self._is_subflow else Abort(why)
-
-    def _is_back_in_its_queue(self, said: str) -> bool:
-        try:
-            with get_client(sync_client=True) as client:
-                client.set_flow_run_state(
-                    self._flow_run_id, AwaitingRetry(message=said), force=True
-                )
-        except (httpx.HTTPError, PrefectException) as error:
-            self._logger.error("the run cannot be put back into its queue: %s", error)
-            return False
-        return True
 
     def _take_signals(self) -> None:
         for number in _SIGNALS:

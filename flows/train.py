@@ -8,7 +8,7 @@ lost; and an end in good order when the run is asked to stop.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, get_type_hints
@@ -18,7 +18,7 @@ from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
 
 from flows.crashes import refuse_if_crashed_too_often
-from flows.gpu_slots import gpu_slots, gpus_of
+from flows.gpu_slots import gpu_slots
 from flows.restarts import Restarts
 from flows.stopping import LOOK_SECONDS, StopWatch
 from flows.uploads import Uploads
@@ -104,12 +104,12 @@ def train(config: ExperimentConfig, trial: str | None = None) -> TrialResult | S
     settings = config.stopping
     refuse_if_crashed_too_often(config.max_restarts)
     with (
-        gpu_slots(gpus_of(config)),
+        gpu_slots(config) as devices,
         Stopping(settings.grace_seconds) as stopping,
         StopWatch(stopping, settings.time_budget_seconds) as watch,
     ):
         try:
-            result = train_trial(config, trial, stopping)
+            result = train_trial(config, trial, stopping, devices)
         except Exception as failure:
             if stopping.asked is not None:
                 get_run_logger().error("%s, and could not save: %s", stopping.asked, failure)
@@ -125,8 +125,13 @@ def train(config: ExperimentConfig, trial: str | None = None) -> TrialResult | S
 train.fn.__annotations__ = get_type_hints(train.fn)
 
 
-def train_trial(config: ExperimentConfig, trial: str, stopping: Stopping) -> TrialResult:
+def train_trial(
+    config: ExperimentConfig, trial: str, stopping: Stopping, devices: Mapping[str, str]
+) -> TrialResult:
     """Train a trial to its end, or until it is asked to stop; restart ranks that fail.
+
+    Args:
+        devices: variables for the ranks that say which accelerators are this run's.
 
     Raises:
         RankFailed, Stalled: once too often.
@@ -137,13 +142,13 @@ def train_trial(config: ExperimentConfig, trial: str, stopping: Stopping) -> Tri
     restarts = Restarts(config.max_restarts)
     with (
         run_folder(trial, _patience(config)) as run_dir,
-        Report(config, trial, run_dir, current_observer()) as report,
+        Report(config, trial, run_dir, current_observer(), store, stopping) as report,
         running(store, trial, config.searcher.source_checkpoint_uuid) as claim,
     ):
         # Once, and not for each restart: that would win against a run that has come since.
         fence = store.take_over(trial, str(runtime.flow_run.id))
         while True:
-            run = TrialRun(config, trial, run_dir, store, report, stopping, claim, fence)
+            run = TrialRun(config, trial, run_dir, store, report, stopping, claim, fence, devices)
             sweep_leftovers(run)
             try:
                 # In this order: an upload ends with the ranks, or (memory://) soon after them.
@@ -179,7 +184,7 @@ def _patience(config: ExperimentConfig) -> float:
 
 def launch_slots(run: TrialRun) -> SlotGroup:
     """Start the ranks of `run`: a context manager, at whose end none of them is left."""
-    variables = run.config.environment.environment_variables
+    variables = {**run.config.environment.environment_variables, **run.devices}
     return SlotGroup(
         slots_to_launch(run.config.resources.slots_per_trial, {**os.environ, **variables}),
         working_dir=run.config.code,

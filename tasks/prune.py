@@ -68,7 +68,10 @@ class Pruning:
 )
 def checkpoint_prune(run: TrialRun, policy: RetentionPolicy, batches_trained: int) -> None:
     """Delete those of the trial's checkpoints that its experiment does not keep."""
-    prune_trial(run.store, policy, run.config.name, run.trial, get_run_logger())
+    prune_trial(
+        run.store, policy, run.config.name, run.trial, get_run_logger(),
+        run.observer.checkpoint_deleted,
+    )  # fmt: skip
 
 
 @task(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ class TrialRun:
         stopping: whether it has been asked to stop.
         claim: tells those who delete checkpoints what this run needs.
         fence: says whether this run may still commit; None: nobody else can be at the trial.
+        devices: variables for its ranks that say which accelerators are its own.
         metrics: the last ones of each kind.
         hooks: the callback hooks that the trial overrides, once it is built.
         topology, versions, batch_samples: what the ranks said of themselves, once it is built.
@@ -57,6 +58,7 @@ class TrialRun:
         stopping: Stopping | None = None,
         claim: Running | None = None,
         fence: Fence | None = None,
+        devices: Mapping[str, str] | None = None,
     ) -> None:
         self.config = config
         self.trial = trial
@@ -67,6 +69,7 @@ class TrialRun:
         self.stopping = stopping or Stopping(0)
         self.claim = claim or Running(store, trial)
         self.fence = fence
+        self.devices = devices or {}
         self.metrics: dict[str, dict[str, Any]] = {}
         self.hooks: frozenset[str] = frozenset()
         self.topology: Topology | None = None

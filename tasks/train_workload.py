@@ -37,6 +37,6 @@ def train_workload(run: TrialRun, begin: int, until: int) -> int:
         "trained [%d→%d] at %.1f samples/s: %s",
         begin, reached, samples / seconds, results[0].metrics,
     )  # fmt: skip
-    run.observer.training_timed(begin, reached, seconds, [])
+    run.observer.training_timed(begin, reached, seconds, [rank.data_seconds for rank in results])
     run.observer.metrics_reported("training", reached, results[0].metrics)
     return reached

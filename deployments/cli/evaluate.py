@@ -74,7 +74,7 @@ def _run(experiment: ExperimentConfig, checkpoint: str | None, display: Display)
     display.waiting_for("starting Prefect")
     with display, prefect_api() as api:
         import httpx
-        from prefect.exceptions import CancelledRun, Pause
+        from prefect.exceptions import Abort, CancelledRun, Pause
 
         from flows.evaluate import EvaluateResult
         from flows.evaluate import evaluate as evaluate_flow
@@ -84,7 +84,7 @@ def _run(experiment: ExperimentConfig, checkpoint: str | None, display: Display)
         try:
             with observing(display):
                 result = evaluate_flow(experiment, checkpoint=checkpoint)
-        except (CancelledRun, Pause) as stop:
+        except (Abort, CancelledRun, Pause) as stop:
             raise Stopped("the run was stopped in Prefect") from stop
         except httpx.HTTPError as error:  # only Prefect's client raises these in this process
             raise PrefectServerError(

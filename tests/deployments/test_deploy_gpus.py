@@ -2,21 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
+from uuid import UUID
 
 import pytest
 from prefect import flow, runtime
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.concurrency.sync import concurrency
+from prefect.exceptions import Abort
+from prefect.flow_engine import run_flow
 
+import trial_core.slots.devices
 from deployments.on_server import GpuLimit
 from flows.embedded import flush
 from flows.gpu_slots import GPU_LIMIT, gpu_slots
 from tests.support.prefect import PrefectServer
+from tests.support.slots import toy_config
+from trial_core.config import ExperimentConfig
 from trial_core.errors import LaunchError
 
 pytestmark = pytest.mark.server
+
+On = Callable[[int], ExperimentConfig]
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with four GPUs, as its driver's tool has it, and locks of its own."""
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\nfor i in 0 1 2 3; do echo GPU $i: Some; done\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    monkeypatch.delenv("DS_ACCELERATOR")
+    monkeypatch.setattr(trial_core.slots.devices, "locks_folder", lambda: tmp_path / "locks")
+
+
+@pytest.fixture
+def on(tmp_path: Path) -> On:
+    """An experiment on so many GPUs; 0: on CPU ranks."""
+
+    def config(count: int) -> ExperimentConfig:
+        variables = {} if count else {"DS_ACCELERATOR": "cpu"}
+        return toy_config(
+            tmp_path,
+            resources={"slots_per_trial": count or 2},
+            environment={"environment_variables": variables},
+        )
+
+    return config
 
 
 @pytest.fixture
@@ -38,12 +77,12 @@ def taken(client: SyncPrefectClient) -> int:
 
 
 def test_gpus_are_held_for_the_length_of_the_block(
-    client: SyncPrefectClient, two_gpus: GpuLimit
+    client: SyncPrefectClient, two_gpus: GpuLimit, on: On
 ) -> None:
     """Nobody else gets them meanwhile; at its end, however it ends, they are free."""
 
     def train() -> None:
-        with gpu_slots(2):
+        with gpu_slots(on(2)):
             assert taken(client) == 2
             with pytest.raises(TimeoutError), concurrency(GPU_LIMIT, timeout_seconds=0.5):
                 pass
@@ -54,37 +93,97 @@ def test_gpus_are_held_for_the_length_of_the_block(
     assert taken(client) == 0
 
 
-def test_cpu_ranks_wait_for_nothing(client: SyncPrefectClient, two_gpus: GpuLimit) -> None:
+def test_cpu_ranks_wait_for_nothing(client: SyncPrefectClient, two_gpus: GpuLimit, on: On) -> None:
     """Nor do they keep others waiting."""
-    with gpu_slots(2), gpu_slots(0):
+    with gpu_slots(on(2)), gpu_slots(on(0)):
         assert taken(client) == 2
 
 
-def test_without_a_limit_nothing_is_waited_for(client: SyncPrefectClient) -> None:
+def test_without_a_limit_nothing_is_waited_for(client: SyncPrefectClient, on: On) -> None:
     """On a server that was told of no GPUs a run begins at once."""
-    with gpu_slots(64):
-        pass
+    with gpu_slots(on(4)) as devices:
+        assert devices == {}
 
 
-def test_more_gpus_than_there_are(client: SyncPrefectClient, two_gpus: GpuLimit) -> None:
+def test_more_gpus_than_there_are(client: SyncPrefectClient, two_gpus: GpuLimit, on: On) -> None:
     """Refused at once, instead of waiting for ever."""
-    with pytest.raises(LaunchError, match=r"needs 3 GPUs, and .* is 2"), gpu_slots(3):
+    with pytest.raises(LaunchError, match=r"needs 3 GPUs, and .* is 2"), gpu_slots(on(3)):
         pass
 
 
-def test_a_run_does_not_wait_for_itself(client: SyncPrefectClient, two_gpus: GpuLimit) -> None:
+def test_a_run_does_not_wait_for_itself(
+    client: SyncPrefectClient, two_gpus: GpuLimit, on: On
+) -> None:
     """What an attempt that was killed still holds is free for the next one of the same run."""
     killed = ExitStack()
 
     @flow(name="holds-gpus", retries=1)
     def train() -> int:
         if runtime.flow_run.run_count == 1:
-            killed.enter_context(gpu_slots(2))
+            killed.enter_context(gpu_slots(on(2)))
             raise RuntimeError("killed, so that nothing is given back")
-        with gpu_slots(2):
+        with gpu_slots(on(2)):
             return taken(client)
 
     with killed:
         assert train() == 2
     assert taken(client) == 0
     flush()
+
+
+def test_more_gpus_than_the_machine_has(client: SyncPrefectClient, on: On) -> None:
+    """Refused before anything is waited for, however many there are elsewhere."""
+    limit = GpuLimit(64)
+    limit.put(client)
+    try:
+        with pytest.raises(LaunchError, match="has 4 accelerators"), gpu_slots(on(5)):
+            pass
+        assert taken(client) == 0
+    finally:
+        limit.remove(client)
+
+
+def test_runs_on_one_machine_have_different_gpus(
+    client: SyncPrefectClient, two_gpus: GpuLimit, on: On
+) -> None:
+    """The second does not train on the first one's; afterwards they are free again."""
+    with gpu_slots(on(1)) as first, gpu_slots(on(1)) as second:
+        assert (first, second) == ({"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"})
+    with gpu_slots(on(2)) as both:
+        assert both == {"CUDA_VISIBLE_DEVICES": "0,1"}
+
+
+def test_a_run_that_is_stopped_while_it_waits_goes_back(
+    prefect_server: PrefectServer, client: SyncPrefectClient, two_gpus: GpuLimit, on: On
+) -> None:
+    """It has nothing to save; the next worker takes it up."""
+    waits = threading.Event()
+
+    @flow(name="waits-for-gpus")
+    def train() -> None:
+        waits.set()
+        with gpu_slots(on(1)):
+            raise AssertionError("there was none")
+
+    created = prefect_server.query("flows/", {"name": train.name})
+    deployment = prefect_server.query("deployments/", {"name": "d", "flow_id": created["id"]})
+    run = prefect_server.query(
+        f"deployments/{deployment['id']}/create_flow_run", {"state": {"type": "PENDING"}}
+    )
+    flow_run = client.read_flow_run(UUID(run["id"]))
+
+    def stop() -> None:
+        assert waits.wait(30)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        with gpu_slots(on(2)):
+            stopper = threading.Thread(target=stop)
+            stopper.start()
+            with pytest.raises(Abort):
+                run_flow(train, flow_run=flow_run)
+            stopper.join()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert client.read_flow_run(UUID(run["id"])).state_name == "AwaitingRetry"

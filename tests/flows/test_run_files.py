@@ -50,7 +50,7 @@ def test_event_files_are_stored_and_said_where(
     assert f"TensorBoard: `{result.tensorboard_url}`" in Path(result.report_path).read_text()
     assert "upload-run-files @5" in stage_names(prefect_server, result.flow_run_id)
 
-    stored = CheckpointStore(url).storage.sizes(f"runs/{result.trial}")
+    stored = CheckpointStore(url).storage.sizes(f"runs/{result.trial}/tensorboard")
     local = {
         f"runs/{result.trial}/{path.relative_to(result.run_dir).as_posix()}": path.stat().st_size
         for path in (Path(result.run_dir) / "tensorboard").rglob("*")

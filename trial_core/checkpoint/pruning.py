@@ -178,11 +178,17 @@ def prune_trial(
     experiment: str,
     trial: str,
     logger: logging.Logger | logging.LoggerAdapter[Any],
+    on_deleted: Callable[[str], None] = lambda uuid: None,
 ) -> None:
-    """Prune a trial that runs: for after each of its commits. What fails is a warning, no more."""
+    """Prune a trial that runs: for after each of its commits. What fails is a warning, no more.
+
+    Args:
+        on_deleted: told the uuid of each checkpoint that is gone.
+    """
 
     def say(decision: Decision) -> None:
         logger.info("%s: %s", described(decision), decision.why)
+        on_deleted(decision.manifest.uuid)
 
     try:
         plan = plan_pruning(store, policy, experiment, trial=trial, running=(trial,))

@@ -160,9 +160,10 @@ class Storage:
         """Delete an object, if it is there; somebody else may be doing the same."""
         try:
             self.delete(key)
-        except StorageError:
-            if self.read(key) is not None:
-                raise
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError) or self.read(key) is None:
+                return
+            raise
 
     def clear(self, folder: str) -> Cleared:
         """Delete all objects below a folder, and what unfinished uploads have left there.

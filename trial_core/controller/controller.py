@@ -196,7 +196,7 @@ class Controller:
         self._restore_rng()
         info, loaders = self._the_info, self._the_loaders
         info.instruments.start()
-        began = time.monotonic()
+        began, waited = time.monotonic(), loaders.waited_seconds
         outcome = train_batches(
             self._the_engine,
             info,
@@ -216,6 +216,7 @@ class Controller:
             metrics=outcome.avg_metrics,
             seconds=time.monotonic() - began,
             stop_requested=info.stop_requested,
+            data_seconds=loaders.waited_seconds - waited,
         )
 
     def validate(self, request: RunValidation) -> Validated:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,10 @@ class MicroBatches(Iterator[Any]):
         per_batch: how many of them are one batch's.
         drawn: how many this rank has taken before these, over the whole life of the trial.
         loader: where they come from, if it carries its own state; None otherwise.
+
+    Attributes:
+        waited_seconds: how long it took to load those that were taken, as far as loading was not
+            done ahead: in step, what all ranks wait for is the rank that waits longest here.
     """
 
     def __init__(
@@ -38,9 +43,12 @@ class MicroBatches(Iterator[Any]):
         self._loader = loader
         self._warned = False
         self.taken = 0
+        self.waited_seconds = 0.0
 
     def __next__(self) -> Any:
+        began = time.perf_counter()
         micro_batch = next(self._source)
+        self.waited_seconds += time.perf_counter() - began
         self.taken += 1
         self._drawn += 1
         return micro_batch
@@ -101,6 +109,11 @@ class Loaders:
                 does not have it: then that many whole batches of micro-batches are skipped.
         """
         self.training = _endless(self, batches_trained, saved)
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long this rank has waited for its training data; 0 on a rank that needs none."""
+        return 0.0 if self.training is None else self.training.waited_seconds
 
     def state_dict(self) -> dict[str, Any] | None:
         """Where this rank's training data stands; None on a rank that needs none."""

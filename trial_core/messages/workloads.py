@@ -140,12 +140,14 @@ class Trained(Result):
         metrics: averaged over the workload's batches and all ranks; the same on every rank.
         seconds: wall time of the workload on this rank.
         stop_requested: whether the trial asked to save and end.
+        data_seconds: for how much of it this rank has waited for its data.
     """
 
     batches_trained: int
     metrics: dict[str, Any]
     seconds: float
     stop_requested: bool
+    data_seconds: float = 0.0
 
 
 class RunValidation(Request):

@@ -18,22 +18,28 @@ CPU_SLOTS = 2
 
 
 def count_accelerators(environment: Mapping[str, str] = os.environ) -> int:
-    """The accelerators that ranks started from here would see; 0 means CPU ranks.
+    """The accelerators that ranks started from here would see; 0 means CPU ranks."""
+    return len(visible_accelerators(environment)[1])
+
+
+def visible_accelerators(environment: Mapping[str, str]) -> tuple[str, list[str]]:
+    """The variable that chooses among this machine's accelerators, and its entries: those that
+    ranks started from here would see.
 
     ``DS_ACCELERATOR=cpu`` (DeepSpeed's own switch) means none. ``CUDA_VISIBLE_DEVICES`` and
     ``HIP_VISIBLE_DEVICES`` narrow what the driver's tools report, as they do for the ranks.
     """
-    if environment.get("DS_ACCELERATOR") == "cpu":
-        return 0
-    for tool, visible in (
-        (("nvidia-smi", "--list-gpus"), "CUDA_VISIBLE_DEVICES"),
-        (("rocm-smi", "--showid", "--csv"), "HIP_VISIBLE_DEVICES"),
-    ):
-        present = _count_lines(tool)
-        if present:
-            chosen = environment.get(visible)
-            return present if chosen is None else min(present, _count_chosen(chosen, present))
-    return 0
+    if environment.get("DS_ACCELERATOR") != "cpu":
+        for tool, variable in (
+            (("nvidia-smi", "--list-gpus"), "CUDA_VISIBLE_DEVICES"),
+            (("rocm-smi", "--showid", "--csv"), "HIP_VISIBLE_DEVICES"),
+        ):
+            present = _count_lines(tool)
+            if present:
+                chosen = environment.get(variable)
+                everything = [str(index) for index in range(present)]
+                return variable, everything if chosen is None else _chosen(chosen, present)
+    return "", []
 
 
 def slots_to_launch(asked: int | str, environment: Mapping[str, str] = os.environ) -> int:
@@ -56,10 +62,10 @@ def slots_to_launch(asked: int | str, environment: Mapping[str, str] = os.enviro
     return asked
 
 
-def _count_chosen(devices: str, present: int) -> int:
-    """How many a list of devices makes visible: those before the first that does not exist."""
+def _chosen(devices: str, present: int) -> list[str]:
+    """What a list of devices makes visible: those before the first that does not exist."""
     entries = (entry.strip() for entry in devices.split(","))
-    return sum(1 for _ in takewhile(lambda entry: _may_exist(entry, present), entries))
+    return list(takewhile(lambda entry: _may_exist(entry, present), entries))[:present]
 
 
 def _may_exist(device: str, present: int) -> bool:

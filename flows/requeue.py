@@ -1,0 +1,46 @@
+"""A run of a deployment that is stopped from outside goes back into its queue."""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+import httpx
+from prefect import runtime
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.context import FlowRunContext
+from prefect.exceptions import PrefectException
+from prefect.logging import get_run_logger
+from prefect.states import AwaitingRetry
+
+
+def came_from_a_queue(run: FlowRun | None) -> bool:
+    """Whether a worker has taken it from one; a flow that another has called did not."""
+    return run is not None and run.deployment_id is not None and run.parent_task_run_id is None
+
+
+def is_to_go_on() -> bool:
+    """Whether this flow's run came from a queue, and nobody has decided otherwise since."""
+    context = FlowRunContext.get()
+    run = context.flow_run if context else None
+    if run is None or not came_from_a_queue(run):
+        return False
+    try:
+        with get_client(sync_client=True) as client:
+            state = client.read_flow_run(run.id).state
+    except (httpx.HTTPError, PrefectException):
+        return False
+    return state is not None and state.type == StateType.RUNNING
+
+
+def is_back_in_its_queue(why: str) -> bool:
+    """Put this flow's run there; whether that could be done."""
+    try:
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(
+                UUID(str(runtime.flow_run.id)), AwaitingRetry(message=why), force=True
+            )
+    except (httpx.HTTPError, PrefectException) as error:
+        get_run_logger().error("the run cannot be put back into its queue: %s", error)
+        return False
+    return True

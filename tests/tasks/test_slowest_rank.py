@@ -1,0 +1,24 @@
+"""Which rank holds up the others, as far as the report can tell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.flow import train
+from tests.support.prefect import PrefectServer
+from tests.support.slots import TOY, toy_config
+
+pytestmark = [pytest.mark.slots, pytest.mark.server]
+
+
+def test_a_rank_that_waits_for_its_data_is_named(prefect_server: PrefectServer, here: Path) -> None:
+    """Although all ranks, training in step, take the same time."""
+    config = toy_config(
+        here, 8, scheduling_unit=4, entrypoint="slow_trials:SlowData",
+        code=str(Path(__file__).with_name("toy")),
+        environment={"environment_variables": {"PYTHONPATH": str(TOY)}},
+    )  # fmt: skip
+    report = Path(train(config).report_path).read_text()
+    assert "slowest rank: 1, which waits for its data" in report
