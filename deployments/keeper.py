@@ -4,13 +4,15 @@
 
 It runs the command until that ends, SIGTERM asks it to, or the parent goes. The parent holds the
 other end of the keeper's standard input and never writes to it, so asking for the end and dying,
-SIGKILL included, look the same from here: everything below is then killed as it is. A worker of
-Prefect's does none of this: killed, it leaves the runs that it has started behind.
+SIGKILL included, look the same from here: everything below is then killed as it is; so it is when
+the command has been killed. A worker of Prefect's does none of this: killed, it leaves the runs
+that it has started behind.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
@@ -28,10 +30,13 @@ import psutil
 POLL_SECONDS = 0.5
 # From SIGTERM on, for what the command does in good order.
 GRACE_SECONDS = 10.0
+# From <linux/prctl.h>.
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def keep(parent_pid: int, command: list[str]) -> int:
     """Run `command` for as long as the parent wants it; the exit code."""
+    adopt_orphans()
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -41,8 +46,28 @@ def keep(parent_pid: int, command: list[str]) -> int:
     while process.poll() is None and os.getppid() == parent_pid:
         if select.select([sys.stdin.fileno()], [], [], POLL_SECONDS)[0]:
             break
+        bury_orphans(process.pid)
     kill_all_below()
     return process.wait()
+
+
+def adopt_orphans() -> None:
+    """Have what loses its parent below this process become its child; on Linux alone.
+
+    Otherwise the runs of a worker that was killed by itself would be nobody's, and go on.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def bury_orphans(own_pid: int) -> None:
+    """Take note of the end of adopted children, which stay as zombies until then."""
+    if sys.platform != "linux":
+        return
+    look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, look)) and ended.si_pid != own_pid:
+            os.waitpid(ended.si_pid, 0)
 
 
 def kill_all_below() -> None:

@@ -26,6 +26,8 @@ from flows.environment import chosen_settings, environment
 STOP_LIMIT_SECONDS = 45.0
 POLL_SECONDS = 0.1
 LOG_TAIL_BYTES = 4000
+# How long no server may have run; ISO 8601.
+REMEMBERED = "P30D"
 
 
 class LocalServer:
@@ -52,6 +54,9 @@ class LocalServer:
             fd = listener.fileno()
             variables = {
                 "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": LASTING_LEASE_STORAGE,
+                # What became due for an automation while no server ran would be forgotten a minute
+                # after the start: runs that were lost with the last server would stay lost.
+                "PREFECT_SERVER_EVENTS_EXPIRED_BUCKET_BUFFER": REMEMBERED,
                 **chosen_settings(),
                 "PREFECT_UI_API_URL": self.api_url,
                 "PREFECT_UI_URL": self.ui_url,

@@ -15,6 +15,16 @@ import time
 from pathlib import Path
 
 import psutil
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    WorkPoolFilter,
+    WorkPoolFilterName,
+)
+from prefect.client.schemas.objects import State, StateType
+from prefect.states import AwaitingRetry
 
 from deployments import keeper
 from deployments.local_server import STOP_LIMIT_SECONDS, end, start
@@ -70,7 +80,10 @@ class LocalWorker:
     def stop_runs(self, limit_seconds: float) -> None:
         """Have its runs save and end, each back in its queue; wait for that. Then end the block."""
         deadline = time.monotonic() + limit_seconds
-        workers = _children(psutil.Process(self._keeper.pid))
+        below = _children(psutil.Process(self._keeper.pid))
+        workers = [process for process in below if "worker" in _command(process)]
+        # Those whose own keeper was killed save by themselves, below ours.
+        saving = [process for process in below if "prefect.engine" in _command(process)]
         for worker in workers:
             # It would take its own runs out of the queue again.
             worker.suspend()
@@ -78,12 +91,35 @@ class LocalWorker:
         for run in runs:
             with contextlib.suppress(psutil.NoSuchProcess):
                 run.terminate()
-        while any(map(_is_alive, runs)) and time.monotonic() < deadline:
+        while any(map(_is_alive, [*runs, *saving])) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         for worker in workers:
             with contextlib.suppress(psutil.NoSuchProcess):
                 worker.terminate()  # first, so that it does nothing else when it wakes
                 worker.resume()
+
+
+def put_back_interrupted(client: SyncPrefectClient, pool: str) -> int:
+    """Schedule runs of a work pool again whose start was interrupted, by the end of the worker that
+    was at it; how many. Only for a pool that has no worker now.
+    """
+    interrupted = client.read_flow_runs(
+        flow_run_filter=FlowRunFilter(
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING]))
+        ),
+        work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])),
+    )
+    for run in interrupted:
+        again: State[None] = AwaitingRetry(message="its start was interrupted")
+        client.set_flow_run_state(run.id, again, force=True)
+    return len(interrupted)
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:

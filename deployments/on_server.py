@@ -27,10 +27,12 @@ from prefect.events.schemas.automations import Automation, AutomationCore
 from prefect.exceptions import ObjectNotFound
 from prefect.flows import Flow
 
-from deployments.wanted import PoolType, WantedDeployment, job_template
+from deployments.wanted import Place, PoolType, WantedDeployment, deployments, job_template
 from flows.gpu_slots import GPU_LIMIT
 from trial_core.errors import ConfigError
+from trial_core.words import plural
 
+WORKING_FOLDER = "prefect.deployments.steps.set_working_directory"
 POOL_DESCRIPTION = "Made by `trialflow deploy`, which removes it again."
 FORGETFUL_LEASE_STORAGE = "prefect.server.concurrency.lease_storage.memory"
 LASTING_LEASE_STORAGE = "prefect.server.concurrency.lease_storage.filesystem"
@@ -75,14 +77,25 @@ class Thing(ABC):
         """Create it, or make it as it should be."""
 
     @abstractmethod
-    def remove(self, client: SyncPrefectClient) -> str:
-        """Remove it, which is there; why it was kept, if it was."""
+    def remove(self, client: SyncPrefectClient) -> None:
+        """Remove it, which is there."""
+
+    def why_kept(self, client: SyncPrefectClient) -> str:
+        """Why it, which is there, is not to be removed, in words; empty: it is."""
+        return ""
+
+    def goes_with_it(self, client: SyncPrefectClient) -> str:
+        """What is removed together with it, which is there, in words; may be empty."""
+        return ""
 
 
 def set_up(things: Iterable[Thing], client: SyncPrefectClient, dry_run: bool) -> Iterator[Done]:
-    """Put there what is not, one after the other; what was done (in a dry run: would be)."""
-    for thing in things:
-        exists, difference = thing.look(client)
+    """Put there what is not, one after the other; what was done (in a dry run: would be).
+
+    Raises:
+        ConfigError: something else is there under one of their names; nothing was done.
+    """
+    for thing, (exists, difference) in [(thing, thing.look(client)) for thing in things]:
         if exists and not difference:
             yield Done("unchanged", thing.title)
             continue
@@ -92,14 +105,21 @@ def set_up(things: Iterable[Thing], client: SyncPrefectClient, dry_run: bool) ->
 
 
 def take_down(things: Iterable[Thing], client: SyncPrefectClient, dry_run: bool) -> Iterator[Done]:
-    """Remove what is there; what was done (in a dry run: would be)."""
-    for thing in things:
-        exists, _ = thing.look(client)
+    """Remove what is there and ours; what was done (in a dry run: would be).
+
+    Raises:
+        ConfigError: something else is there under one of their names; nothing was done.
+    """
+    for thing, (exists, _) in [(thing, thing.look(client)) for thing in things]:
         if not exists:
             yield Done("not there", thing.title)
-            continue
-        why_kept = "" if dry_run else thing.remove(client)
-        yield Done("kept" if why_kept else "removed", thing.title, why_kept)
+        elif why := thing.why_kept(client):
+            yield Done("kept", thing.title, why)
+        else:
+            gone_too = thing.goes_with_it(client)
+            if not dry_run:
+                thing.remove(client)
+            yield Done("removed", thing.title, gone_too)
 
 
 class Pool(Thing):
@@ -141,25 +161,23 @@ class Pool(Thing):
             )
         )
 
-    def remove(self, client: SyncPrefectClient) -> str:
-        found = self._read(client)
-        if found is not None and found.description != POOL_DESCRIPTION:
-            return "it was not made by `trialflow deploy`"
+    def remove(self, client: SyncPrefectClient) -> None:
         client.delete_work_pool(self._name)
-        return ""
+
+    def why_kept(self, client: SyncPrefectClient) -> str:
+        found = self._read(client)
+        is_ours = found is None or found.description == POOL_DESCRIPTION
+        return "" if is_ours else "it was not made by `trialflow deploy`"
 
     def _read(self, client: SyncPrefectClient) -> WorkPool | None:
-        try:
-            return client.read_work_pool(self._name)
-        except ObjectNotFound:
-            return None
+        return find_pool(client, self._name)
 
 
 class GpuLimit(Thing):
     """The number of GPUs that runs share.
 
     Args:
-        count: how many; None: there is no limit to be set (only one to be removed).
+        count: how many; None: nobody has asked for one, and so one that is there stays.
     """
 
     def __init__(self, count: int | None) -> None:
@@ -184,43 +202,53 @@ class GpuLimit(Thing):
                 GlobalConcurrencyLimitCreate(name=GPU_LIMIT, limit=self._count or 0)
             )
 
-    def remove(self, client: SyncPrefectClient) -> str:
+    def remove(self, client: SyncPrefectClient) -> None:
         client.delete_global_concurrency_limit_by_name(GPU_LIMIT)
-        return ""
+
+    def why_kept(self, client: SyncPrefectClient) -> str:
+        return "" if self._count else "was not asked for: --gpus"
 
 
 class FlowDeployment(Thing):
     """A deployment of one of our flows.
 
     Args:
-        pool: the work pool that runs it.
-        directory: the working folder of its runs; None: wherever the pool starts them.
+        wanted: the deployment.
+        place: where its runs are to be.
     """
 
-    def __init__(self, wanted: WantedDeployment, pool: str, directory: str | None) -> None:
+    def __init__(self, wanted: WantedDeployment, place: Place) -> None:
         module, _, name = wanted.entrypoint.rpartition(".")
         self._flow: Flow[..., Any] = getattr(importlib.import_module(module), name)
         self._wanted = wanted
+        self._place = place
         self._name = f"{self._flow.name}/{wanted.name}"
         self.title = f"deployment {self._name}"
-        # `pull_steps` of none at all: an image has its own working folder.
-        step = "prefect.deployments.steps.set_working_directory"
         self._ours: dict[str, Any] = {
             "entrypoint": wanted.entrypoint,
-            "work_pool_name": pool,
-            "pull_steps": [{step: {"directory": directory}}] if directory else [],
+            "work_pool_name": place.pool,
+            # None at all: an image has its own working folder.
+            "pull_steps": (
+                [{WORKING_FOLDER: {"directory": place.directory}}] if place.directory else []
+            ),
             "parameter_openapi_schema": self._flow.parameters.model_dump(mode="json"),
             "enforce_parameter_schema": True,
         }
 
     def look(self, client: SyncPrefectClient) -> tuple[bool, str]:
-        found = self._read(client)
+        found = self.read(client)
         if found is None:
             return False, ""
+        if found.entrypoint != self._wanted.entrypoint:
+            raise ConfigError(
+                f"{self.title} is there, and is somebody else's: it runs {found.entrypoint}, not "
+                f"{self._wanted.entrypoint}. Delete it first (`prefect deployment delete "
+                f"{self._name}`), or make it again under another name"
+            )
         return True, ", ".join(_WORDS.get(name, name) for name in self._changes(found))
 
     def put(self, client: SyncPrefectClient) -> None:
-        found = self._read(client)
+        found = self.read(client)
         if found is not None:
             # Not Prefect's upsert, which would delete the schedules.
             client.update_deployment(found.id, DeploymentUpdate(**self._changes(found)))
@@ -235,13 +263,27 @@ class FlowDeployment(Thing):
             **self._ours,
         )
 
-    def remove(self, client: SyncPrefectClient) -> str:
-        found = self._read(client)
+    def remove(self, client: SyncPrefectClient) -> None:
+        found = self.read(client)
         if found is not None:
             client.delete_deployment(found.id)
-        return ""
 
-    def _read(self, client: SyncPrefectClient) -> DeploymentResponse | None:
+    def goes_with_it(self, client: SyncPrefectClient) -> str:
+        found = self.read(client)
+        if found is None:
+            return ""
+        # Prefect deletes them with their deployment.
+        queued = {
+            "deployments": {"id": {"any_": [str(found.id)]}},
+            "flow_runs": {
+                "state": {"type": {"any_": ["SCHEDULED"]}}, "start_time": {"is_null_": True}
+            },
+        }  # fmt: skip
+        count: int = client.request("POST", "/flow_runs/count", json=queued).json()
+        return f"and {plural(count, 'run')} that had not started yet" if count else ""
+
+    def read(self, client: SyncPrefectClient) -> DeploymentResponse | None:
+        """What is there under its name."""
         try:
             return client.read_deployment_by_name(self._name)
         except ObjectNotFound:
@@ -249,7 +291,7 @@ class FlowDeployment(Thing):
 
     def _changes(self, found: DeploymentResponse) -> dict[str, Any]:
         """The fields that are to be another."""
-        wanted = dict(self._ours)
+        wanted = {name: ours for name, ours in self._ours.items() if not self._keeps(name, found)}
         wanted["tags"] = [*found.tags, *(set(self._wanted.tags) - set(found.tags))]
         variables = found.job_variables or {}
         wanted["job_variables"] = {
@@ -260,6 +302,42 @@ class FlowDeployment(Thing):
             for name, value in wanted.items()
             if (getattr(found, name) or type(value)()) != value
         }
+
+    def _keeps(self, field: str, found: DeploymentResponse) -> bool:
+        """Whether a field stays as somebody has set it."""
+        keeps_pool = self._place.keeps_pool and found.work_pool_name is not None
+        if field == "work_pool_name":
+            return keeps_pool
+        if field != "pull_steps" or not self._place.keeps_directory:
+            return False
+        if keeps_pool or found.work_pool_name == self._place.pool:
+            return True
+        # It moves. A folder of this machine is no folder of an image's, and the other way round.
+        is_own = bool(found.pull_steps) and working_folder(found) is None
+        return is_own or bool(found.pull_steps) == bool(self._place.directory)
+
+
+def find_pool(client: SyncPrefectClient, name: str) -> WorkPool | None:
+    """The work pool of that name, if there is one."""
+    try:
+        return client.read_work_pool(name)
+    except ObjectNotFound:
+        return None
+
+
+def found_deployments(client: SyncPrefectClient) -> list[DeploymentResponse]:
+    """Those of our deployments that are there."""
+    nowhere = Place("", None)
+    each = (FlowDeployment(wanted, nowhere).read(client) for wanted in deployments())
+    return [found for found in each if found is not None]
+
+
+def working_folder(deployment: DeploymentResponse) -> str | None:
+    """The working folder of its runs, if that is all that is done before they start."""
+    match deployment.pull_steps:
+        case [{"prefect.deployments.steps.set_working_directory": {"directory": str(folder)}}]:
+            return folder
+    return None
 
 
 _WORDS = {
@@ -297,11 +375,10 @@ class Rule(Thing):
         wanted = self._wanted.model_dump(exclude={"owner_resource", "enabled"})
         client.update_automation(found.id, AutomationCore(**wanted, enabled=found.enabled))
 
-    def remove(self, client: SyncPrefectClient) -> str:
+    def remove(self, client: SyncPrefectClient) -> None:
         found = self._read(client)
         if found is not None:
             client.delete_automation(found.id)
-        return ""
 
     def _read(self, client: SyncPrefectClient) -> Automation | None:
         found = client.read_automations_by_name(self._wanted.name)

@@ -17,9 +17,12 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.events.schemas.events import ResourceSpecification
 
 from flows.crashes import SCHEDULED_AGAIN
+from trial_core.errors import ConfigError
 
 PoolType = Literal["process", "docker", "kubernetes"]
 
+# What Prefect takes in no name.
+BANNED_IN_NAMES = "/%&<>"
 TAG = "trialflow"
 MOST_ATTEMPTS = 50
 SILENCE = timedelta(minutes=5)
@@ -57,6 +60,35 @@ class WantedDeployment:
     tags: list[str] = field(default_factory=list)
     parameters: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the runs of a deployment are to be.
+
+    Attributes:
+        pool: the work pool that runs them.
+        directory: their working folder; None: wherever the pool starts them.
+        keeps_pool, keeps_directory: whether a deployment that is there already keeps its own.
+    """
+
+    pool: str
+    directory: str | None
+    keeps_pool: bool = False
+    keeps_directory: bool = False
+
+
+def check_pool_name(name: str) -> None:
+    """Refuse what cannot be the name of a work pool.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if not name.strip() or set(name) & set(BANNED_IN_NAMES):
+        raise ConfigError(
+            f"--pool {name!r} cannot be the name of a work pool: it must not be empty, nor have "
+            f"any of {' '.join(BANNED_IN_NAMES)} in it"
+        )
 
 
 def job_template(pool_type: PoolType) -> dict[str, Any]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from deployments.on_server import Done, Thing
     from deployments.wanted import PoolType
 
+
 DEFAULT_POOL = "local"
 
 
@@ -29,10 +30,19 @@ class ServerRefused(TrialflowError):
 def deploy(
     *,
     type_: Annotated[
-        Literal["process", "docker", "kubernetes"],
-        Parameter(name="--type", help="What runs are to be: process, docker or kubernetes."),
-    ] = "process",
-    pool: Annotated[str, Parameter(help="The work pool's name.")] = DEFAULT_POOL,
+        Literal["process", "docker", "kubernetes"] | None,
+        Parameter(
+            name="--type",
+            help="What runs are to be: process, docker or kubernetes. Default: what the work pool "
+            "is; for a new one, process.",
+        ),
+    ] = None,
+    pool: Annotated[
+        str | None,
+        Parameter(
+            help="The work pool's name. Default: where the deployments are; at first, local."
+        ),
+    ] = None,
     gpus: Annotated[
         int | None,
         Parameter(
@@ -44,8 +54,8 @@ def deploy(
     directory: Annotated[
         Path | None,
         Parameter(
-            help="The working folder of runs, with trialflow-runs in it. Default: this one; for "
-            "images, their own."
+            help="The working folder of runs, with trialflow-runs in it. Default: what is set "
+            "already; at first this one, and for images their own."
         ),
     ] = None,
     overwrite: Annotated[
@@ -58,7 +68,8 @@ def deploy(
 
     A work pool with its job template, the deployments train, evaluate and prune, a limit on GPUs,
     and automations for runs that crash. What is there already is left alone, and so is what was
-    changed in the UI: schedules, default parameters, job variables.
+    changed in the UI: schedules, default parameters, job variables. Removing keeps what others have
+    made, and the limit on GPUs unless --gpus is given.
     """
     from flows.environment import prepare_prefect
 
@@ -66,7 +77,10 @@ def deploy(
     from deployments.on_server import lease_problem, set_up, take_down
 
     with configured_client() as client:
-        things = wanted_things(type_, pool, gpus, directory, overwrite, is_removal=remove)
+        pool_type, pool_name = settle(client, type_, pool)
+        things = wanted_things(
+            pool_type, pool_name, gpus, directory, overwrite, remove, keeps_pool=pool is None
+        )
         if remove:
             _print(take_down(reversed(things), client, dry_run), dry_run)
             return 0
@@ -74,9 +88,31 @@ def deploy(
         if gpus and (problem := lease_problem(client)):
             messages.warning(problem)
     if not dry_run:
-        worker = "trialflow worker" if type_ == "process" else "prefect worker start"
-        print(f"\nstart a worker where the runs are to be: {worker} --pool {pool}")
+        worker = "trialflow worker" if pool_type == "process" else "prefect worker start"
+        print(f"\nstart a worker where the runs are to be: {worker} --pool {pool_name}")
     return 0
+
+
+def settle(
+    client: SyncPrefectClient, pool_type: PoolType | None, pool: str | None
+) -> tuple[PoolType, str]:
+    """Type and name of the work pool: as asked for, else as they are, else as they are at first.
+
+    Raises:
+        ConfigError: no work pool can have that name.
+    """
+    from deployments.on_server import find_pool, found_deployments
+    from deployments.wanted import check_pool_name
+
+    if pool is None:
+        used = [each.work_pool_name for each in found_deployments(client) if each.work_pool_name]
+        pool = used[0] if used else DEFAULT_POOL
+    check_pool_name(pool)
+    if pool_type is None:
+        found = find_pool(client, pool)
+        types: dict[str, PoolType] = {"docker": "docker", "kubernetes": "kubernetes"}
+        pool_type = types.get(found.type, "process") if found is not None else "process"
+    return pool_type, pool
 
 
 def wanted_things(
@@ -86,17 +122,24 @@ def wanted_things(
     directory: Path | None,
     overwrite: bool = False,
     is_removal: bool = False,
+    keeps_pool: bool = False,
 ) -> list[Thing]:
-    """What the server should have, in the order in which it is made."""
+    """What the server should have, in the order in which it is made.
+
+    Args:
+        directory: the working folder of runs; None: that of a deployment that is there stays.
+        keeps_pool: whether a deployment that is there stays in its work pool.
+    """
     from deployments.on_server import FlowDeployment, GpuLimit, Pool, Rule
-    from deployments.wanted import automations, deployments
+    from deployments.wanted import Place, automations, deployments
 
     folder = directory or (Path.cwd() if pool_type == "process" else None)
     where = str(folder.absolute()) if folder else None
+    place = Place(pool, where, keeps_pool, keeps_directory=directory is None)
     return [
         Pool(pool, pool_type, overwrite),
         *([GpuLimit(gpus)] if gpus or is_removal else []),
-        *(FlowDeployment(each, pool, where) for each in deployments()),
+        *(FlowDeployment(each, place) for each in deployments()),
         *(Rule(each) for each in automations()),
     ]
 

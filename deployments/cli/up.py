@@ -11,11 +11,14 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from deployments.cli import messages
-from deployments.cli.deploy import DEFAULT_POOL, wanted_things
+from deployments.cli.deploy import DEFAULT_POOL, settle, wanted_things
 from deployments.cli.signals import Terminated, stoppable
+from trial_core import words
 from trial_core.errors import ConfigError, TrialflowError
 
 if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+
     from deployments.local_server import LocalServer
 
 DEFAULT_PORT = 4200
@@ -39,7 +42,13 @@ def up(
             validator=Number(gte=0, lte=65535),
         ),
     ] = DEFAULT_PORT,
-    pool: Annotated[str, Parameter(help="The work pool's name.")] = DEFAULT_POOL,
+    pool: Annotated[
+        str | None,
+        Parameter(
+            help="The work pool, of type process, to which the deployments then belong. Default: "
+            "the one that they are in; at first, local."
+        ),
+    ] = None,
 ) -> int:
     """Run a Prefect server, a worker and trialflow's deployments on this machine.
 
@@ -52,11 +61,15 @@ def up(
     prepare_prefect()
     from prefect.settings import get_current_settings
 
+    from deployments.wanted import check_pool_name
+
+    if pool is not None:
+        check_pool_name(pool)
     settings = get_current_settings()
     if settings.api.url:
         raise ConfigError(
             f"Prefect is configured to use the server at {settings.api.url}: `trialflow up` starts "
-            "one of its own. To use that one: `trialflow deploy`, then `prefect worker start`; "
+            "one of its own. To use that one: `trialflow deploy`, then `trialflow worker`; "
             "else unset PREFECT_API_URL (`prefect config unset PREFECT_API_URL` when a profile "
             "sets it)"
         )
@@ -76,7 +89,7 @@ def say_stopping(how: str) -> None:
     os.write(2, f"{how}: runs save, then all ends (again: at once)\n".encode())
 
 
-def _serve(port: int, pool: str, home: Path, start_limit_seconds: float) -> None:
+def _serve(port: int, pool: str | None, home: Path, start_limit_seconds: float) -> None:
     """Start all, and stay until a signal, or the end of one of them, ends it."""
     from deployments.local_server import LocalServer, log_tail
     from deployments.local_worker import LocalWorker
@@ -84,8 +97,8 @@ def _serve(port: int, pool: str, home: Path, start_limit_seconds: float) -> None
     print("starting Prefect…", flush=True)
     server_log, worker_log = home / "trialflow-server.log", home / "trialflow-worker.log"
     with LocalServer(port, server_log, start_limit_seconds) as server:
-        _set_up(pool)
-        with LocalWorker(pool, worker_log, variables=WORKER_SETTINGS) as worker:
+        served = _set_up(pool)
+        with LocalWorker(served, worker_log, variables=WORKER_SETTINGS) as worker:
             print("\n".join(_welcome(server, port, worker_log)), flush=True)
             try:
                 while not (server.has_ended or worker.has_ended):
@@ -97,19 +110,50 @@ def _serve(port: int, pool: str, home: Path, start_limit_seconds: float) -> None
         raise PartEnded(f"the {ended} has ended by itself, so all has; {log_tail(log)}")
 
 
-def _set_up(pool: str) -> None:
-    """The work pool, the deployments and the rest; what is new is said."""
+def _set_up(asked_pool: str | None) -> str:
+    """The work pool, whose name it is, the deployments and the rest; what is new is said."""
     from prefect.client.orchestration import get_client
 
+    from deployments.local_worker import put_back_interrupted
     from deployments.on_server import set_up
     from trial_core.slots.accelerators import count_accelerators
 
     with get_client(sync_client=True) as client:
-        for done in set_up(
-            wanted_things("process", pool, count_accelerators() or None, None), client, False
-        ):
+        pool_type, pool = settle(client, None, asked_pool)
+        if asked_pool is None and pool_type != "process":
+            pool = DEFAULT_POOL
+        gpus = count_accelerators() or None
+        things = wanted_things("process", pool, gpus, None, keeps_pool=asked_pool is None)
+        for done in set_up(things, client, False):
             if done.verb != "unchanged":
                 print(f"{done.verb}: {done.thing}", flush=True)
+        for problem in elsewhere(client, pool):
+            messages.warning(problem)
+        if count := put_back_interrupted(client, pool):
+            again = "scheduled again, because their start was interrupted"
+            print(f"{again}: {words.plural(count, 'run')}", flush=True)
+    return pool
+
+
+def elsewhere(client: SyncPrefectClient, pool: str) -> list[str]:
+    """What is said of deployments whose runs are not where a newcomer would look for them."""
+    from deployments.on_server import found_deployments, working_folder
+
+    found = found_deployments(client)
+    said = [
+        f"the deployment {each.name} is in the work pool {each.work_pool_name}, from which this "
+        f"worker takes no runs: to move it here, `trialflow up --pool {pool}`"
+        for each in found
+        if each.work_pool_name != pool
+    ]
+    here = str(Path.cwd())
+    folders = {working_folder(each) for each in found} - {here, None}
+    said += [
+        f"runs are in the folder {folder}, where `trialflow up` was first started, not in {here}: "
+        f"to change that, `trialflow deploy --directory {here}` while this runs"
+        for folder in sorted(map(str, folders))
+    ]
+    return said
 
 
 def _welcome(server: LocalServer, port: int, worker_log: Path) -> list[str]:

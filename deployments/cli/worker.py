@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from deployments.cli import messages
-from deployments.cli.deploy import DEFAULT_POOL
+from deployments.cli.deploy import DEFAULT_POOL, configured_client
 from deployments.cli.signals import Terminated, stoppable
 from deployments.cli.up import LOOK_SECONDS, STOP_RUNS_SECONDS, PartEnded, say_stopping
 from trial_core.errors import ConfigError
@@ -37,6 +37,7 @@ def worker(
             "no Prefect server is configured: set PREFECT_API_URL to the one whose runs this "
             "machine is to take, or use `trialflow up`, which starts one on this machine"
         )
+    _refuse_wrong_pool(pool)
     try:
         with stoppable(say_stopping), LocalWorker(pool, None, options) as running:
             try:
@@ -50,3 +51,24 @@ def worker(
     except Terminated:
         return messages.TERMINATED
     raise PartEnded("the worker has ended by itself")
+
+
+def _refuse_wrong_pool(pool: str) -> None:
+    """Prefect's worker would make a pool that is missing, with a job template of its own.
+
+    Raises:
+        ConfigError: there is no such work pool, or its runs are no processes.
+    """
+    from deployments.on_server import find_pool
+    from deployments.wanted import check_pool_name
+
+    check_pool_name(pool)
+    with configured_client() as client:
+        found = find_pool(client, pool)
+    if found is None:
+        raise ConfigError(f"no work pool {pool!r}: `trialflow deploy --pool {pool}` first")
+    if found.type != "process":
+        raise ConfigError(
+            f"work pool {pool!r} is of type {found.type}, not process: its worker is "
+            f"`prefect worker start --pool {pool}`"
+        )

@@ -11,12 +11,19 @@ from uuid import UUID
 
 import pytest
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import DeploymentScheduleCreate, WorkPoolUpdate
+from prefect.client.schemas.actions import (
+    DeploymentScheduleCreate,
+    DeploymentUpdate,
+    WorkPoolCreate,
+    WorkPoolUpdate,
+)
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.events.schemas.automations import AutomationCore
 
-from deployments.cli.deploy import wanted_things
-from deployments.on_server import lease_problem, set_up, take_down
+from deployments.cli.deploy import settle, wanted_things
+from deployments.cli.up import elsewhere
+from deployments.local_worker import put_back_interrupted
+from deployments.on_server import Done, lease_problem, set_up, take_down, working_folder
 from deployments.wanted import CRASHED_RUNS_GO_ON, SILENT_RUNS_HAVE_CRASHED
 from flows.crashes import SCHEDULED_AGAIN, CrashedTooOften, refuse_if_crashed_too_often
 from tests.support.cli import trialflow
@@ -110,6 +117,115 @@ def test_what_a_person_has_set_stays(client: SyncPrefectClient) -> None:
     assert after.job_variables["env"] == {"MINE": "1", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
     assert "/elsewhere" in str(after.pull_steps)
     assert not client.read_automations_by_name(SILENT_RUNS_HAVE_CRASHED)[0].enabled
+
+
+def test_what_is_not_given_stays(client: SyncPrefectClient) -> None:
+    """Neither pool nor folder is changed by a run without them, nor is the pool `local` made; what
+    is given is."""
+    deploy(client)
+    assert settle(client, None, None) == ("process", POOL)
+    client.create_work_pool(WorkPoolCreate(name="mine", type="process"))
+    try:
+        mine = wanted_things("process", "mine", None, None)
+        moved = {done.thing: done.detail for done in set_up(mine, client, False)}
+        assert moved["deployment train/train"] == "work pool"
+        assert settle(client, None, None) == ("process", "mine")
+        done = {each.verb for each in again(client, POOL)}
+        assert done == {"unchanged"}
+        found = client.read_deployment_by_name("train/train")
+        assert (found.work_pool_name, working_folder(found)) == ("mine", "/srv/runs")
+    finally:
+        client.delete_work_pool("mine")
+    # A deployment without a pool would never be run.
+    assert {"changed", "unchanged"} == {each.verb for each in again(client, POOL)}
+    assert client.read_deployment_by_name("train/train").work_pool_name == POOL
+
+
+def again(client: SyncPrefectClient, pool: str) -> list[Done]:
+    """What is done when neither pool nor folder is given."""
+    return list(set_up(wanted_things("process", pool, 4, None, keeps_pool=True), client, False))
+
+
+def test_a_folder_of_this_machine_is_not_an_images(client: SyncPrefectClient) -> None:
+    """Moved to a pool of containers, deployments lose it."""
+    deploy(client)
+    client.create_work_pool(WorkPoolCreate(name="boxes", type="docker"))
+    try:
+        list(set_up(wanted_things("docker", "boxes", None, None), client, False))
+        assert client.read_deployment_by_name("train/train").pull_steps == []
+        assert settle(client, None, None) == ("docker", "boxes")
+    finally:
+        client.delete_work_pool("boxes")
+
+
+def test_what_others_have_made_is_kept(client: SyncPrefectClient) -> None:
+    """A deployment of ours by name alone is refused, both ways, before anything has changed; so is
+    removing with a wrong type. The limit stays unless --gpus is given, and a dry run says so."""
+    deploy(client)
+    asked_nothing = wanted_things("process", POOL, None, None, is_removal=True)
+    would = {done.thing: done.detail for done in take_down(asked_nothing, client, True)}
+    assert would["concurrency limit gpu"] == "was not asked for: --gpus"
+    with pytest.raises(ConfigError, match="give --type process"):
+        list(take_down(reversed(wanted_things("docker", POOL, 4, None)), client, False))
+
+    found = client.read_deployment_by_name("prune/prune")
+    client.update_deployment(found.id, DeploymentUpdate(entrypoint="theirs.py:prune"))
+    with pytest.raises(ConfigError, match=r"somebody else's: it runs theirs\.py:prune"):
+        remove(client)
+    with pytest.raises(ConfigError, match="somebody else's"):
+        deploy(client, gpus=8)
+    client.update_deployment(found.id, DeploymentUpdate(entrypoint="flows.prune.prune"))
+    assert deploy(client) == dict.fromkeys(ALL, "unchanged")
+
+
+def test_queued_runs_that_go_are_counted(client: SyncPrefectClient, tmp_path: Path) -> None:
+    """Those that Prefect deletes with their deployment; not one that has started."""
+    deploy(client)
+    for run in [a_run(client, tmp_path) for _ in range(3)][:1]:
+        report(client, run, "Running")
+        report(client, run, "Scheduled")
+    things = wanted_things("process", POOL, 4, None)
+    details = {done.thing: done.detail for done in take_down(things, client, dry_run=True)}
+    assert details["deployment train/train"] == "and 2 runs that had not started yet"
+
+
+@pytest.mark.parametrize("name", ["a/b", "50%", "", " "])
+def test_names_that_prefect_does_not_take(client: SyncPrefectClient, name: str) -> None:
+    """Refused as a mistake of whoever gave them."""
+    with pytest.raises(ConfigError, match="cannot be the name of a work pool"):
+        settle(client, None, name)
+
+
+def test_up_says_what_is_elsewhere(client: SyncPrefectClient) -> None:
+    """Deployments in a pool that its worker does not serve, and a folder that is not this one."""
+    deploy(client, directory=Path.cwd())
+    assert elsewhere(client, POOL) == []
+    deploy(client)
+    pools = elsewhere(client, "local")
+    assert "train is in the work pool deployed" in pools[0]
+    assert "/srv/runs" in pools[3]
+    assert len(pools) == 4
+
+
+def test_a_worker_makes_no_pool(prefect_server: PrefectServer, tmp_path: Path) -> None:
+    """It would have Prefect's own job template; a name mistyped is told, and what to do."""
+    told = trialflow(tmp_path, "worker", "--pool", "mistyped", variables=prefect_server.environment)
+    assert (told.returncode, told.stdout) == (2, "")
+    assert "no work pool 'mistyped': `trialflow deploy --pool mistyped` first" in told.stderr
+
+
+def test_an_interrupted_start_is_made_again(client: SyncPrefectClient, tmp_path: Path) -> None:
+    """A run that a worker was starting when it was stopped is in its queue again; others are left
+    alone."""
+    deploy(client)
+    interrupted, running = a_run(client, tmp_path), a_run(client, tmp_path)
+    report(client, interrupted, "Pending")
+    report(client, running, "Running")
+    assert put_back_interrupted(client, "another") == 0
+    assert put_back_interrupted(client, POOL) == 1
+    found = client.read_flow_run(interrupted)
+    assert (found.state_name, found.next_scheduled_start_time is None) == ("AwaitingRetry", False)
+    assert client.read_flow_run(running).state_name == "Running"
 
 
 def test_a_limit_can_be_another(client: SyncPrefectClient) -> None:

@@ -105,6 +105,8 @@ def test_all_of_it_is_there_and_goes_when_it_is_killed(tmp_path: Path) -> None:
             assert "<html" in httpx.get(running.url, follow_redirects=True).text.lower()
             names = {each["name"] for each in running.query("deployments/filter")}
             assert names == {"train", "evaluate", "prune"}
+            settings = httpx.get(f"{running.url}/api/admin/settings").json()["server"]
+            assert settings["events"]["expired_bucket_buffer"] in ("P30D", 30 * 24 * 3600.0)
             workers = "work_pools/local/workers/filter"
             until(lambda: [w["status"] for w in running.query(workers)] == ["ONLINE"], "a worker")
             running.stop(signal.SIGKILL)
