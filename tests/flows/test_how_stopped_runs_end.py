@@ -51,7 +51,7 @@ class Stage:
         self.trains: UUID | None = None
         self.act: Callable[[UUID, Stopping], None] = lambda flow_run, stopping: None
 
-    def train_trial(self, config: Any, trial: str, stopping: Stopping) -> TrialResult:
+    def train_trial(self, config: Any, trial: str, stopping: Stopping, devices: Any) -> TrialResult:
         """In place of the one that trains."""
         self.trains = UUID(str(runtime.flow_run.id))
         self.act(self.trains, stopping)
