@@ -27,6 +27,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.figures import Estimate, conclude
 from benchmarks.ranks import ENVIRONMENT, ROOT, built, experiment, launched
 from tests.support.faults.plan import Fault
@@ -49,6 +51,7 @@ from trial_core.messages import (
     TrialBuilt,
 )
 from trial_core.sequencer import Progress
+from trial_core.slots.group import SlotGroup
 from trial_core.staged import StagedCheckpoint
 
 MIB, GIB = 2**20, 2**30
@@ -247,15 +250,20 @@ def training(server: S3Server, pairs: int) -> dict[str, float]:
     """Ten batches, in turns with ten that a checkpoint is saved before and stored beside."""
     found: list[float] = []
     seconds: list[float] = []
+    added: list[float] = []
+    added_by_ranks: list[float] = []
     with (
         launched(2) as slots,
         built(slots, "long", 1, CheckpointStore(server.new_bucket(), server.options)),
     ):
         trained = 0
         for pair in range(pairs + 1):
-            turn = {}
+            turn: dict[bool, float] = {}
+            busy: dict[bool, float] = {}
+            of_ranks: dict[bool, float] = {}
             for saves in (pair % 2 == 0, pair % 2 == 1):
                 trained += 10
+                busy_before, ranks_before = _busy_seconds(), _busy_seconds(slots)
                 began = time.perf_counter()
                 if saves:
                     checkpoint = str(uuid.uuid4())
@@ -265,18 +273,43 @@ def training(server: S3Server, pairs: int) -> dict[str, float]:
                 if saves:
                     persisted.result()
                 turn[saves] = time.perf_counter() - began
+                busy[saves] = _busy_seconds() - busy_before
+                of_ranks[saves] = _busy_seconds(slots) - ranks_before
                 if saves:
                     slots.request(ReleaseStaging(uuid=checkpoint), Done)
             if pair:  # the first warms up
                 found.append(turn[True] / turn[False])
                 seconds.append(turn[False] / 10)
+                added.append(busy[True] - busy[False])
+                added_by_ranks.append(of_ranks[True] - of_ranks[False])
     print(f"training with a checkpoint every 10 batches: {Estimate.of(found).shown(4)}", flush=True)
     if statistics.median(seconds) < LEAST_BATCH_SECONDS:
         print(f"the target is for batches of {LEAST_BATCH_SECONDS} s: here they are too quick")
+    whole, own = statistics.median(added), statistics.median(added_by_ranks)
+    available = 10 * statistics.median(seconds) * (os.cpu_count() or 1)
+    print(
+        f"a checkpoint takes {whole:.2f} s of the processors' time, {own:.2f} s of it in the ranks "
+        f"and the rest in the S3 gateway beside them: {whole / available:.3f} of what all cores "
+        "have in ten batches",
+        flush=True,
+    )
     return {
         "training_ratio": Estimate.of(found).median,
         "training_batch_s": statistics.median(seconds),
+        "training_added_processor_s": whole,
+        "training_added_processor_by_ranks_s": own,
+        "training_added_processor_share": whole / available,
     }
+
+
+def _busy_seconds(slots: SlotGroup | None = None) -> float:
+    """Processor seconds used since they were started: by the ranks, else by the whole machine."""
+    if slots is None:
+        times = psutil.cpu_times()
+        return float(sum(times) - times.idle - times.iowait)
+    ranks = [psutil.Process(pid) for pid in slots.pids]
+    everyone = [*ranks, *(child for rank in ranks for child in rank.children(recursive=True))]
+    return float(sum(sum(process.cpu_times()[:4]) for process in everyone))  # reaped children's too
 
 
 def main() -> None:
