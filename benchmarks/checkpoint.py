@@ -23,7 +23,7 @@ import tempfile
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,11 @@ from benchmarks.ranks import ENVIRONMENT, ROOT, built, experiment, launched
 from tests.support.faults.plan import Fault
 from tests.support.faults.s3 import FaultyS3, faulty_s3
 from tests.support.s3 import S3Server, ceph_gateway, moto_server
+from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.needed import files_needed
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer import fetch_files, merge_entries
+from trial_core.errors import StorageError
 from trial_core.messages import (
     BuildLoaders,
     BuildTrial,
@@ -44,15 +47,14 @@ from trial_core.messages import (
     PersistCheckpoint,
     Persisted,
     ReleaseStaging,
+    Result,
     SaveCheckpoint,
     Saved,
     TrainBatches,
     Trained,
     TrialBuilt,
 )
-from trial_core.sequencer import Progress
 from trial_core.slots.group import SlotGroup
-from trial_core.staged import StagedCheckpoint
 
 MIB, GIB = 2**20, 2**30
 PEERS = ("deepspeed_boto3", "torch_dcp", "torch_dcp_async", "lightning")
@@ -233,17 +235,31 @@ def share(server: S3Server) -> dict[str, float]:
         checkpoint = str(uuid.uuid4())
         slots.request(SaveCheckpoint(uuid=checkpoint), Saved)
         persisted = slots.request(PersistCheckpoint(uuid=checkpoint), Persisted)
-    manifest = StagedCheckpoint.now(checkpoint, Progress(1), {}).manifest(
-        {rank: part.files for rank, part in enumerate(persisted)},
-        trial="benchmark-00000000", attempt="1", config=config,
-        topology=built_trial.topology, versions={},
-    )  # fmt: skip
-    files, saved_by = manifest.files, manifest.topology
-    needed = [
-        sum(file.size_bytes for file in files_needed(files, saved_by, [rank], saved_by))
-        for rank in range(4)
-    ]
-    return {"fetched_share": max(needed) / manifest.total_bytes}
+        files, saved_by = merge_entries(by_rank(persisted)), built_trial.topology
+        fetched = [
+            fetch_files(
+                store,
+                checkpoint,
+                files_needed(files, saved_by, [rank], saved_by),
+                Path(folder, f"machine-{rank}"),
+            )
+            for rank in range(4)
+        ]
+    return {"fetched_share": max(fetched) / sum(file.size_bytes for file in files)}
+
+
+def by_rank(persisted: Sequence[Result]) -> dict[int, list[FileEntry]]:
+    """The files that each rank has stored.
+
+    Raises:
+        StorageError: one has not: a checkpoint that nobody stores costs nothing.
+    """
+    files = {}
+    for rank, part in enumerate(persisted):
+        if not isinstance(part, Persisted) or part.problem or part.mistake:
+            raise StorageError(f"nothing was measured: rank {rank} has stored nothing: {part}")
+        files[rank] = part.files
+    return files
 
 
 def training(server: S3Server, pairs: int) -> dict[str, float]:
@@ -271,7 +287,7 @@ def training(server: S3Server, pairs: int) -> dict[str, float]:
                     persisted = slots.submit(PersistCheckpoint(uuid=checkpoint))
                 slots.request(TrainBatches(until=trained), Trained)
                 if saves:
-                    persisted.result()
+                    by_rank(persisted.result())  # fails if they are not stored
                 turn[saves] = time.perf_counter() - began
                 busy[saves] = _busy_seconds() - busy_before
                 of_ranks[saves] = _busy_seconds(slots) - ranks_before

@@ -30,6 +30,7 @@ from trial_core.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
     RankFailed,
+    Stalled,
     Stopped,
 )
 from trial_core.observer import current_observer
@@ -75,6 +76,7 @@ def evaluate(
         CheckpointDamaged: the one that was asked for is; or all there are.
         TrialError: the trial does not report the searcher's metric.
         RankFailed: a rank died, or the trial raised.
+        Stalled: the ranks hang.
     """
     flow_run_id = str(runtime.flow_run.id)
     settings = config.stopping
@@ -126,7 +128,7 @@ def evaluate_checkpoint(
                 build_loaders(run, Start.warm(manifest, weights_only=True))
                 if validate(run, manifest.progress.batches_trained) is None:
                     raise Stopped(f"{stopping.asked}, before the validation had ended")
-        except RankFailed as failure:
+        except (RankFailed, Stalled) as failure:
             get_run_logger().error("%s", failure.report())
             raise
     metrics = run.metrics.get("validation", {})

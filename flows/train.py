@@ -35,14 +35,13 @@ from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import (
-    CheckpointDamaged,
     RankFailed,
     Stalled,
     Stopped,
     TrialError,
 )
 from trial_core.observer import current_observer
-from trial_core.runs import clear_leftovers, run_folder, trial_id
+from trial_core.runs import clear_kept, clear_leftovers, run_folder, trial_id
 from trial_core.sequencer import (
     Checkpoint,
     Finish,
@@ -53,7 +52,7 @@ from trial_core.sequencer import (
 )
 from trial_core.slots.accelerators import slots_to_launch
 from trial_core.slots.group import SlotGroup
-from trial_core.start import Start
+from trial_core.start import Start, none_is_whole
 from trial_core.stopping import Stopping
 from trial_core.units import in_batches
 
@@ -165,6 +164,8 @@ def train_trial(
                 if stopping.wait(restarts.pause_seconds):
                     raise Stopped(f"{stopping.asked}, and no ranks ran") from failure
             else:
+                if not result.stopped_early:
+                    clear_kept(run_dir)
                 report.ended(_how_it_ended(result), result.tensorboard_url)
                 return replace(result, report_path=str(report.path))
 
@@ -286,23 +287,27 @@ def follow_schedule(run: TrialRun, uploads: Uploads) -> TrialResult:
 
 def fetch_start(run: TrialRun) -> Start:
     """Bring what the trial starts from to the ranks: its own newest undamaged checkpoint; for a
-    new trial the one that the experiment names; else nothing.
+    trial that has saved nothing yet the one that the experiment names; else nothing.
 
     Raises:
-        CheckpointDamaged: the one that the experiment names is.
+        CheckpointDamaged: all of its own are, or the one that the experiment names.
+        StorageError: the storage does not give one. It may be whole, so none takes its place.
     """
+    tried: list[Start] = []
     for manifest in run.store.candidates(run.trial):
-        start = Start.continuing(manifest)
-        if fetch(run, start, manifest) is None:
+        tried.append(start := Start.continuing(manifest))
+        if (damage := fetch(run, start, manifest)) is None:
             run.metrics = start.metrics
             return start
+    if tried:
+        raise none_is_whole(tried, str(damage))
     source = run.config.searcher.source_checkpoint_uuid
     if source is None:
         return Start()
     manifest = run.store.open(source)
     start = Start.warm(manifest, run.config.searcher.source_weights_only)
     if damage := fetch(run, start, manifest):
-        raise CheckpointDamaged(f"searcher.source_checkpoint_uuid: {damage}")
+        raise none_is_whole([start], damage)
     return start
 
 
@@ -311,4 +316,4 @@ def fetch(run: TrialRun, start: Start, manifest: Manifest) -> str | None:
     if run.topology is not None:
         start.require_convertible(run.topology)
     run.claim.needs(manifest.uuid)  # before: it must not be pruned while it is fetched
-    return fetch_checkpoint(run, manifest, weights_only=start.restore == "weights")
+    return fetch_checkpoint(run, manifest, restore=start.restore)

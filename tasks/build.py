@@ -19,7 +19,7 @@ from trial_core.messages import (
     LoadersBuilt,
     TrialBuilt,
 )
-from trial_core.start import Start
+from trial_core.start import Restore, Start
 from trial_core.units import EpochLength
 
 
@@ -35,6 +35,7 @@ def build_trial(run: TrialRun) -> None:
                 storage=run.store.spec,
             ),
             TrialBuilt,
+            stall_seconds=run.config.stopping.silence_seconds,
         )[0]
     run.hooks = frozenset(built.hooks)
     run.topology = built.topology
@@ -51,23 +52,25 @@ def build_trial(run: TrialRun) -> None:
     retry_delay_seconds=STORAGE_RETRY_SECONDS,
     retry_condition_fn=storage_failed,
 )
-def fetch_checkpoint(run: TrialRun, manifest: Manifest, weights_only: bool = False) -> str | None:
+def fetch_checkpoint(
+    run: TrialRun, manifest: Manifest, restore: Restore = "everything"
+) -> str | None:
     """Bring a checkpoint to the ranks' machines, every file verified; what is wrong, if so.
 
     Args:
-        weights_only: whether the models' weights are all that will be restored.
+        restore: how much of it will be restored.
 
     Raises:
         StorageError: the storage failed; what is here already is not fetched again.
     """
     with run.stage("fetch-checkpoint", f"@{manifest.progress.batches_trained}"):
-        damage = _fetch(run, manifest, weights_only)
+        damage = _fetch(run, manifest, restore)
     if damage:
         get_run_logger().error("checkpoint %s cannot be used: %s", manifest.uuid, damage)
     return damage
 
 
-def _fetch(run: TrialRun, manifest: Manifest, weights_only: bool) -> str | None:
+def _fetch(run: TrialRun, manifest: Manifest, restore: Restore) -> str | None:
     if run.store.is_process_local:
         # Only this process can see that storage; the ranks find the files where they look first.
         try:
@@ -79,12 +82,16 @@ def _fetch(run: TrialRun, manifest: Manifest, weights_only: bool) -> str | None:
     request = FetchCheckpoint(
         uuid=manifest.uuid,
         files=manifest.files,
-        saved_by=None if weights_only else manifest.topology,
+        saved_by=manifest.topology,
+        restore=restore,
     )
-    fetched = run.slots.request(request, Fetched)
+    stall_seconds = run.config.stopping.silence_seconds
+    fetched = run.slots.request(request, Fetched, stall_seconds=stall_seconds)
     for rank, result in enumerate(fetched):
         if result.problem:
-            raise StorageError(f"rank {rank}: {result.problem}")
+            raise StorageError(
+                f"rank {rank}: checkpoint {manifest.uuid} cannot be fetched: {result.problem}"
+            )
     return next((result.damage for result in fetched if result.damage), None)
 
 
@@ -106,6 +113,7 @@ def build_loaders(run: TrialRun, start: Start) -> EpochLength | None:
                 saved_by=start.saved_by,
             ),
             LoadersBuilt,
+            stall_seconds=run.config.stopping.silence_seconds,
         )[0]
     run.epoch = built.epoch
     return built.epoch

@@ -1,8 +1,8 @@
-"""checkpoint-prune, plan-prune and delete-checkpoints: the rules for old checkpoints, carried out.
+"""checkpoint-prune, plan-prune, delete-checkpoints and their kind: what need not stay is deleted.
 
 The first follows every commit of a run whose experiment says which checkpoints to keep. It runs
 beside training, and what fails in it is a warning: the next one tries again. The others are the
-stages of the flow `prune`.
+stages of the flow `prune`; two of them are for what killed runs have begun to upload.
 """
 
 from __future__ import annotations
@@ -16,6 +16,13 @@ from prefect.logging import get_run_logger
 
 from tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
 from tasks.run import TrialRun
+from trial_core.checkpoint.intents import Swept
+from trial_core.checkpoint.leftovers import (
+    Leftover,
+    SweptLeftovers,
+    find_leftovers,
+    sweep_leftovers,
+)
 from trial_core.checkpoint.pruning import Plan, Pruned, described, plan_pruning, prune, prune_trial
 from trial_core.checkpoint.retention import Decision, RetentionPolicy
 from trial_core.checkpoint.store import CheckpointStore
@@ -122,3 +129,53 @@ def delete_checkpoints(store: CheckpointStore, plan: Plan) -> Pruned:
     for decision in pruned.spared:
         logger.warning("%s stays: %s", decision.manifest.uuid, decision.why)
     return pruned
+
+
+@task(
+    name="plan-sweep",
+    task_run_name="plan-sweep",
+    cache_policy=NO_CACHE,
+    retries=STORAGE_RETRIES,
+    retry_delay_seconds=STORAGE_RETRY_SECONDS,
+    retry_condition_fn=storage_failed,
+)
+def plan_sweep(
+    store: CheckpointStore, after_days: float, experiment: str, trial: str | None
+) -> list[Leftover]:
+    """What was begun to upload and is not committed, and whether it is to be deleted.
+
+    Raises:
+        ConfigError: `after_days` is too short.
+        StorageError: the storage cannot be read.
+    """
+    found = find_leftovers(store, after_days=after_days, trial=trial, experiment=experiment)
+    logger = get_run_logger()
+    for each in found:
+        what = "kept" if each.keep else "to be deleted"
+        logger.info("%s, of %s, %s: %s", each.uuid, each.trial, what, each.why)
+    return found
+
+
+@task(
+    name="sweep-leftovers",
+    task_run_name="sweep-leftovers",
+    cache_policy=NO_CACHE,
+    retries=STORAGE_RETRIES,
+    retry_delay_seconds=STORAGE_RETRY_SECONDS,
+    retry_condition_fn=storage_failed,
+)
+def sweep(store: CheckpointStore, found: list[Leftover], after_days: float) -> SweptLeftovers:
+    """Delete what need not be kept of it, save where the trial has come to life meanwhile.
+
+    Raises:
+        StorageError: the storage failed; what is still there, the next prune finds.
+    """
+    logger = get_run_logger()
+
+    def say(swept: Swept) -> None:
+        logger.info("deleted %s", swept)
+
+    done = sweep_leftovers(store, found, after_days=after_days, on_swept=say)
+    for trial, why in done.spared.items():
+        logger.warning("what is left of trial %s stays: %s", trial, why)
+    return done

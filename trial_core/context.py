@@ -135,7 +135,10 @@ class TrialContext:
         return self._info.stop_requested
 
     def set_stop_requested(self, stop_requested: bool) -> None:
-        """Ask the trial to finish its workload, save a checkpoint, and end. Any rank may.
+        """Ask the trial to finish its batch, save a checkpoint, and end. Any rank may.
+
+        All ranks end after the same batch: this one, or the next where one has begun it by then.
+        A validation is finished. Once a batch has ended with it, there is no way back.
 
         Raises:
             TrialError: `stop_requested` is no bool.

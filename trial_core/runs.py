@@ -21,6 +21,9 @@ LOCK = "lock"
 LOOK_SECONDS = 0.2
 LEFTOVERS = ("staging", "restored")
 
+KEPT = "kept"
+"""The folder of the newest committed checkpoint's files, as far as they were staged on disk."""
+
 # Locks that this process holds. A process that it forks (a data loader's worker) would hold them
 # on after its death.
 _held: set[BinaryIO] = set()
@@ -79,6 +82,19 @@ def clear_leftovers(run_dir: Path) -> None:
     """Delete what a dead attempt has left staged. Only while nobody trains there."""
     for leftover in LEFTOVERS:
         shutil.rmtree(run_dir / leftover, ignore_errors=True)
+
+
+def clear_kept(run_dir: Path, rank: int | None = None) -> None:
+    """The trial has come to its end: delete what was kept of its checkpoint for a restart.
+
+    Args:
+        rank: whose part alone, while other ranks may still be putting theirs there.
+    """
+    for folder in run_dir.glob(f"{KEPT}/*/{'*' if rank is None else f'rank-{rank}'}"):
+        shutil.rmtree(folder, ignore_errors=True)
+    for emptied in (*run_dir.glob(f"{KEPT}/*"), run_dir / KEPT):
+        with contextlib.suppress(OSError):  # others' parts are still in it
+            emptied.rmdir()
 
 
 @contextmanager

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trial_core.checkpoint.manifest import Manifest, Topology
-from trial_core.errors import CheckpointError
+from trial_core.errors import CheckpointDamaged, CheckpointError
 from trial_core.sequencer import Progress
 
 Restore = Literal["everything", "state", "weights"]
@@ -79,6 +80,24 @@ class Start:
         if self.restore == "state":
             reason += ", or take its weights alone: searcher.source_weights_only=true"
         raise CheckpointError(f"checkpoint {self.checkpoint.uuid} was saved by {reason}")
+
+
+def none_is_whole(tried: Sequence[Start], damage: str) -> CheckpointDamaged:
+    """What to raise where a run has something to start from, and all of it is damaged.
+
+    Args:
+        tried: in that order; at least one, each with a checkpoint.
+        damage: what is wrong with the last one.
+    """
+    last = tried[-1]
+    if last.restore != "everything":
+        return CheckpointDamaged(f"searcher.source_checkpoint_uuid: {damage}")
+    trial = last.checkpoint.trial if last.checkpoint else "?"
+    return CheckpointDamaged(
+        f"none of the {len(tried)} checkpoint(s) that trial {trial} may go on from is whole; of "
+        f"the last that was tried: {damage}. Put its files back, or begin a new trial (without "
+        "--resume; in a script, without latest_checkpoint): under this name nothing begins anew"
+    )
 
 
 def _other_model_parts(saved: Topology, now: Topology) -> str | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from deployments.cli import prune, verify
+from deployments.cli import pins, prune, verify
 from deployments.cli.experiment import ConfigFile, Storage, open_store
 from deployments.cli.tables import AsJson, local_time, print_table, shortest_unique
 from deployments.cli.terminal import is_interactive
@@ -26,8 +26,8 @@ app = App(
     "--config or --storage says, else in the folder of runs.",
 )
 app.command(verify.verify)
-app.command(prune.pin)
-app.command(prune.unpin)
+app.command(pins.pin)
+app.command(pins.unpin)
 app.command(prune.prune)
 
 

@@ -1,4 +1,4 @@
-"""`trialflow checkpoints pin`, `unpin` and `prune`: what stays, and deleting what need not."""
+"""`trialflow checkpoints prune`: deleting what the rules do not keep, and what killed runs left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from deployments.cli import messages
+from deployments.cli import leftovers, messages
 from deployments.cli.experiment import (
     ConfigFile,
     Overrides,
@@ -23,6 +23,7 @@ from trial_core import words
 from trial_core.errors import CheckpointNotFound, ConfigError
 
 if TYPE_CHECKING:
+    from trial_core.checkpoint.leftovers import Leftover, SweptLeftovers
     from trial_core.checkpoint.pruning import Plan, Pruned
     from trial_core.checkpoint.retention import Decision, RetentionPolicy
     from trial_core.checkpoint.store import CheckpointStore
@@ -65,45 +66,6 @@ class Rules:
         return {name: value for name, value in named.items() if value is not None}
 
 
-def pin(
-    *uuids: str,
-    reason: Annotated[str, Parameter(help="Why, for those who see the pin.")] = "",
-    config: ConfigFile = None,
-    storage: Storage = None,
-    json_: AsJson = False,
-) -> int:
-    """Keep checkpoints whatever the rules for old ones say, until they are unpinned.
-
-    Parameters
-    ----------
-    uuids
-        The checkpoints' uuids, or how they begin.
-    """
-    from trial_core.checkpoint import pins
-
-    store = _store_for(uuids, config, storage)
-    made = [pins.pin(store, uuid, reason) for uuid in uuids]
-    _say_pins(made, "pinned", json_)
-    return 0
-
-
-def unpin(
-    *uuids: str, config: ConfigFile = None, storage: Storage = None, json_: AsJson = False
-) -> int:
-    """Leave checkpoints to the rules again.
-
-    Parameters
-    ----------
-    uuids
-        The checkpoints' uuids, or how they begin.
-    """
-    from trial_core.checkpoint import pins
-
-    store = _store_for(uuids, config, storage)
-    _say_pins([pins.unpin(store, uuid) for uuid in uuids], "unpinned", json_)
-    return 0
-
-
 def prune(
     *,
     experiment: Annotated[
@@ -114,6 +76,8 @@ def prune(
     rules: Rules | None = None,
     dry_run: Annotated[bool, Parameter(help="Only say what would be deleted, and why.")] = False,
     yes: Annotated[bool, Parameter(name=["--yes", "-y"], help="Delete without asking.")] = False,
+    leftovers_only: leftovers.Only = False,
+    leftovers_after_days: leftovers.AfterDays = leftovers.AFTER_DAYS,
     config: ConfigFile = None,
     set_: Overrides = None,
     storage: Storage = None,
@@ -124,46 +88,45 @@ def prune(
     The rules are those of --config's checkpoint_storage, and those given here. Never deleted is
     what somebody has pinned, and what a run that is under way has started from or would go on
     from.
+
+    With them goes what killed runs have begun to upload and never committed, once their trials
+    have shown no sign of life for a while.
     """
     if json_ and not (dry_run or yes):
         raise ConfigError("--json asks no questions: give --dry-run or --yes as well")
     if set_ and config is None:
         raise ConfigError("--set changes what --config says: give --config as well")
     store, policy, name = _asked_for(config, set_ or [], storage, rules or Rules())
-    plans = _plan(store, policy, experiment or name, trial)
-    if not json_:
-        _print_plans(store, plans)
-    pruned = None
-    if not dry_run and (yes or _confirmed(plans)):
+    if policy is None and not leftovers_only:
+        raise ConfigError(
+            "nothing says which checkpoints to keep, so all are kept: give rules in "
+            "checkpoint_storage of --config, or here (--save-trial-latest 1, …; see --help); or "
+            "--leftovers-only"
+        )
+    left = leftovers.find(store, leftovers_after_days, trial, experiment or name)
+    plans = []
+    if policy is not None and not leftovers_only:
+        plans = _plan(store, policy, experiment or name, trial, is_known=bool(left))
+    if not json_ and not plans and not left:
+        print(f"no {'leftovers' if leftovers_only else 'checkpoints'} in {store.url}")
+    elif not json_:
+        _print_plans(plans, left)
+    pruned, swept = None, None
+    if not dry_run and (yes or _confirmed(plans, left)):
         pruned = _delete(store, plans, is_silent=json_)
+        swept = leftovers.delete(store, left, leftovers_after_days, is_silent=json_)
     if json_:
-        print(json.dumps(_as_json(policy, plans, pruned), indent=2))
+        print(json.dumps(_as_json(policy, plans, left, pruned, swept), indent=2))
     return 0
-
-
-def _store_for(uuids: tuple[str, ...], config: Path | None, storage: str | None) -> CheckpointStore:
-    if not uuids:
-        raise ConfigError("give the uuid of a checkpoint, or how it begins")
-    return open_store(config, storage)
-
-
-def _say_pins(pins: list[Any], done: str, as_json: bool) -> None:
-    if as_json:
-        said = [{"uuid": p.uuid, "reason": p.reason, "by": p.by, "at": p.at} for p in pins]
-        print(json.dumps(said, indent=2))
-        return
-    for each in pins:
-        reason = f" ({words.one_line(each.reason)})" if each.reason else ""
-        print(f"{done} {each.uuid}{reason}")
 
 
 def _asked_for(
     config: Path | None, overrides: list[str], storage: str | None, rules: Rules
-) -> tuple[CheckpointStore, RetentionPolicy, str | None]:
-    """Where to prune by which rules, and the experiment that was named by its file.
+) -> tuple[CheckpointStore, RetentionPolicy | None, str | None]:
+    """Where to prune by which rules, if any, and the experiment that was named by its file.
 
     Raises:
-        ConfigError: nothing says what to keep.
+        ConfigError: the file or a rule is wrong.
     """
     from pydantic import ValidationError
 
@@ -183,20 +146,22 @@ def _asked_for(
     except ValidationError as error:
         raise ConfigError("\n".join(f"rules: {line}" for line in explain(error))) from None
     policy = merged.retention(metric, smaller_is_better is not False)
-    if policy is None:
-        raise ConfigError(
-            "nothing says which checkpoints to keep, so all are kept: give rules in "
-            "checkpoint_storage of --config, or here (--save-trial-latest 1, …; see --help)"
-        )
     if place is None:
         return open_store(None, storage), policy, None
     return CheckpointStore(place.url, place.options), policy, name
 
 
 def _plan(
-    store: CheckpointStore, policy: RetentionPolicy, experiment: str | None, trial: str | None
+    store: CheckpointStore,
+    policy: RetentionPolicy,
+    experiment: str | None,
+    trial: str | None,
+    is_known: bool,
 ) -> list[Plan]:
     """A plan for each experiment.
+
+    Args:
+        is_known: there is something of that experiment and trial, though it may be no checkpoint.
 
     Raises:
         CheckpointNotFound: nothing there is called so.
@@ -205,6 +170,8 @@ def _plan(
 
     there = experiments(store)
     if experiment is not None and experiment not in there:
+        if is_known:
+            return []
         shown = ", ".join(there) or "none"
         raise CheckpointNotFound(
             f"no checkpoint in {store.url} is of experiment {experiment!r}; there is: {shown}"
@@ -212,16 +179,22 @@ def _plan(
     names = there if experiment is None else [experiment]
     plans = [plan_pruning(store, policy, name, trial=trial) for name in names]
     plans = [plan for plan in plans if plan.decisions]
-    if trial is not None and not plans:
+    if trial is not None and not plans and not is_known:
         raise CheckpointNotFound(f"trial {trial!r} has no checkpoint in {store.url}")
     return plans
 
 
-def _print_plans(store: CheckpointStore, plans: list[Plan]) -> None:
+def _print_plans(plans: list[Plan], left: list[Leftover]) -> None:
+    if plans:
+        _print_decisions(plans)
+    if plans and left:
+        print()
+    if left:
+        leftovers.show(left)
+
+
+def _print_decisions(plans: list[Plan]) -> None:
     decisions = [decision for plan in plans for decision in plan.decisions]
-    if not decisions:
-        print(f"no checkpoints in {store.url}")
-        return
     print(f"keeping {plans[0].policy}\n")
     length = shortest_unique([decision.manifest.uuid for decision in decisions])
     columns = ("action", "uuid", "trial", "batches", "saved", "size", "why")
@@ -252,19 +225,20 @@ def _deletions(plans: list[Plan]) -> int:
     return sum(len(plan.deletions) for plan in plans)
 
 
-def _confirmed(plans: list[Plan]) -> bool:
+def _confirmed(plans: list[Plan], left: list[Leftover]) -> bool:
     """Whether the user wants it.
 
     Raises:
         ConfigError: there is nobody to ask.
     """
-    count = _deletions(plans)
-    if not count:
+    counts = {"checkpoint": _deletions(plans), "leftover": sum(not each.keep for each in left)}
+    shown = " and ".join(words.plural(count, noun) for noun, count in counts.items() if count)
+    if not shown:
         return True  # what others have begun to delete is finished
     if not sys.stdin.isatty():
         raise ConfigError("nothing was deleted: give --yes to delete, or --dry-run to look only")
     try:
-        answer = input(f"delete {words.plural(count, 'checkpoint')}? [y/N] ")
+        answer = input(f"delete {shown}? [y/N] ")
     except EOFError:
         answer = ""
     if answer.strip().lower() in ("y", "yes"):
@@ -287,14 +261,21 @@ def _delete(store: CheckpointStore, plans: list[Plan], is_silent: bool) -> list[
 
 
 def _as_json(
-    policy: RetentionPolicy, plans: list[Plan], pruned: list[Pruned] | None
+    policy: RetentionPolicy | None,
+    plans: list[Plan],
+    left: list[Leftover],
+    pruned: list[Pruned] | None,
+    swept: SweptLeftovers | None,
 ) -> dict[str, Any]:
     done = pruned or []
+    freed_bytes = sum(each.freed_bytes for each in done)
     return {
-        "policy": str(policy),
+        "policy": None if policy is None else str(policy),
         "plan": [{"experiment": plan.experiment, **row} for plan in plans for row in plan.rows()],
         "is_dry_run": pruned is None,
         "deleted": [manifest.uuid for each in done for manifest in each.deleted],
         "spared": {d.manifest.uuid: d.why for each in done for d in each.spared},
-        "freed_bytes": sum(each.freed_bytes for each in done),
+        "leftovers": [leftover.row() for leftover in left],
+        "swept": [each.uuid for each in swept.swept if each.uuid] if swept is not None else [],
+        "freed_bytes": freed_bytes + (swept.freed_bytes if swept is not None else 0),
     }

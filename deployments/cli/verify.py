@@ -63,7 +63,8 @@ def verify(
 ) -> int:
     """Read every byte of checkpoints again, and compare size and digest of every file.
 
-    The exit code is 0 when all are whole, 1 when one is damaged: each file that is, is named.
+    The exit code is 0 when all are whole, 1 when one is damaged: each file that is, is named. What
+    is deleted meanwhile is not damaged; where it was asked for by its uuid, the exit code is 2.
 
     Parameters
     ----------
@@ -79,7 +80,11 @@ def verify(
         print(json.dumps([summary(each) for each in found], indent=2))
     else:
         _print(store, found)
-    return 0 if all(each.is_whole for each in found) else messages.FAILED
+    if not all(each.is_whole for each in found):
+        return messages.FAILED
+    if uuids and (gone := {name.uuid for name in names} - {each.name.uuid for each in found}):
+        raise CheckpointNotFound(f"{', '.join(sorted(gone))} has been deleted meanwhile")
+    return 0
 
 
 def summary(found: Verified) -> dict[str, Any]:
@@ -133,13 +138,15 @@ def _all(store: CheckpointStore, trial: str | None) -> list[ManifestName]:
 
 
 def _verify(store: CheckpointStore, names: list[ManifestName]) -> Iterator[Verified]:
-    from trial_core.checkpoint.transfer import find_damage
+    from trial_core.checkpoint.transfer import find_damage, refuse_if_deleted
 
     for count, name in enumerate(names, start=1):
         try:
             with _telling(f"verifying {name.uuid} ({count} of {len(names)})"):
                 manifest = store.open(name.uuid)
                 damage = find_damage(store, manifest.uuid, manifest.files)
+                if damage:
+                    refuse_if_deleted(store, manifest.uuid)
         except StorageError:
             raise
         except CheckpointNotFound:

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.checkpoint import PEERS, TARGETS
+from benchmarks.checkpoint import PEERS, TARGETS, by_rank
+from trial_core.errors import StorageError
+from trial_core.messages import Persisted
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,6 +39,14 @@ def test_it_ends_with_one_line_of_json() -> None:
     assert outcome["targets"].keys() == names & TARGETS.keys()
     missed = [name for name, most in outcome["targets"].items() if outcome["figures"][name] > most]
     assert outcome["holds"] is not bool(missed)
+
+
+def test_what_is_not_stored_is_not_measured() -> None:
+    """A store that fails would be the cheapest of all."""
+    fine = Persisted(files=[], seconds=1.0)
+    assert by_rank([fine, fine]) == {0: [], 1: []}
+    with pytest.raises(StorageError, match=r"rank 1 has stored nothing: .*HTTP 503"):
+        by_rank([fine, Persisted(files=[], seconds=1.0, problem="HTTP 503")])
 
 
 WHAT = ("processor", "memory", "time")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,9 @@ from deployments.cli.tables import shortest_unique
 from tests.deployments.stored import UUIDS, run
 from tests.support.cli import write_experiment
 from tests.trial_core.checkpoint.helpers import FILES, stored_files
+from trial_core.checkpoint import transfer
 from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.store import CheckpointStore
 
 
 def test_list_is_a_table(
@@ -110,6 +113,37 @@ def test_download(
     assert downloaded.pop("manifest.json") == stored[0].to_json()
     assert downloaded == FILES
     assert f"3 files, 11.7 KiB, in {target}" in capsys.readouterr().out
+
+
+def test_download_as_json(
+    stored: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A program is told which checkpoint it has got, and where."""
+    assert run(tmp_path, "download", "aaaaaaaa", "--to", str(tmp_path / "here"), "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["uuid"], said["folder"]) == (UUIDS[0], str(tmp_path / "here"))
+    assert said["total_bytes"] == stored[0].total_bytes
+
+
+def test_download_of_one_that_is_pruned_meanwhile(
+    stored: list[Manifest],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is not called damaged."""
+    store = CheckpointStore(str(tmp_path / "storage"))
+    fetch = transfer.fetch_files
+
+    def delete_first(*arguments: Any) -> int:
+        store.delete(stored[0])
+        return fetch(*arguments)
+
+    monkeypatch.setattr(transfer, "fetch_files", delete_first)
+    assert run(tmp_path, "download", "aaaaaaaa", "--to", str(tmp_path / "here")) == 2
+    message = capsys.readouterr().err
+    assert f"{UUIDS[0]} has been deleted meanwhile" in message
+    assert "damaged" not in message
 
 
 def test_download_of_a_damaged_checkpoint(

@@ -12,7 +12,9 @@ import pytest
 from deployments.cli.main import main
 from tests.deployments.stored import run
 from tests.support.cli import write_experiment
-from trial_core.checkpoint.manifest import Manifest
+from tests.trial_core.checkpoint.helpers import leave_an_upload
+from trial_core.checkpoint import layout
+from trial_core.checkpoint.manifest import Manifest, utc_now
 from trial_core.checkpoint.store import CheckpointStore
 
 RULES = ("--save-trial-latest", "1", "--metric", "loss")
@@ -161,6 +163,7 @@ def test_pins_as_json(
         (["prune", *RULES, "--experiment", "tiy", "--yes"], "there is: toy"),
         (["prune", *RULES, "--trial", "toy-2", "--yes"], "trial 'toy-2' has no checkpoint"),
         (["prune", *RULES, "--set", "name=x"], "give --config as well"),
+        (["prune", "--leftovers-only", "--leftovers-after-days", "0.5"], "at least 1 day, got 0.5"),
         (["pin"], "give the uuid of a checkpoint"),
         (["pin", "abc"], "begins with 'abc'"),
         (["unpin", "00000007"], "none is pinned"),
@@ -186,3 +189,72 @@ def test_an_empty_storage_has_nothing_to_prune(
     storage = str(tmp_path / "nothing")
     assert main(["checkpoints", "prune", *RULES, "--yes", "--storage", storage]) == 0
     assert capsys.readouterr().out == f"no checkpoints in file://{storage}\n"
+
+
+@pytest.fixture
+def leftovers(tmp_path: Path) -> list[str]:
+    """Of two trials that were killed in an upload, one of them a moment ago; sorted by trial."""
+    store = CheckpointStore(str(tmp_path / "storage"))
+    return [leave_an_upload(store, "toy-2"), leave_an_upload(store, "toy-3", utc_now())]
+
+
+def uploads(tmp_path: Path) -> set[str]:
+    """The checkpoints that have files."""
+    storage = CheckpointStore(str(tmp_path / "storage")).storage
+    return {key.split("/")[1] for key in storage.sizes(layout.CHECKPOINTS)}
+
+
+def test_what_killed_runs_have_left_is_shown(
+    history: list[Manifest],
+    leftovers: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In a dry run: a line for each, what becomes of it, and why; nothing is deleted."""
+    assert run(tmp_path, "prune", *RULES, "--dry-run") == 0
+    shown = capsys.readouterr().out.partition("uploads that were never committed:\n")[2]
+    _, header, _, *rows, _, total = shown.splitlines()
+    assert header.split() == ["action", "uuid", "trial", "begun", "files", "size", "why"]
+    assert [row.split()[:3] for row in rows] == [
+        ["delete", leftovers[0][:8], "toy-2"],
+        ["keep", leftovers[1][:8], "toy-3"],
+    ]
+    assert "never committed; its trial was last at work at 2001-05-09" in rows[0]
+    assert "and is given up after 7 days" in rows[1]
+    assert total == "to delete: 1 of 2 leftovers, 4 B"
+    assert uploads(tmp_path) == {*leftovers}
+
+
+def test_what_killed_runs_have_left_goes(
+    history: list[Manifest], leftovers: list[str], tmp_path: Path
+) -> None:
+    """With the checkpoints that the rules do not keep; the upload under way stays."""
+    assert run(tmp_path, "prune", *RULES, "--yes") == 0
+    assert batches(tmp_path) == [11, 17]
+    assert uploads(tmp_path) == {leftovers[1]}
+
+
+def test_leftovers_alone(
+    history: list[Manifest],
+    leftovers: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Need no rules, and no checkpoint of their trial; no checkpoint goes with them."""
+    arguments = ("prune", "--leftovers-only", "--trial", "toy-2", "--json")
+    assert run(tmp_path, *arguments, "--yes") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["swept"], said["freed_bytes"], said["plan"]) == ([leftovers[0]], 4, [])
+    assert [(row["uuid"], row["action"]) for row in said["leftovers"]] == [(leftovers[0], "delete")]
+    assert batches(tmp_path) == [7, 11, 13, 17]
+    assert run(tmp_path, "prune", "--leftovers-only", "--trial", "toy-2") == 0
+    assert capsys.readouterr().out == f"no leftovers in file://{tmp_path}/storage\n"
+
+
+def test_a_trial_that_has_leftovers_alone_is_known(
+    history: list[Manifest], leftovers: list[str], tmp_path: Path
+) -> None:
+    """Also with rules, by which it has nothing to keep."""
+    assert run(tmp_path, "prune", *RULES, "--trial", "toy-2", "--yes") == 0
+    assert uploads(tmp_path) == {leftovers[1]}
+    assert batches(tmp_path) == [7, 11, 13, 17]

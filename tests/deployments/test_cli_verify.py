@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from tests.deployments.stored import UUIDS, run
+from trial_core.checkpoint import transfer
 from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.store import CheckpointStore
 
 
 def path_of(tmp_path: Path, manifest: Manifest, file: int) -> Path:
@@ -118,3 +120,41 @@ def test_what_cannot_be_verified_is_refused(
     """Exit code 2: that nothing was read must not look like nothing is damaged."""
     assert run(tmp_path, "verify", *arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def pruned_meanwhile(
+    stored: list[Manifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Manifest:
+    """The checkpoint that is deleted as soon as a command begins to look at its files."""
+    store = CheckpointStore(str(tmp_path / "storage"))
+    find = transfer.find_damage
+
+    def delete_first(where: CheckpointStore, uuid: str, *files: Any) -> Any:
+        if uuid == stored[0].uuid:
+            store.delete(stored[0])
+        return find(where, uuid, *files)
+
+    monkeypatch.setattr(transfer, "find_damage", delete_first)
+    return stored[0]
+
+
+def test_what_is_pruned_meanwhile_is_not_damaged(
+    stored: list[Manifest],
+    pruned_meanwhile: Manifest,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Beside runs that prune, to verify all is no false alarm."""
+    code, found = verified(tmp_path, capsys, "--all")
+    assert (code, [each["uuid"] for each in found]) == (0, [UUIDS[1]])
+
+
+def test_one_that_was_asked_for_and_is_pruned_meanwhile(
+    pruned_meanwhile: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Is not there, which is neither whole nor damaged: exit code 2."""
+    assert run(tmp_path, "verify", *UUIDS) == 2
+    printed = capsys.readouterr()
+    assert f"{UUIDS[0]} has been deleted meanwhile" in printed.err
+    assert UUIDS[1][:8] in printed.out

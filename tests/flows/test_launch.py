@@ -1,11 +1,17 @@
-"""How many ranks a run is launched on."""
+"""What ranks a run is launched on, and whether it is."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import flows.evaluate
+import flows.train
+from flows.crashes import CrashedTooOften
 from flows.train import launch_slots
 from tasks.run import TrialRun
 from tests.support.slots import toy_config
@@ -39,3 +45,61 @@ def test_the_experiment_may_choose_cpu_ranks(tmp_path: Path) -> None:
         assert slots.world_size == 2
     with pytest.raises(LaunchError, match="this machine has 1 accelerator;"):
         launch_slots(toy_run(tmp_path, {}))
+
+
+@pytest.mark.slots
+def test_the_devices_of_a_run_are_all_that_its_ranks_see(tmp_path: Path) -> None:
+    """Whatever the experiment names: those may be another run's."""
+    run = toy_run(tmp_path, {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+    run.devices = {"CUDA_VISIBLE_DEVICES": "2,3"}
+    with launch_slots(run) as slots:
+        for pid in slots.pids:
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            assert b"CUDA_VISIBLE_DEVICES=2,3" in variables
+
+
+class _Reached(Exception):
+    """The flow has come to where a test wants it."""
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("name", ["train", "evaluate"])
+def test_the_devices_that_a_flow_takes_are_its_runs(
+    here: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """From its share of the machine to its ranks."""
+    module: Any = getattr(flows, name)
+
+    @contextmanager
+    def devices(config: Any) -> Iterator[dict[str, str]]:
+        yield {"CUDA_VISIBLE_DEVICES": "2,3"}
+
+    def reached(run: TrialRun) -> Any:
+        raise _Reached(run.devices)
+
+    monkeypatch.setattr(module, "gpu_slots", devices)
+    monkeypatch.setattr(module, "launch_slots", reached)
+    monkeypatch.setattr(flows.evaluate, "_candidates", lambda *_: [])
+    with pytest.raises(_Reached) as seen:
+        getattr(module, name)(toy_config(here))
+    assert seen.value.args == ({"CUDA_VISIBLE_DEVICES": "2,3"},)
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("name", ["train", "evaluate"])
+def test_a_flow_that_has_crashed_too_often_takes_nothing(
+    here: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It is refused by its own `max_restarts`, before it waits for accelerators."""
+    module: Any = getattr(flows, name)
+
+    def refuse(max_restarts: int) -> None:
+        raise CrashedTooOften(f"more than {max_restarts}")
+
+    def taken(config: Any) -> Any:
+        raise _Reached("accelerators were taken")
+
+    monkeypatch.setattr(module, "refuse_if_crashed_too_often", refuse)
+    monkeypatch.setattr(module, "gpu_slots", taken)
+    with pytest.raises(CrashedTooOften, match="more than 3"):
+        getattr(module, name)(toy_config(here, max_restarts=3))

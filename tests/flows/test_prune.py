@@ -16,7 +16,7 @@ from tasks.run import TrialRun
 from tests.support.flow import stages
 from tests.support.prefect import PrefectServer
 from tests.support.slots import toy_config
-from tests.trial_core.checkpoint.helpers import new_manifest
+from tests.trial_core.checkpoint.helpers import leave_an_upload, new_manifest
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.pins import pin
 from trial_core.checkpoint.store import CheckpointStore
@@ -89,9 +89,8 @@ def test_a_dry_run_is_a_table(prefect_server: PrefectServer, here: Path) -> None
          "is kept"),
         (new.uuid, "keep", "latest of its trial"),
     ]  # fmt: skip
-    assert [stage.name for stage in stages(prefect_server, flow_run_id, "plan-prune")] == [
-        "plan-prune"
-    ]
+    names = [stage.name for stage in stages(prefect_server, flow_run_id, "plan-sweep")]
+    assert names == ["plan-prune", "plan-sweep"]
 
 
 def test_a_prune(prefect_server: PrefectServer, here: Path) -> None:
@@ -103,7 +102,28 @@ def test_a_prune(prefect_server: PrefectServer, here: Path) -> None:
     assert there(config) == [best, pinned, new]
     assert (result.deleted, result.is_dry_run) == ((old.uuid,), False)
     names = [stage.name for stage in stages(prefect_server, flow_run_id, "delete-checkpoints")]
-    assert names == ["plan-prune", "delete-checkpoints"]
+    assert names == ["plan-prune", "plan-sweep", "delete-checkpoints"]
+
+
+def test_what_killed_runs_have_left(prefect_server: PrefectServer, here: Path) -> None:
+    """Is in the table, with why, and then swept; for that alone no rules are needed."""
+    config = experiment(here)
+    manifests = commit(config, 7)
+    store = CheckpointStore(config.checkpoint_storage.url)
+    lost = leave_an_upload(store, "toy-2")
+    dry, flow_run_id = prune(config, leftovers_only=True)
+    assert (dry.swept, dry.freed_bytes, dry.is_dry_run) == ((lost,), 4, True)
+    (artifact,) = prefect_server.query(
+        "artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [flow_run_id]}}}
+    )
+    assert artifact["description"].startswith("Would delete 1 of 1 uploads that were never")
+    (row,) = json.loads(artifact["data"])
+    assert (row["uuid"], row["trial"], row["action"]) == (lost, "toy-2", "delete")
+    done, flow_run_id = prune(config, dry_run=False, leftovers_only=True)
+    assert (done.swept, done.deleted, done.freed_bytes) == ((lost,), (), 4)
+    assert there(config) == manifests
+    names = [stage.name for stage in stages(prefect_server, flow_run_id, "sweep-leftovers")]
+    assert names == ["plan-sweep", "sweep-leftovers"]
 
 
 def test_an_experiment_without_rules_is_refused(here: Path) -> None:

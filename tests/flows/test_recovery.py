@@ -10,7 +10,7 @@ import pytest
 
 import flows.train
 from flows.restarts import Restarts
-from tests.support.flow import one_slot, stages, train
+from tests.support.flow import breaking, one_slot, resumption, stages, train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import lines
 from trial_core.errors import RankFailed, Stalled, TrialflowError
@@ -43,13 +43,15 @@ def test_a_failed_upload_is_tried_again_with_the_ranks_warm(
     in_the_way.parent.mkdir()
     in_the_way.write_text("no folder")
     repaired_before_the_retry(monkeypatch, "checkpoint_upload", in_the_way.unlink)
-    result = train(one_slot(here, 8, max_restarts=0))
+    checkpointing = {"memory_gib_per_rank": 0}  # staged on disk, and kept there for a restart
+    result = train(one_slot(here, 8, max_restarts=0, checkpointing=checkpointing))
     seen = stages(prefect_server, result.flow_run_id)
     tries = {stage.name: stage.tries for stage in seen}
     assert (tries["checkpoint-upload @4"], tries["checkpoint-upload @8"]) == (2, 1)
     assert {stage.state for stage in seen} == {"Completed"}
     assert [stage.name for stage in seen].count("build-trial") == 1
     assert len(list((here / "checkpoints" / "manifests" / result.trial).iterdir())) == 2
+    assert not (Path(result.run_dir) / "kept").exists()  # there is nothing left to restart
 
 
 def test_a_failed_fetch_is_tried_again_with_the_ranks_warm(
@@ -65,6 +67,24 @@ def test_a_failed_fetch_is_tried_again_with_the_ranks_warm(
     assert tries["fetch-checkpoint @4"] == 2
     assert tries["build-trial"] == 1
     assert [line[0] for line in lines(here, "samples", 0)] == [4, 5, 6, 7]
+
+
+def test_ranks_that_hang_are_replaced_and_the_log_says_where(
+    here: Path, prefect_server: PrefectServer
+) -> None:
+    """The run goes on from its last checkpoint with new ones; the place is in the run's log."""
+    config = one_slot(
+        here, 8, max_restarts=1, stopping={"stall_timeout_seconds": 3},
+        hyperparameters=breaking(here, "sleep", 5),
+    )  # fmt: skip
+    result = train(config)
+    assert result.batches_trained == 8
+    resumption(here, 5, 8)
+    of_this_run = {"logs": {"flow_run_id": {"any_": [result.flow_run_id]}}, "limit": 200}
+    said = [each["message"] for each in prefect_server.query("logs/filter", of_this_run)]
+    assert any(
+        "no batch has ended for 3 s" in message and "in _misbehave" in message for message in said
+    )
 
 
 def test_an_exception_that_comes_back_is_not_tried_a_third_time(here: Path) -> None:

@@ -76,8 +76,11 @@ def test_a_time_budget_that_is_over(here: Path, monkeypatch: pytest.MonkeyPatch)
 
     with pytest.raises(Stopped, match=r"ranks were starting|before there was anything to save"):
         train(within(0.2))
-    result = train(within(15))
+    try:
+        result = train(within(seconds := 15))
+    except Stopped:  # a busy machine: its ranks were still starting
+        result = train(within(seconds := 120))
     assert result.stopped_early
-    assert result.stop_reason == "time budget (15 s are over)"
+    assert result.stop_reason == f"time budget ({seconds} s are over)"
     (manifest,) = CheckpointStore(f"file://{here}/checkpoints").list(result.trial)
     assert manifest.progress.batches_trained == result.batches_trained > 0

@@ -228,9 +228,11 @@ def resumes_over_s3(here: Path, server: S3Server) -> None:
     assert manifests[-1].uuid == result.checkpoint_uuid
     for manifest in manifests:
         verify_files(store, manifest.uuid, manifest.files)
-    secrets = server.options["secret"]
-    assert secrets not in Path(result.report_path).read_text()
-    assert secrets not in manifests[-1].to_json().decode()
+    secret = server.options["secret"].encode()
+    assert secret not in manifests[-1].to_json()
+    written = [path for path in here.rglob("*") if path.is_file()]
+    assert {"rank-0.log", "rank-1.log", "report.md"} <= {path.name for path in written}
+    assert [path for path in written if secret in path.read_bytes()] == []
 
 
 @pytest.mark.long

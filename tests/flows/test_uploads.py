@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import uuid
 from collections.abc import Iterator
@@ -10,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from prefect.futures import PrefectConcurrentFuture
-from prefect.logging import disable_run_logger
 
+import flows.uploads
 from flows.environment import environment
 from flows.uploads import Uploads
 from tasks.run import TrialRun
@@ -81,14 +82,23 @@ def test_no_upload_outlives_its_attempt(run: TrialRun) -> None:
 
 @pytest.mark.parametrize("is_optional", [True, False])
 def test_while_an_upload_is_under_way_only_optional_checkpoints_are_skipped(
-    run: TrialRun, is_optional: bool
+    run: TrialRun,
+    is_optional: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """With `when_busy: skip`, the next period's checkpoint will do; the best and last ones wait."""
+    """With `when_busy: skip`, the next period's checkpoint will do; the best and last ones wait.
+    Either is said."""
     run.config = run.config.model_copy(update={"checkpointing": SKIP})
     future: Future[Manifest] = Future()
-    with disable_run_logger(), Uploads(run) as uploads:
+    # Outside of a flow run there is no run's logger.
+    monkeypatch.setattr(flows.uploads, "get_run_logger", lambda: logging.getLogger("run"))
+    caplog.set_level(logging.INFO, "run")
+    with Uploads(run) as uploads:
         uploads.start(PrefectConcurrentFuture(uuid.uuid4(), future))
         timer = threading.Timer(0.2, lambda: future.set_result(manifest(run)))
         timer.start()
         assert uploads.have_room(is_optional) is not is_optional
         assert future.done() is not is_optional
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "run"]
+    assert said.startswith("checkpoint skipped at batch 0" if is_optional else "training waits")

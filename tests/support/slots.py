@@ -148,7 +148,9 @@ class _Driver:
         begin, uuid_to_restore = self.run.progress.batches_trained, None
         if resume is not None:
             uuid_to_restore = resume.checkpoints[-1]
-            request = FetchCheckpoint(uuid=uuid_to_restore, files=resume.files[uuid_to_restore])
+            request = FetchCheckpoint(
+                uuid=uuid_to_restore, files=resume.files[uuid_to_restore], saved_by=resume.topology
+            )
             assert self._slots.request(request, Fetched) == [Fetched()] * self._slots.world_size
         self.hook("on_trial_startup", first_batch_idx=begin, checkpoint_uuid=uuid_to_restore)
         saved_by = resume.topology if resume else None

@@ -51,6 +51,16 @@ def test_what_is_not_given_is_filled_in(tmp_path: Path, monkeypatch: pytest.Monk
     )
 
 
+def test_a_null_that_means_something_stays(tmp_path: Path) -> None:
+    """Ranks may take for ever where the file says so, also once the run has had it as JSON; where
+    a null has no meaning of its own, it is as good as absent."""
+    text = MINIMAL + "stopping: {stall_timeout_seconds: null, grace_seconds: null}\n"
+    config = load_config(written(tmp_path, text))
+    again = ExperimentConfig.model_validate_json(config.model_dump_json())
+    for stopping in (config.stopping, again.stopping):
+        assert (stopping.stall_timeout_seconds, stopping.grace_seconds) == (None, 25.0)
+
+
 def test_every_part_of_the_schedule_comes_from_its_field() -> None:
     """Swapped periods or a lost flag would show."""
     config = experiment(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trial_core.errors import TrialflowError
-from trial_core.runs import run_folder
+from trial_core.runs import clear_kept, run_folder
 
 TRIAL = "toy-0000beef"
 
@@ -71,3 +71,16 @@ def test_a_home_that_cannot_be_written(home: Path, monkeypatch: pytest.MonkeyPat
         run_folder(TRIAL),
     ):
         pass
+
+
+@pytest.mark.parametrize(("rank", "left"), [(None, []), (1, ["rank-0"])])
+def test_what_is_kept_for_a_restart_goes_at_the_end(
+    home: Path, rank: int | None, left: list[str]
+) -> None:
+    """All of it, or one rank's part; of what others still put there nothing."""
+    for number in (0, 1):
+        (home / "kept" / "uuid" / f"rank-{number}").mkdir(parents=True)
+        (home / "kept" / "uuid" / f"rank-{number}" / "shard").touch()
+    clear_kept(home, rank)
+    assert [path.name for path in home.glob("kept/*/*")] == left
+    assert (home / "kept").exists() == bool(left)

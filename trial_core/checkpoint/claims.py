@@ -62,7 +62,7 @@ class Running:
 
     Args:
         source: what it has begun with, if that is another trial's checkpoint: its uuid, or how it
-            begins. Needed to the end: where all of its own are damaged, the trial begins again.
+            begins. Needed to the end: until the trial has saved, a restart begins with it again.
     """
 
     def __init__(self, store: CheckpointStore, trial: str, source: str | None = None) -> None:

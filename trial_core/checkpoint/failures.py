@@ -39,6 +39,11 @@ _REACH = "check the address (endpoint_url) and that the server runs and can be r
 _RIGHTS = "the credentials must allow listing, reading, writing and deleting there"
 _REGION = "the bucket lives in another region: set client_kwargs.region_name in the options"
 
+_SILENCE = (
+    "try again later; where the way there is only slow, give it more time: "
+    "config_kwargs: {read_timeout: 300} in the storage's options (seconds)"
+)
+
 _BY_CODE = {
     "NoSuchBucket": "the bucket does not exist: create it, or correct the URL",
     "InvalidAccessKeyId": f"the access key is not known to the server: {_CREDENTIALS}",
@@ -77,7 +82,7 @@ _BY_TYPE_NAME = {
     "ProfileNotFound": f"the profile does not exist: {_CREDENTIALS}",
     "EndpointConnectionError": f"the server cannot be reached: {_REACH}",
     "ConnectTimeoutError": f"the server does not answer: {_REACH}",
-    "ReadTimeoutError": "the server stopped answering: try again later",
+    "ReadTimeoutError": f"the server stopped answering: {_SILENCE}",
     "SSLError": "the server's certificate is not accepted: check the address, or AWS_CA_BUNDLE",
     "PermissionDeniedError": f"access was refused: {_RIGHTS}",
     "UnauthenticatedError": f"access was refused: {_CREDENTIALS}",
@@ -91,7 +96,7 @@ _BY_WORDS = (
         "certificate",
         "the server's certificate is not accepted: check the address, or AWS_CA_BUNDLE",
     ),
-    ("TimedOut", "the server stopped answering: try again later"),
+    ("TimedOut", f"the server stopped answering: {_SILENCE}"),
     ("Http", "the connection broke: try again later"),
 )
 _DETAILS = "\n\nDebug source:"  # obstore's, many lines

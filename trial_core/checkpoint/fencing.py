@@ -15,6 +15,7 @@ What it had begun before is decided with each checkpoint's manifest; see `commit
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import msgspec
 
@@ -99,11 +100,20 @@ class Fence:
         )
 
 
-def take_over(storage: Storage, trial: str, attempt: str) -> Fence:
-    """See `CheckpointStore.take_over`."""
+def take_over(storage: Storage, trial: str, attempt: str, after: int | None = None) -> Fence:
+    """See `CheckpointStore.take_over`.
+
+    Args:
+        after: take over from the attempt of that number alone, not from one that has come since.
+    """
     for _ in range(_TRIES):
         numbers = _numbers(storage, trial)
         number = max(numbers, default=0) + 1
+        if after is not None and number != after + 1:
+            raise CommitConflict(
+                f"trial {trial} is not taken over from attempt number {after}: number {number - 1} "
+                f"has come since, in {storage.url}; leave the trial to it"
+            )
         token = Token(trial=trial, number=number, attempt=attempt, by=this_user(), at=utc_now())
         try:
             storage.create(layout.attempt_key(trial, number), as_object(token))
@@ -115,6 +125,17 @@ def take_over(storage: Storage, trial: str, attempt: str) -> Fence:
         f"attempt {attempt} cannot take trial {trial} over: in {storage.url}, others took over "
         f"{_TRIES} times while it tried; find out who starts this trial again and again"
     )
+
+
+def last_attempts(storage: Storage, trial: str) -> Iterator[tuple[int, Token | None]]:
+    """The attempts at a trial that are written down, the last one first: the number of each, and
+    what it has said; None where that cannot be read."""
+    for number in sorted(_numbers(storage, trial), reverse=True):
+        data = storage.read(layout.attempt_key(trial, number))
+        try:
+            yield number, msgspec.json.decode(data or b"", type=Token)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            yield number, None
 
 
 def _numbers(storage: Storage, trial: str) -> list[int]:

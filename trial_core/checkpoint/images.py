@@ -32,10 +32,6 @@ _CGROUP_FILES = (
 )
 
 
-class OverLimitError(Exception):
-    """An image would take more memory than the images may. Never leaves `Images.write`."""
-
-
 class Images:
     """This rank's images: a file each, by its path in the staging folder.
 
@@ -68,17 +64,23 @@ class Images:
         Args:
             folder: the staging folder.
             name: POSIX path below it.
-            write: is given the file, empty; may be called twice.
+            write: is given the file, empty.
         """
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
-        image = self._images.setdefault(name, Image(name, self._allow))
-        try:
-            image.begin()
-            write(image)  # type: ignore[arg-type]  # as much of a file as torch.save needs
-            image.end()
-        except OverLimitError:
+        if self._limit_bytes == 0:
+            with open(path, "wb") as file:
+                write(file)
+            return
+        # Not setdefault: an image that is made in vain would keep its descriptor.
+        image = self._images.get(name)
+        if image is None:
+            image = self._images[name] = Image(name, self._allows)
+        image.begin()
+        with _Target(image, path) as target:
+            write(target)  # type: ignore[arg-type]  # as much of a file as torch.save needs
+        if target.is_on_disk:
             self._images.pop(name).close()
             logger.warning(
                 "a snapshot in memory may take %.1f GiB on this rank, and %s does not fit: it is "
@@ -86,32 +88,68 @@ class Images:
                 "checkpointing.memory_gib_per_rank sets the limit",
                 self._limit_bytes / GIB, name,
             )  # fmt: skip
-            with open(path, "wb") as file:
-                write(file)
         else:
+            image.end()
             self._written.add(name)
             path.symlink_to(image.path)
 
-    def _allow(self, more_bytes: int) -> None:
-        if more_bytes > 0:
-            kept_bytes = sum(image.kept_bytes for image in self._images.values())
-            if kept_bytes + more_bytes > self._limit_bytes:
-                raise OverLimitError
+    def _allows(self, more_bytes: int) -> bool:
+        kept_bytes = sum(image.kept_bytes for image in self._images.values())
+        return more_bytes <= 0 or kept_bytes + more_bytes <= self._limit_bytes
+
+
+class _Target:
+    """What a file of a snapshot is written to: its image, and disk once that may not grow further.
+
+    A write that does not fit must not raise: `torch.save` would end its archive on the way out, and
+    raise something else. Nor is anything written twice: most of the time is that of the copy from
+    the accelerator.
+    """
+
+    def __init__(self, image: Image, path: Path) -> None:
+        self._image = image
+        self._path = path
+        self._file: IO[bytes] | None = None
+
+    def __enter__(self) -> _Target:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether what was written is on disk, all of it."""
+        return self._file is not None
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Append; how many bytes."""
+        view = memoryview(data).cast("B")
+        if self._file is None and not self._image.append(view):
+            self._file = open(self._path, "wb")  # noqa: SIM115  # see `__exit__`
+            self._image.copy_to(self._file)
+        if self._file is not None:
+            self._file.write(view)
+        return view.nbytes
+
+    def flush(self) -> None:
+        """Nothing that others could see is held back: they look when the file is complete."""
 
 
 class Image:
-    """A file in memory, open for writing at its end.
+    """A file in memory, written at its end.
 
     Args:
-        allow: is told how many more bytes of memory a write needs; raises to refuse.
+        allows: whether so many more bytes of memory may be taken.
 
     Attributes:
         size_bytes: how much has been written.
         kept_bytes: how much memory it has.
     """
 
-    def __init__(self, name: str, allow: Callable[[int], None]) -> None:
-        self._allow = allow
+    def __init__(self, name: str, allows: Callable[[int], bool]) -> None:
+        self._allows = allows
         self._fd = os.memfd_create(f"trialflow {name}"[:200], os.MFD_CLOEXEC)
         self._capacity_bytes = GROWTH_BYTES
         os.ftruncate(self._fd, self._capacity_bytes)
@@ -129,24 +167,22 @@ class Image:
         os.ftruncate(self._fd, self._capacity_bytes)
         self.size_bytes = 0
 
-    def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Append; how many bytes.
-
-        Raises:
-            OverLimitError: that needs more memory than is allowed.
-        """
-        view = memoryview(data).cast("B")
+    def append(self, view: memoryview) -> bool:
+        """Write more; False, and nothing is written, if that would take more than is allowed."""
         end = self.size_bytes + view.nbytes
-        self._allow(end - self.kept_bytes)
+        if not self._allows(end - self.kept_bytes):
+            return False
         if end > self._capacity_bytes:
             self._grow(end)
         self._map[self.size_bytes : end] = view
         self.size_bytes = end
         self.kept_bytes = max(self.kept_bytes, end)
-        return view.nbytes
+        return True
 
-    def flush(self) -> None:
-        """Nothing is ever held back."""
+    def copy_to(self, file: IO[bytes]) -> None:
+        """Write all of it to a file."""
+        with memoryview(self._map) as whole, whole[: self.size_bytes] as written:
+            file.write(written)
 
     def end(self) -> None:
         """Make the file as long as what was written, and give back the rest of its memory."""

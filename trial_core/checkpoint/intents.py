@@ -1,7 +1,8 @@
 """Intents: a word in the storage that a checkpoint is being uploaded, before its first byte is.
 
-What a killed run leaves behind is then found by its trial's next run, and by nobody else: without
-its intent, half a checkpoint of one trial looks like the upload under way of another.
+What a killed run leaves behind is then found by its trial's next run: without its intent, half a
+checkpoint of one trial looks like the upload under way of another. For trials that never run again,
+see `leftovers`.
 
 Two attempts may train one trial without knowing of each other: see `fencing`, and for what becomes
 of a commit that meets a sweep, `committing`.
@@ -78,7 +79,7 @@ def sweep(storage: Storage, trial: str, number: int | None = None) -> list[Swept
         number: of the attempt that sweeps, and has nothing under way: what later ones upload is
             left alone. None: nobody else may be at the trial.
     """
-    begun = _begun(storage, trial, number)
+    begun = intents(storage, trial, number)
     committed = _committed(storage, trial, {intent.uuid for intent in begun})
     swept = []
     for intent in begun:
@@ -109,7 +110,7 @@ def read_intent(storage: Storage, trial: str, uuid: str) -> Intent | None:
     return msgspec.structs.replace(read, trial=trial, uuid=uuid)
 
 
-def _begun(storage: Storage, trial: str, number: int | None) -> list[Intent]:
+def intents(storage: Storage, trial: str, number: int | None = None) -> list[Intent]:
     """The intents of a trial, but for those of attempts later than that one."""
     found = []
     for key in sorted(storage.sizes(layout.intents_folder(trial))):

@@ -2,7 +2,8 @@
 
 DeepSpeed's shards are known by their names: those of a data-parallel rank are needed by the very
 rank that wrote them, as long as there are as many ranks, with the same ZeRO stage. After that each
-rank puts its own together out of all of them. Files of any other name may be needed by any rank.
+rank puts its own together out of all of them. Files of any other name may be needed by any rank,
+as far as names tell: the ranks know more (see `trial_core.deepspeed.reads`).
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ def files_needed(
 ) -> list[FileEntry]:
     """Those of a checkpoint's files that some of `ranks` need to restore all of their state.
 
-    To take the weights alone, a rank may need every file: they are not asked for here.
-
     Args:
         saved_by, now: how the ranks divided the work that saved it, and how this run's do.
     """
@@ -35,6 +34,14 @@ def files_needed(
         for file in files
         if any(_is_needed(file, rank, same, shard) for rank, shard in shards.items())
     ]
+
+
+def is_rank_state(file: FileEntry) -> bool:
+    """Whether it holds what a rank has of its own: random state, callbacks, its place in the data.
+
+    Nobody needs that who takes the weights alone.
+    """
+    return _RANK_STATE.fullmatch(file.path) is not None
 
 
 def _is_needed(file: FileEntry, rank: int, same: bool, shard: str | None) -> bool:

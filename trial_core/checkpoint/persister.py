@@ -1,89 +1,66 @@
-"""Uploads in a process of their own, so that they never hold a rank's interpreter lock.
+"""Uploads and fetches in a process of their own: none holds a rank's interpreter lock, and one that
+hangs can be ended.
 
-A rank has one `Persister`, which starts the process when it is first needed and sends it jobs. The
-process imports neither torch nor deepspeed; it opens the rank's staged files by their paths (images
-in memory too, see `images`), reports each file as it is stored, and ends with its rank.
-
-Messages are JSON, a line each; credentials travel in them and nowhere else.
+A rank has one `Persister`, which starts the process when it is first needed, sends it jobs, and
+watches that it gets on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
-import queue
 import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from io import BufferedRWPair
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
+from trial_core.checkpoint import persister_process
 from trial_core.checkpoint.manifest import FileEntry
+from trial_core.checkpoint.persister_process import (
+    Failed,
+    Fetch,
+    Finished,
+    Job,
+    Report,
+    StagedFile,
+    Stored,
+    Upload,
+)
+from trial_core.checkpoint.persister_watch import STALL_SECONDS, StallWatch
 from trial_core.checkpoint.storage import StorageSpec
-from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import Source, upload_sources
-from trial_core.errors import CheckpointError, StorageError
+from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
 
-NICENESS = 5
-"""Where cores are scarce, training goes first."""
+_logger = logging.getLogger(__name__)
 
+PROCESS = persister_process.__name__
 
-class StagedFile(msgspec.Struct, frozen=True):
-    """A file to upload: what it is called in the checkpoint, and where it is now."""
+KILL_SECONDS = 10.0
+"""How long to wait for the end of a process that was killed: it may be inside a call of the
+system's that returns when a disk does."""
 
-    path: str
-    file: str
-    size_bytes: int
+_SHOWN = 3
 
-
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's part of a checkpoint.
-
-    Attributes:
-        files: what to upload.
-        stored: what an earlier try has stored already.
-    """
-
-    storage: StorageSpec
-    uuid: str
-    rank: int
-    files: list[StagedFile]
-    stored: list[FileEntry]
-
-
-class Stored(msgspec.Struct, frozen=True, tag=True):
-    """One file has been stored."""
-
-    file: FileEntry
-
-
-class Finished(msgspec.Struct, frozen=True, tag=True):
-    """All files of a job have been stored."""
-
-    files: list[FileEntry]
-
-
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A job has failed; `storage_failed` tells whether to try it again may help."""
-
-    message: str
-    storage_failed: bool
-
-
-Report = Stored | Finished | Failed
+_ERRORS: dict[str, type[CheckpointError]] = {
+    "storage": StorageError,
+    "damage": CheckpointDamaged,
+    "mistake": CheckpointError,
+}
 
 
 class Persister:
-    """A rank's end of its uploading process. For one thread at a time."""
+    """A rank's end of the process that moves its files. For one thread at a time.
 
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._stream: BufferedRWPair | None = None
+    Args:
+        stall_seconds: for how long that may move nothing before it is ended; None: for ever.
+    """
+
+    def __init__(self, stall_seconds: float | None = STALL_SECONDS) -> None:
+        self._stall_seconds = stall_seconds
+        self._process: _Process | None = None
         self._stored: dict[str, dict[str, FileEntry]] = {}
 
     def upload(
@@ -94,24 +71,47 @@ class Persister:
         May be called again after an error: what had been stored by then is not sent again.
 
         Raises:
-            StorageError: the storage failed, or the process ended.
+            StorageError: the storage failed; or the process ended, or was ended since it hung.
             CheckpointError: a file changed meanwhile.
         """
         stored = self._stored.setdefault(uuid, {})
-        job = Job(storage=storage, uuid=uuid, rank=rank, files=files, stored=[*stored.values()])
+
+        def note(entry: FileEntry) -> None:
+            stored[entry.path] = entry
+
+        job = Upload(storage=storage, uuid=uuid, rank=rank, files=files, stored=[*stored.values()])
         try:
-            for report in self._reports(job):
-                if isinstance(report, Stored):
-                    stored[report.file.path] = report.file
-                elif isinstance(report, Failed):
-                    raise (StorageError if report.storage_failed else CheckpointError)(
-                        report.message
-                    )
-                else:
-                    return report.files
-        except OSError:
-            pass  # the connection of a process that has ended
-        raise StorageError(f"the process that uploads its files {self._how_it_ended()}")
+            return self._carry_out(job, note).files
+        except _Ended as end:
+            left = [file.path for file in files if file.path not in stored]
+            raise StorageError(
+                f"the process that uploads its files {end}; {_some(left)} not stored"
+            ) from None
+
+    def fetch(
+        self,
+        storage: StorageSpec,
+        uuid: str,
+        files: list[FileEntry],
+        target: Path,
+        local: Sequence[Path] = (),
+    ) -> int:
+        """Bring files of a checkpoint to this machine, as `fetch_files` does; how many bytes came
+        from the storage.
+
+        Raises:
+            CheckpointDamaged: a file is missing or differs.
+            StorageError: the storage failed; or the process ended, or was ended since it hung.
+        """
+        folders = [str(folder) for folder in local]
+        job = Fetch(storage=storage, uuid=uuid, files=files, target=str(target), local=folders)
+        try:
+            return self._carry_out(job, lambda entry: None).fetched_bytes
+        except _Ended as end:
+            paths = [file.path for file in files]
+            raise StorageError(
+                f"the process that fetches its files {end}; it was to fetch {_some(paths)}"
+            ) from None
 
     def forget(self, uuid: str) -> None:
         """A checkpoint is committed, or given up: what was stored of it need not be known."""
@@ -119,89 +119,94 @@ class Persister:
 
     def close(self) -> None:
         """End the process."""
-        if self._stream is not None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.end()
+
+    def _carry_out(self, job: Job, on_stored: Callable[[FileEntry], None]) -> Finished:
+        if self._process is None:
+            self._process = _Process()
+        process, last = self._process, None
+        watch = StallWatch(process.pid, self._stall_seconds, process.kill)
+        try:
+            with watch:
+                for report in process.reports(job):
+                    watch.note_sign()
+                    if not isinstance(report, Stored):
+                        last = report
+                        break
+                    on_stored(report.file)
+        finally:
+            # Also where this thread was interrupted: what is still to be said of this job must not
+            # be taken for the next one's.
+            if last is None or watch.has_stalled:
+                self.close()
+        if isinstance(last, Failed):
+            raise _ERRORS[last.kind](last.message)
+        if last is not None:
+            return last
+        raise _Ended(watch.verdict or process.how_it_ended())
+
+
+class _Ended(Exception):
+    """The process has ended; the message says how. Never leaves the `Persister`."""
+
+
+class _Process:
+    """The process, and the connection to it."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", PROCESS, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        self._socket = ours
+        self._stream = ours.makefile("rwb")
+        self.pid = self._popen.pid
+
+    def reports(self, job: Job) -> Iterator[Report]:
+        """What it says of a job, until the process has said all, or has ended."""
+        with contextlib.suppress(OSError):  # the connection of a process that has ended
+            self._stream.write(msgspec.json.encode(job) + b"\n")
+            self._stream.flush()
+            for line in self._stream:
+                if not line.endswith(b"\n"):
+                    return  # it ended while it said this
+                yield msgspec.json.decode(line, type=Report)
+
+    def kill(self) -> None:
+        """End it as it is; nobody waits for it any more, even if it cannot end. From any thread."""
+        self._popen.kill()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def end(self) -> None:
+        """End it, and wait until it has, if it can."""
+        self.kill()  # one that is ending already keeps its own exit code
+        with contextlib.suppress(OSError):  # what it never took
             self._stream.close()
-            self._stream = None
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        self._socket.close()
+        try:
+            self._popen.wait(KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            _logger.warning(
+                "process %d, which moved this rank's files, was killed %g s ago and has not ended: "
+                "it is inside a call of the system's; look at the disks",
+                self.pid, KILL_SECONDS,
+            )  # fmt: skip
 
-    def _reports(self, job: Job) -> Iterator[Report]:
-        stream = self._started()
-        stream.write(msgspec.json.encode(job) + b"\n")
-        stream.flush()
-        for line in stream:
-            yield msgspec.json.decode(line, type=Report)
-
-    def _started(self) -> BufferedRWPair:
-        if self._stream is None:
-            ours, theirs = socket.socketpair()
-            with ours, theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", __name__, str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                )
-                self._stream = ours.makefile("rwb")
-        return self._stream
-
-    def _how_it_ended(self) -> str:
-        code = self._process.wait() if self._process is not None else 0
-        self.close()
-        if code < 0:
+    def how_it_ended(self) -> str:
+        """In words; after `end`."""
+        code = self._popen.returncode
+        if code is not None and code < 0:
             name = signal.Signals(-code).name
             return f"was ended by {name}; if that was not you, look whether memory ran out"
         return f"ended with exit code {code}; see this rank's log"
 
 
-def serve(stream: BufferedRWPair) -> None:
-    """Carry out jobs until the rank is gone; then end at once."""
-    jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-
-    def work() -> None:
-        while True:
-            job = msgspec.json.decode(jobs.get(), type=Job)
-            _report(stream, _carry_out(job, stream))
-
-    threading.Thread(target=work, name="upload", daemon=True).start()
-    for line in stream:
-        jobs.put(line)
-    os._exit(0)
-
-
-def _carry_out(job: Job, stream: BufferedRWPair) -> Report:
-    try:
-        entries = upload_sources(
-            CheckpointStore.from_spec(job.storage),
-            job.uuid,
-            [Source(each.path, Path(each.file), each.size_bytes) for each in job.files],
-            job.rank,
-            stored={entry.path: entry for entry in job.stored},
-            on_stored=lambda entry: _report(stream, Stored(entry)),
-        )
-    except CheckpointError as error:
-        return Failed(str(error), isinstance(error, StorageError))
-    return Finished(entries)
-
-
-_reporting = threading.Lock()
-
-
-def _report(stream: BufferedRWPair, report: Report) -> None:
-    with _reporting:
-        stream.write(msgspec.json.encode(report) + b"\n")
-        stream.flush()
-
-
-def main() -> None:
-    """Serve the rank at the other end of the connection whose descriptor is the argument."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the rank's to handle
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s [upload] %(message)s")
-    os.nice(NICENESS)
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    serve(connection.makefile("rwb"))
-
-
-if __name__ == "__main__":
-    main()
+def _some(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+    return ", ".join(paths[:_SHOWN]) + more

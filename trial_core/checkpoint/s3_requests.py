@@ -107,18 +107,19 @@ class S3Requests:
             if not await self._is_made_of(key, parts):
                 raise
 
-    async def end_uploads(self, prefix: str, upload_id: str | None = None) -> int:
-        """Abort all multipart uploads to keys that begin so; how many there were.
+    async def end_uploads(self, place: str, upload_id: str | None = None) -> int:
+        """Abort all multipart uploads to a key, or below a folder; how many there were.
 
         Args:
-            upload_id: of an upload to the key `prefix` that is known to be under way.
+            place: a key; or a folder, with a slash at its end.
+            upload_id: of an upload to the key `place` that is known to be under way.
         """
         found = 0
         if upload_id is not None:
-            found += await self._abort(prefix, upload_id)
+            found += await self._abort(place, upload_id)
         # More than once: a part that is on its way while its upload is aborted may keep it alive.
         for _ in range(_END_ATTEMPTS):
-            uploads = await self._unfinished(prefix)
+            uploads = await self._unfinished(place)
             if not uploads:
                 break
             for key, each in uploads:
@@ -172,16 +173,21 @@ class S3Requests:
         whole = hashlib.md5(digests, usedforsecurity=False).hexdigest()
         return bool(seen.strip('"') == f"{whole}-{len(parts)}")
 
-    async def _unfinished(self, prefix: str) -> list[tuple[str, str]]:
-        """Key and id of each multipart upload under way below a prefix."""
+    async def _unfinished(self, place: str) -> list[tuple[str, str]]:
+        """Key and id of each multipart upload under way to a key, or below a folder."""
+        is_folder = place.endswith("/")
         found: list[tuple[str, str]] = []
         page: dict[str, str] = {}
         while True:
-            reply = await self._call("list_multipart_uploads", Prefix=prefix, **page)
+            reply = await self._call("list_multipart_uploads", Prefix=place, **page)
             found += [(each["Key"], each["UploadId"]) for each in reply.get("Uploads", [])]
             if not reply.get("IsTruncated"):
-                # Some servers do not look at the prefix.
-                return [(key, each) for key, each in found if key.startswith(prefix)]
+                # A key may begin as another one does; and some servers do not look at the prefix.
+                return [
+                    (key, each)
+                    for key, each in found
+                    if (key.startswith(place) if is_folder else key == place)
+                ]
             page = {
                 "KeyMarker": reply["NextKeyMarker"],
                 "UploadIdMarker": reply["NextUploadIdMarker"],

@@ -179,8 +179,16 @@ class CheckpointStore:
         return sorted(found, key=lambda manifest: (manifest.created_at, manifest.name))
 
     def candidates(self, trial: str) -> _Manifests:
-        """The checkpoints that a trial may go on from, best first: most batches, then newest."""
-        return sorted(self._read_all(self._names(trial)), key=_how_far, reverse=True)
+        """The checkpoints that a trial may go on from, best first: most batches, then newest.
+
+        Raises:
+            CheckpointDamaged: the trial has some, and no manifest of them can be read.
+        """
+        found = sorted(self._read_all(self._names(trial)), key=_how_far, reverse=True)
+        if not found:
+            for name in reversed(self._names(trial)):
+                self._read(name)  # raises what is wrong, unless it has just been deleted
+        return found
 
     def newest(self, trial: str) -> Manifest | None:
         """The first of `candidates`, None where there is none; reads no more than it must."""
@@ -228,13 +236,18 @@ class CheckpointStore:
             uuid: of the checkpoint, or an unambiguous beginning.
 
         Raises:
-            CheckpointNotFound: none, or several, are called so.
+            CheckpointNotFound: none, or several, are called so; or it has just been deleted.
             CheckpointDamaged: files are missing or differ: which, whose, expected and seen.
         """
-        from trial_core.checkpoint.transfer import verify_files  # late: it needs this module
+        # Late: it needs this module.
+        from trial_core.checkpoint.transfer import refuse_if_deleted, verify_files
 
         manifest = self.open(uuid)
-        verify_files(self, manifest.uuid, manifest.files)
+        try:
+            verify_files(self, manifest.uuid, manifest.files)
+        except CheckpointDamaged:
+            refuse_if_deleted(self, manifest.uuid)
+            raise
         return manifest
 
     def _names(self, trial: str | None = None) -> _Names:

@@ -26,7 +26,7 @@ from trial_core.checkpoint.parallel import StopSignal, in_parallel
 from trial_core.checkpoint.reading import READ_THREADS, Damage, StoredFile, read_files
 from trial_core.checkpoint.staging import staged_files
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import CheckpointDamaged, CheckpointError
+from trial_core.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 
 _logger = logging.getLogger(__name__)
 
@@ -224,6 +224,23 @@ def verify_files(store: CheckpointStore, uuid: str, entries: Iterable[FileEntry]
         raise _damaged(store, uuid, *damage)
 
 
+def refuse_if_deleted(store: CheckpointStore, uuid: str) -> None:
+    """Call it of damage, unless the checkpoint is claimed: a prune takes the manifest away first.
+
+    Raises:
+        CheckpointNotFound: it has been deleted since its manifest was read.
+    """
+    try:
+        store.open(uuid)
+    except CheckpointNotFound:
+        raise CheckpointNotFound(
+            f"checkpoint {uuid} has been deleted meanwhile, from {store.url}: use another one, and "
+            "pin it if it shall stay"
+        ) from None
+    except CheckpointDamaged:
+        return  # its manifest cannot be read; but it is there
+
+
 def download(store: CheckpointStore, uuid: str, target: Path) -> Manifest:
     """Bring a whole checkpoint into a folder, verified, and its manifest last.
 
@@ -233,7 +250,7 @@ def download(store: CheckpointStore, uuid: str, target: Path) -> Manifest:
 
     Raises:
         CheckpointError: `target` holds something else.
-        CheckpointNotFound: no checkpoint is called so.
+        CheckpointNotFound: no checkpoint is called so; or it has been deleted meanwhile.
         CheckpointDamaged: a file is missing or differs.
     """
     manifest = store.open(uuid)
@@ -250,7 +267,11 @@ def download(store: CheckpointStore, uuid: str, target: Path) -> Manifest:
             )
         if not final.exists():
             begun.write_bytes(data)
-    fetch_files(store, manifest.uuid, manifest.files, target)
+    try:
+        fetch_files(store, manifest.uuid, manifest.files, target)
+    except CheckpointDamaged:
+        refuse_if_deleted(store, manifest.uuid)
+        raise
     with Explainer(str(target)).explaining("write into"):
         with whole_file(final, is_durable=False) as file:
             file.write(data)

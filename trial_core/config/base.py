@@ -7,7 +7,7 @@ Every section translates its own errors, so they read the same wherever they sur
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.functional_validators import ModelWrapValidatorHandler
@@ -57,7 +57,8 @@ class Section(BaseModel):
 
     @classmethod
     def prepared(cls, data: Any) -> dict[str, Any]:
-        """The section as pydantic validates it: no ignored fields, nothing for a null."""
+        """The section as pydantic validates it: no ignored fields, and a null only where it says
+        something else than nothing does."""
         if not isinstance(data, Mapping):
             raise refusal(f"expected a mapping, got {cls._show(data)}")
         given: dict[str, Any] = {}
@@ -67,9 +68,18 @@ class Section(BaseModel):
                 if value is not None:
                     path = f"{cls.at}.{name}" if cls.at else name
                     warn_ignored(f"{path}: ignored: {cls.ignored[name]}")
-            elif value is not None or not (name in cls.model_fields or name in cls.refused):
+            elif value is not None or cls._takes_null(name):
                 given[name] = value
         return given
+
+    @classmethod
+    def _takes_null(cls, name: str) -> bool:
+        """Whether a null is to be validated. Elsewhere it is as good as absent: Determined's files
+        are full of them."""
+        field = cls.model_fields.get(name)
+        if field is None:
+            return name not in cls.refused  # unknown: to be refused
+        return type(None) in get_args(field.annotation) and field.default is not None
 
     @classmethod
     def hint(cls, unknown: str) -> str:

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from trial_core.checkpoint.persister_watch import STALL_SECONDS
 from trial_core.config.base import Section
 from trial_core.config.values import Flag
 
@@ -34,6 +35,14 @@ class CheckpointingConfig(Section):
         title="Leave out frozen parameters",
         description="Whether weights that are not trained are left out of checkpoints; a run that "
         "resumes has those that the trial builds. For trials that do not override save.",
+    )
+    stall_timeout_seconds: float | None = Field(
+        default=STALL_SECONDS,
+        gt=0,
+        title="Stall timeout of transfers",
+        description="Seconds without any byte moved after which a rank's upload or fetch counts as "
+        "hung: it is ended, and tried again as where the storage fails. null: it may hang for "
+        "ever.",
     )
     trusted: Flag = Field(
         default=False,

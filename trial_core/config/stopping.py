@@ -8,6 +8,8 @@ from pydantic import Field
 
 from trial_core.config.base import Section
 
+SHORTEST_SILENCE_SECONDS = 1800.0
+
 
 class StoppingConfig(Section):
     """When a run stops by itself, and how long it may take to."""
@@ -32,6 +34,18 @@ class StoppingConfig(Section):
         gt=0,
         title="Stall timeout",
         description="Seconds without a trained or validated batch after which the ranks count as "
-        "hung: their stacks are logged, and they are started again. null: they may take for ever. "
-        "An evaluate_full_dataset counts as one batch.",
+        "hung: their stacks are logged, and they are started again. Where no batches are due "
+        "(building, fetching, saving, callbacks) it is so long, and half an hour at least, "
+        "without anything that they write to logs or disks. null: they may take for ever. An "
+        "evaluate_full_dataset counts as one batch.",
     )
+
+    @property
+    def silence_seconds(self) -> float | None:
+        """How long ranks may write nothing where no batches are due; None: for ever.
+
+        Never less than half an hour: who knows how long batches take does not know that of a
+        build that downloads, or of callbacks.
+        """
+        stall = self.stall_timeout_seconds
+        return None if stall is None else max(stall, SHORTEST_SILENCE_SECONDS)

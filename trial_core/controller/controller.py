@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trial_core.checkpoint.manifest import FileEntry
-from trial_core.checkpoint.needed import files_needed
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.context import RunInfo
 from trial_core.controller.engine import TrialEngine
@@ -73,6 +72,8 @@ class Controller:
         emit: is told now and then, on rank 0, how far training has come.
         distributed: who this rank is; by default what the environment says.
         brake: asked before each batch whether it may begin.
+        ask_to_stop: told when the trial asks to stop while it trains; has all ranks brake. None:
+            there is nobody to tell, and the train-workload is finished.
     """
 
     def __init__(
@@ -80,8 +81,11 @@ class Controller:
         emit: Callable[[BatchesTrained | BatchesValidated], None],
         distributed: DistributedContext | None = None,
         brake: Brake | None = None,
+        ask_to_stop: Callable[[], None] | None = None,
     ) -> None:
         self._emit = emit
+        self._ask_to_stop = ask_to_stop
+        self._has_asked_to_stop = False
         self._brake = brake or Brake()
         self._distributed = distributed or DistributedContext.from_environment()
         self._info: RunInfo | None = None
@@ -141,7 +145,7 @@ class Controller:
             info: where the trial's context has its answers from; kept up to date from here on.
             run_dir: a folder on this machine for staged and fetched checkpoints.
         """
-        self._engine, self._info = engine, info
+        self._engine, self._info, self._has_asked_to_stop = engine, info, False
         self._loaders = self._rng = None
         self._hook_arguments = {}
         if self._snapshots is not None:
@@ -160,8 +164,8 @@ class Controller:
         """Bring a checkpoint's files to this machine. I/O lane."""
         files = request.files
         if request.saved_by is not None:
-            now, here = self._the_engine.topology(), self._distributed.local_ranks
-            files = files_needed(files, request.saved_by, here, now)
+            here = self._distributed.local_ranks
+            files = self._the_engine.files_read(files, request.saved_by, request.restore, here)
         try:
             self._the_snapshots.fetch(request.uuid, files)
         except CheckpointDamaged as damage:
@@ -205,6 +209,7 @@ class Controller:
             self._distributed,
             self._ticker(BatchesTrained),
             self._brake,
+            self._heed_the_trial,
         )
         info.instruments.report("training", info.batches_trained, outcome.avg_metrics)
         self._hook_arguments["on_training_workload_end"] = {
@@ -215,7 +220,8 @@ class Controller:
             batches_trained=info.batches_trained,
             metrics=outcome.avg_metrics,
             seconds=time.monotonic() - began,
-            stop_requested=info.stop_requested,
+            # Also where the trial has thought better of it: the others have been told.
+            stop_requested=info.stop_requested or self._has_asked_to_stop,
             data_seconds=loaders.waited_seconds - waited,
         )
 
@@ -297,6 +303,14 @@ class Controller:
         if self._rng is not None:
             restore_rng(self._rng)
             self._rng = None
+
+    def _heed_the_trial(self) -> None:
+        """The trial asks to stop, on this rank, in a batch: the ranks agree on their last one."""
+        if self._ask_to_stop is None or self._has_asked_to_stop:
+            return
+        self._has_asked_to_stop = True
+        self._brake.hold_here()  # before anybody is told: what is agreed on then must stay
+        self._ask_to_stop()
 
     def _ticker(self, event: type[BatchesTrained] | type[BatchesValidated]) -> Ticker:
         def tell(batches: int) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from trial_core.checkpoint.images import Images
-from trial_core.checkpoint.manifest import Topology
+from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.controller.reading import Reader
 from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.pytorch.reducer import Reducer, ReducerRegistry
+from trial_core.start import Restore
 
 
 class TrialEngine(Protocol):
@@ -98,6 +99,19 @@ class TrialEngine(Protocol):
 
     def load_weights(self, folder: Path, reader: Reader) -> None:
         """Load the models' weights alone. Collective: every rank calls this."""
+        ...
+
+    def files_read(
+        self, files: list[FileEntry], saved_by: Topology, restore: Restore, ranks: Sequence[int]
+    ) -> list[FileEntry]:
+        """Those of a checkpoint's files that `load`, or `load_weights`, reads on some of `ranks`.
+
+        The same on each of them. Not collective.
+
+        Args:
+            saved_by: how the ranks that saved it divided the work.
+            restore: how much of it is to be restored.
+        """
         ...
 
     def topology(self) -> Topology:

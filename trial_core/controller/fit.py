@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import uuid as uuids
 from collections.abc import Callable
+from logging import ERROR, INFO, WARNING
 from typing import Any
 
+from trial_core.checkpoint.claims import Running
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.manifest import FileEntry, Manifest
 from trial_core.checkpoint.pruning import prune_trial
@@ -19,10 +21,16 @@ from trial_core.config import ExperimentConfig
 from trial_core.context import RunInfo
 from trial_core.controller.controller import Controller
 from trial_core.controller.meeting import Meeting
-from trial_core.controller.together import Outcome, attempt, on_every_rank, raise_error
+from trial_core.controller.together import (
+    Outcome,
+    attempt,
+    on_every_rank,
+    on_the_first_rank,
+    raise_error,
+)
 from trial_core.controller.upload import Upload, persistently
 from trial_core.distributed import DistributedContext
-from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
+from trial_core.errors import CheckpointError, StorageError
 from trial_core.messages import (
     BuildLoaders,
     FetchCheckpoint,
@@ -39,7 +47,7 @@ from trial_core.messages import (
 from trial_core.searcher import searcher_metric
 from trial_core.sequencer import Progress
 from trial_core.staged import StagedCheckpoint
-from trial_core.start import Restore, Start
+from trial_core.start import Restore, Start, none_is_whole
 from trial_core.units import EpochLength
 
 logger = logging.getLogger(__name__)
@@ -59,6 +67,7 @@ class Fit:
         test_mode: validate one batch only, and keep no checkpoint.
         is_told_to_end: whether somebody else has asked this rank to save and end.
         fence: rank 0's, which commits; None on the others, and where nothing is kept.
+        claim: rank 0's, by which others know what this fit has started from; None likewise.
 
     Attributes:
         metrics: the last ones of each kind.
@@ -77,6 +86,7 @@ class Fit:
         test_mode: bool,
         is_told_to_end: Callable[[], bool] = lambda: False,
         fence: Fence | None = None,
+        claim: Running | None = None,
     ) -> None:
         self.test_mode = test_mode
         self._is_told_to_end = is_told_to_end
@@ -88,6 +98,7 @@ class Fit:
         self._config = config
         self._metric = metric
         self._fence = fence
+        self._claim = claim
         self._attempt = uuids.uuid4().hex if fence is None else fence.token.attempt
         self.metrics: dict[str, dict[str, Any]] = {}
         self.newest: str | None = None
@@ -102,6 +113,7 @@ class Fit:
 
         Raises:
             CheckpointDamaged: none is whole; says what is wrong with the last one.
+            StorageError: the storage does not give one. It may be whole, so none takes its place.
         """
         damage: str | None = None
         for start in starts:
@@ -115,8 +127,10 @@ class Fit:
                     self.newest = start.checkpoint.uuid
                 self._say("starting from checkpoint %s", start.checkpoint.uuid)
                 return start
-            self._say("checkpoint %s cannot be used: %s", start.checkpoint.uuid, damage)
-        raise CheckpointDamaged(damage or "there is nothing to start from")
+            self._say(
+                "checkpoint %s cannot be used: %s", start.checkpoint.uuid, damage, level=ERROR
+            )
+        raise none_is_whole(starts, str(damage))
 
     def build_loaders(self, start: Start) -> EpochLength | None:
         """Build the data loaders and restore what was fetched; how long an epoch is."""
@@ -173,7 +187,7 @@ class Fit:
             if is_optional and self._config.checkpointing.when_busy == "skip":
                 self._say(
                     "checkpoint skipped at batch %d: the last one is still being uploaded "
-                    "(checkpointing.when_busy: skip)", self._info.batches_trained,
+                    "(checkpointing.when_busy: skip)", self._info.batches_trained, level=WARNING,
                 )  # fmt: skip
                 return False
             self._say("training waits: the last checkpoint is still being uploaded")
@@ -237,20 +251,29 @@ class Fit:
 
     def _fetch(self, manifest: Manifest, restore: Restore) -> str | None:
         """Bring a checkpoint to this machine; what is wrong with it, if something is."""
+        # Before: it must not be pruned while it is fetched. Rank 0 alone has the claim.
+        on_the_first_rank(self._distributed, lambda: self._claim_needs(manifest.uuid))
         request = FetchCheckpoint(
             uuid=manifest.uuid,
             files=manifest.files,
-            saved_by=None if restore == "weights" else manifest.topology,
+            saved_by=manifest.topology,
+            restore=restore,
         )
 
         def fetch() -> Fetched:
             fetched = self._controller.fetch_checkpoint(request)
             if fetched.problem:
-                raise StorageError(fetched.problem)
+                raise StorageError(
+                    f"checkpoint {manifest.uuid} cannot be fetched: {fetched.problem}"
+                )
             return fetched
 
-        everybody = on_every_rank(self._distributed, fetch)
+        everybody = on_every_rank(self._distributed, lambda: persistently(fetch))
         return next((rank.damage for rank in everybody if rank.damage), None)
+
+    def _claim_needs(self, uuid: str) -> None:
+        if self._claim is not None:
+            self._claim.needs(uuid)
 
     def _upload(self, staged: StagedCheckpoint, meeting: Meeting) -> Outcome:
         """Store what this rank has staged, and see it committed with the others'. No collective."""
@@ -303,6 +326,6 @@ class Fit:
         self._say("checkpoint %s committed: %d bytes", staged.uuid, ended[0].result)
         self.run_hook("on_checkpoint_upload_end", uuid=staged.uuid)
 
-    def _say(self, message: str, *arguments: Any) -> None:
+    def _say(self, message: str, *arguments: Any, level: int = INFO) -> None:
         if self._distributed.get_rank() == 0:
-            logger.info(message, *arguments)
+            logger.log(level, message, *arguments)

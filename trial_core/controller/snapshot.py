@@ -15,10 +15,12 @@ from typing import Any
 
 from trial_core.checkpoint.images import GIB, Images, default_limit_bytes, is_image
 from trial_core.checkpoint.manifest import FileEntry
-from trial_core.checkpoint.persister import Persister, StagedFile
+from trial_core.checkpoint.persister import Persister
+from trial_core.checkpoint.persister_process import StagedFile
+from trial_core.checkpoint.persister_watch import STALL_SECONDS
 from trial_core.checkpoint.staging import staged_files
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import fetch_files
+from trial_core.checkpoint.transfer import fetch_files, upload_files
 from trial_core.controller.engine import TrialEngine
 from trial_core.controller.reading import Reader
 from trial_core.controller.redistributed import Move, read_redistributed
@@ -29,10 +31,8 @@ from trial_core.controller.state import (
     write_rank_state,
 )
 from trial_core.distributed import DistributedContext
+from trial_core.runs import KEPT
 from trial_core.start import Restore
-
-KEPT = "kept"
-"""The folder of the newest committed checkpoint's files, as far as they were staged on disk."""
 
 
 class Snapshots:
@@ -55,7 +55,7 @@ class Snapshots:
         self._memory_gib = settings.get("memory_gib_per_rank")
         self._reader = Reader(bool(settings.get("trusted")))
         self._images: Images | None = None
-        self._persister = Persister()
+        self._persister = Persister(settings.get("stall_timeout_seconds", STALL_SECONDS))
 
     def staging(self, uuid: str) -> Path:
         """Where this rank stages checkpoint `uuid`."""
@@ -87,6 +87,8 @@ class Snapshots:
     def persist(self, uuid: str) -> list[FileEntry]:
         """Upload what this rank has staged. Runs in the I/O lane; no collective."""
         folder, rank = self.staging(uuid), self._distributed.get_rank()
+        if self._store.is_process_local:
+            return upload_files(self._store, uuid, folder, rank)
         files = [
             StagedFile(name, str(folder / name), (folder / name).stat().st_size)
             for name in staged_files(folder, rank)
@@ -101,8 +103,10 @@ class Snapshots:
         self._persister.forget(uuid)
         staged, kept = self.staging(uuid), self._run_dir / KEPT
         own = f"rank-{self._distributed.get_rank()}"
-        for folder in kept.glob(f"*/{own}"):
-            shutil.rmtree(folder, ignore_errors=True)
+        is_first_here = self._distributed.get_local_rank() == 0
+        for folder in kept.glob("*"):
+            if folder.name != uuid:  # the first rank takes what ranks have left that are no more
+                shutil.rmtree(folder if is_first_here else folder / own, ignore_errors=True)
         for path in staged.rglob("*"):
             if is_image(path):
                 path.unlink()
@@ -112,11 +116,11 @@ class Snapshots:
         for emptied in (*kept.glob("*"), staged.parent):
             with contextlib.suppress(OSError):  # other ranks' folders are still in it
                 emptied.rmdir()
-        if self._distributed.get_local_rank() == 0:
+        if is_first_here:
             shutil.rmtree(self._run_dir / "restored", ignore_errors=True)
 
     def close(self) -> None:
-        """End the uploading process, and give the memory of snapshots back."""
+        """End the process that moves files, and give the memory of snapshots back."""
         self._persister.close()
         if self._images is not None:
             self._images.close()
@@ -131,7 +135,10 @@ class Snapshots:
         share = sorted(files, key=lambda entry: (-entry.size_bytes, entry.path))
         own = share[self._distributed.get_local_rank() :: every]
         kept = sorted((self._run_dir / KEPT / uuid).glob("rank-*"))
-        fetch_files(self._store, uuid, own, self.restored(uuid), local=kept)
+        if self._store.is_process_local:
+            fetch_files(self._store, uuid, own, self.restored(uuid), local=kept)
+        else:
+            self._persister.fetch(self._store.spec, uuid, own, self.restored(uuid), kept)
 
     def read_state(
         self, uuid: str | None, restore: Restore, move: Move | None = None

@@ -1,5 +1,5 @@
-"""SIGTERM to a script: whichever rank gets it, all end their training after the same batch, save,
-and return from `fit`.
+"""SIGTERM to a script, or a trial's own wish to stop: whichever rank it comes to, all end their
+training after the same batch, save, and return from `fit`.
 
 A thread on each rank looks into torch.distributed's store now and then for whether another rank
 was told to. No collective: ranks may be anywhere.
@@ -25,7 +25,8 @@ AGREE_SECONDS = 0.01
 
 
 class Termination:
-    """Watches for SIGTERM for the length of the block. Collective: every rank enters it.
+    """Watches for SIGTERM, and for `ask`, for the length of the block. Collective: every rank
+    enters it.
 
     While it lasts, SIGTERM does not end the process; where the block is not in the main thread,
     which alone may handle signals, it still does.
@@ -66,6 +67,10 @@ class Termination:
         self._thread.join()
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
+
+    def ask(self) -> None:
+        """This rank is to end, as at SIGTERM: its trial asks for it. Returns at once."""
+        self._is_told = True
 
     def _tell(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # forked from this rank: it ends, as it would without us

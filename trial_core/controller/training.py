@@ -2,7 +2,7 @@
 
 One train-workload, with every hook that runs inside it::
 
-    for each batch up to `until`, while nobody asks the run to stop:
+    for each batch up to `until`, while nobody asks the run to stop, the trial included:
         on_training_epoch_start(epoch_idx)      if an epoch begins with this batch
         trial.train_batch(...)                  once per micro-batch, or once with pipelines
         on_training_epoch_end(epoch_idx)        if an epoch ends with this batch
@@ -67,11 +67,13 @@ def train_batches(
     distributed: DistributedContext,
     ticker: Ticker,
     brake: Brake,
+    heed: Callable[[], None],
 ) -> TrainOutcome:
     """Train from `info.batches_trained` up to `until`. Collective: every rank calls this.
 
     Args:
         brake: may end it earlier, after the same batch on every rank.
+        heed: called after each batch with which the trial asks, on this rank, to stop.
     """
     begins_at = info.batches_trained
     brake.begin_workload()
@@ -90,6 +92,8 @@ def train_batches(
         info.batches_trained = batch_idx + 1
         info.instruments.batch_ended()
         ticker.tick(info.batches_trained)
+        if info.stop_requested:
+            heed()
     if info.batches_trained == begins_at:
         return TrainOutcome({}, [])  # nothing to average
     averages = reduce_metrics("training", metrics, engine, distributed)

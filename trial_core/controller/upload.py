@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from trial_core.errors import StorageError
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 TRIES = 3
 PAUSE_SECONDS = 5.0
 
@@ -23,10 +26,14 @@ def persistently(work: Callable[[], T]) -> T:
     Raises:
         StorageError: it still does.
     """
-    for _ in range(TRIES - 1):
+    for attempt in range(1, TRIES):
         try:
             return work()
-        except StorageError:
+        except StorageError as error:
+            logger.warning(
+                "the storage failed, and is asked again in %g s (try %d of %d): %s",
+                PAUSE_SECONDS, attempt, TRIES, error,
+            )  # fmt: skip
             time.sleep(PAUSE_SECONDS)
     return work()
 

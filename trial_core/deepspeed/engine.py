@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from trial_core.checkpoint.images import Images
-from trial_core.checkpoint.manifest import Topology
+from trial_core.checkpoint.manifest import FileEntry, Topology
+from trial_core.checkpoint.needed import files_needed
 from trial_core.controller.reading import Reader
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.mpu import check_mpu
+from trial_core.deepspeed.reads import read_by_load, read_by_load_weights
 from trial_core.deepspeed.shards import shard_files
 from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.deepspeed.universal import reshaped
 from trial_core.errors import CheckpointError, TrialError
 from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.pytorch.reducer import Reducer
+from trial_core.start import Restore
 
 ZERO_STAGE_WEIGHTS = 3
 
@@ -119,6 +122,18 @@ class DeepSpeedTrialEngine:
         with shard_files(self._context.models, folder, reader=reader):
             self._trial.load_weights(self._context, folder)
 
+    def files_read(
+        self, files: list[FileEntry], saved_by: Topology, restore: Restore, ranks: Sequence[int]
+    ) -> list[FileEntry]:
+        engines, now = self._context.models, self.topology()
+        if restore == "weights":
+            if _overrides(self._trial, "load_weights"):
+                return files
+            return read_by_load_weights(engines, files, ranks)
+        if _overrides(self._trial, "load"):
+            return files_needed(files, saved_by, ranks, now)
+        return read_by_load(engines, files, saved_by, ranks, now)
+
     def topology(self) -> Topology:
         first = self._context.models[0]
         world, data = self._context.distributed.get_size(), self.data_parallel_size
@@ -135,11 +150,7 @@ class DeepSpeedTrialEngine:
 
 def _require_shards_alone(trial: DeepSpeedTrial) -> None:
     """Check that what the trial has saved are shards of DeepSpeed's, and nothing but them."""
-    own = [
-        name
-        for name in ("save", "load")
-        if getattr(type(trial), name) is not getattr(DeepSpeedTrial, name)
-    ]
+    own = [name for name in ("save", "load") if _overrides(trial, name)]
     if own:
         raise CheckpointError(
             f"{type(trial).__name__} overrides {' and '.join(own)}: how what it saves is shared "
@@ -147,6 +158,10 @@ def _require_shards_alone(trial: DeepSpeedTrial) -> None:
             "stage, that saved the checkpoint; or take its weights alone: "
             "searcher.source_weights_only=true"
         )
+
+
+def _overrides(trial: DeepSpeedTrial, name: str) -> bool:
+    return getattr(type(trial), name) is not getattr(DeepSpeedTrial, name)
 
 
 def _needs_other_ranks(context: DeepSpeedTrialContext) -> bool:

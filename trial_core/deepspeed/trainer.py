@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, get_args
 
-from trial_core.checkpoint.claims import running
+from trial_core.checkpoint.claims import Running, running
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig, home_folder
@@ -26,7 +26,7 @@ from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.distributed import DistributedContext
 from trial_core.errors import ConfigError, StorageError, TrialError
 from trial_core.run_files import rank_folder
-from trial_core.runs import prepare_run_dir, run_folder
+from trial_core.runs import clear_kept, prepare_run_dir, run_folder
 from trial_core.sequencer import CheckpointPolicy, Schedule
 from trial_core.slots.brake import Brake
 from trial_core.start import Start
@@ -98,8 +98,7 @@ class Trainer:
                 a container, as ``Batch([5, 30, 45])``.
             validation_period: when to validate, likewise.
             max_length: where training ends; needed, except in test mode.
-            reporting_period: when to report training metrics. At the end of it a stop that was
-                asked for takes effect.
+            reporting_period: when to report training metrics.
             checkpoint_policy: which validations lead to a checkpoint besides: the ``best`` so far,
                 ``all``, or ``none``. The best is that by ``searcher.metric`` of ``exp_conf``;
                 where that names none, every validation is saved, with a warning.
@@ -111,14 +110,15 @@ class Trainer:
             step_zero_validation: validate once before the first batch.
             test_mode: train one batch and validate one, try out saving, and keep nothing.
 
-        SIGTERM to any rank ends it after the batch under way, saved, with ``stopped_early`` in
-        what it returns.
+        SIGTERM to any rank, or the trial's own ``set_stop_requested``, ends it after the batch
+        under way, saved, with ``stopped_early`` in what it returns.
 
         Raises:
             ConfigError: an argument cannot be used.
             TrialError: the trial breaks a rule, or does not report ``searcher.metric``.
             CheckpointNotFound: there is no `latest_checkpoint`.
-            CheckpointDamaged: it cannot be restored; names the file.
+            CheckpointDamaged: it, or all that ``"latest"`` may be, cannot be restored; names the
+                file.
             CheckpointError: a checkpoint could not be stored.
             Superseded: another run has taken the trial over since, on another machine.
             TrialflowError: another run trains the trial, on this machine.
@@ -152,7 +152,10 @@ class Trainer:
                 starts = on_the_first_rank(
                     self._context.distributed, lambda: _continuing(store, fit.trial) or starts
                 )
-            return follow_schedule(fit, schedule, starts)
+            result = follow_schedule(fit, schedule, starts)
+            if not result.stopped_early:
+                clear_kept(home_folder() / fit.trial, self._context.distributed.get_rank())
+            return result
 
     # ----------------------------------------------------------------------------- internals
 
@@ -187,37 +190,42 @@ class Trainer:
             info.trial = distributed.broadcast(info.trial)
         source = None if start.restore == "everything" else start.uuid
         on_the_first_rank(distributed, lambda: str(held.enter_context(run_folder(info.trial))))
-        fences: list[Fence] = []
+        taken: list[tuple[Running, Fence]] = []
         if not test_mode:
             on_the_first_rank(
-                distributed, lambda: fences.append(_claim(held, store, info.trial, source))
+                distributed, lambda: taken.append(_claim(held, store, info.trial, source))
             )
+        claim, fence = next(iter(taken), (None, None))
         on_every_rank(distributed, lambda: _settle_in(info, distributed))
         brake = Brake()
         termination = held.enter_context(Termination(distributed, brake))
-        controller = Controller(emit=lambda _: None, distributed=distributed, brake=brake)
+        controller = Controller(
+            emit=lambda _: None, distributed=distributed, brake=brake, ask_to_stop=termination.ask
+        )
         engine = engine_of(self._trial, self._context, config.reproducibility.experiment_seed)
         built = controller.attach(engine, info, home_folder() / info.trial, store)
         return Fit(
             controller, built, info, distributed, store, config, metric, test_mode,
-            lambda: termination.is_asked, next(iter(fences), None),
+            lambda: termination.is_asked, fence, claim,
         )  # fmt: skip
 
 
-def _claim(held: ExitStack, store: CheckpointStore, trial: str, source: str | None) -> Fence:
+def _claim(
+    held: ExitStack, store: CheckpointStore, trial: str, source: str | None
+) -> tuple[Running, Fence]:
     """Keep others from deleting what the trial needs, for as long as `held`; and earlier attempts
     at it from committing, should one live on somewhere.
 
     What a dead attempt at it has stored and never committed is gone.
     """
-    held.enter_context(running(store, trial, source))
+    claim = held.enter_context(running(store, trial, source))
     fence = store.take_over(trial, uuids.uuid4().hex)
     try:
         for swept in store.sweep(trial, fence):
             logger.info("deleted what a dead attempt has left: %s", swept)
     except StorageError as error:
         logger.warning("what dead attempts have left is not deleted: %s", error)
-    return fence
+    return claim, fence
 
 
 def _settle_in(info: RunInfo, distributed: DistributedContext) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from trial_core.deepspeed.export import export_weights
 from trial_core.deepspeed.shards import reader_of
 from trial_core.errors import CheckpointError, TrialError
+
+_PART = re.compile(r"zero_pp_rank_.*_model_states\.pt")
+"""A rank's part of the weights, which ZeRO-3 cuts."""
 
 
 def load_engine(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
@@ -45,8 +49,7 @@ def load_weights(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
     if not _is_there(folder, tag):
         raise _no_weights(folder, tag)
     into_parts = engine.zero_optimization_partition_weights()
-    from_parts = any((folder / tag).glob("zero_pp_rank_*_model_states.pt"))
-    if not into_parts and not from_parts:
+    if not reads_shards(engine, (file.name for file in (folder / tag).iterdir())):
         path, _ = engine.load_checkpoint(
             str(folder),
             tag=tag,
@@ -71,6 +74,16 @@ def load_weights(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
     )
     engine.optimizer._restore_from_bit16_weights()
     engine.optimizer.checkpoint_event_epilogue()
+
+
+def reads_shards(engine: DeepSpeedEngine, names: Iterable[str]) -> bool:
+    """Whether `load_weights` puts the weights together out of the optimizer's shards.
+
+    Args:
+        names: of the files that DeepSpeed has saved under the engine's tag.
+    """
+    from_parts = any(_PART.fullmatch(name) for name in names)
+    return from_parts or bool(engine.zero_optimization_partition_weights())
 
 
 def _without_frozen(engine: DeepSpeedEngine) -> dict[str, Any]:

@@ -77,13 +77,18 @@ class Proceed(Message):
     steps: int
 
 
+class StopRequested(Message):
+    """The trial has asked, on this rank, to save and end; the rank begins no further batch until
+    all have agreed on the last one."""
+
+
 class LogLines(Message):
     """New lines of a rank's output."""
 
     lines: list[str]
 
 
-FromRank = Answer | BatchesTrained | BatchesValidated | Held | LogLines
+FromRank = Answer | BatchesTrained | BatchesValidated | Held | StopRequested | LogLines
 FromDriver = Envelope | Hold | Proceed
 
 

@@ -78,12 +78,14 @@ class FetchCheckpoint(Request):
         files: all of the checkpoint's.
         saved_by: how the ranks that saved it divided the work: then only those files are fetched
             that this machine's ranks need. None: all.
+        restore: how much of it will be restored.
     """
 
     lane: ClassVar[Lane] = "io"
     uuid: str
     files: list[FileEntry]
     saved_by: Topology | None = None
+    restore: Restore = "everything"
 
 
 class Fetched(Result):

@@ -68,6 +68,11 @@ class Brake:
         self._is_held = True
         return self._at
 
+    def hold_here(self) -> None:
+        """Let no step begin, because this rank would stop: whoever brakes is to hear of it, and
+        has all ranks hold. Of no effect where they do already."""
+        self._is_held = True  # no more: what was agreed on stays, if it was
+
     def proceed(self, end: Position) -> None:
         """All ranks hold: go on to `end`, and end there, as does all that follows."""
         with self._changed:
@@ -81,16 +86,17 @@ class Brake:
 
     def _lets_reach(self, steps: int) -> bool:
         before = self._at
-        self._at = Position(before.workload, steps)
+        self._at = wanted = Position(before.workload, steps)
         # In this order, and the other way round in `hold`: one of the two sees the other.
         if not self._is_held:
             return True
+        self._at = before  # what waits has not begun
         with self._changed:
             self._changed.wait_for(lambda: self._end is not None)
-            if self._end is not None and self._at <= self._end:
-                return True
-            self._at = before
-            return False
+            if self._end is None or wanted > self._end:
+                return False
+            self._at = wanted
+            return True
 
 
 class Braking:

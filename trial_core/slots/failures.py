@@ -17,6 +17,7 @@ from trial_core.errors import DeadlineExceeded, RankFailed, Stalled
 from trial_core.messages import Answer, Peer
 from trial_core.slots.launcher import RankProcess
 from trial_core.slots.pending import Pending, PendingRequests
+from trial_core.slots.signs import has_batches
 from trial_core.slots.stacks import log_stacks
 
 # How long, after a failure is noticed, others may report theirs.
@@ -121,10 +122,14 @@ class Failures:
 
     def stalled(self, pending: Pending, seconds: float) -> Stalled:
         """Ranks get no further. Has them log their stacks, while they are alive still."""
+        if has_batches(pending.request):
+            seen, what = "no batch has ended", "a batch"
+        else:
+            seen, what = "no rank has written anything", "that"
         return Stalled(
-            f"no batch has ended for {seconds:g} s during {pending.name}: the ranks hang, and are "
-            f"ended. Their stacks are in {self._log_dir}; if a batch may take that long, raise "
-            "stopping.stall_timeout_seconds",
+            f"{seen} for {seconds:g} s during {pending.name}: the ranks hang, and are ended. Their "
+            f"stacks are in {self._log_dir}; if {what} may take that long, raise "
+            "stopping.stall_timeout_seconds (null: they may take for ever)",
             log_stacks(self._ranks),
         )
 

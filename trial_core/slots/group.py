@@ -41,12 +41,14 @@ from trial_core.messages import (
     Proceed,
     Result,
     Shutdown,
+    StopRequested,
 )
 from trial_core.slots.brake import Braking, Position
 from trial_core.slots.channel import Channel
 from trial_core.slots.failures import Failures, FirstCause, how_it_ended
 from trial_core.slots.launcher import RankProcess, launch_ranks
 from trial_core.slots.pending import Pending, PendingRequests
+from trial_core.slots.signs import Signs
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +103,6 @@ class SlotGroup:
         self._pending = PendingRequests(world_size)
         self._closing = False
         self._stopping = False
-        self._last_sign = time.monotonic()
         self._failure: SlotsError | None = None
         self._causes = FirstCause(world_size, self._settle_on)
         self._own_log_dir = log_dir is None
@@ -113,6 +114,7 @@ class SlotGroup:
             proceed=lambda at: self._channel.send(Proceed(workload=at.workload, steps=at.steps)),
         )
         self._ranks: list[RankProcess] = []
+        self._signs = Signs(self._ranks)
         self._failures = Failures(self._ranks, self._peers, self._pending, self.log_dir)
         try:
             launch_ranks(
@@ -167,11 +169,12 @@ class SlotGroup:
         Args:
             expect: the type of result that this request leads to.
             timeout_seconds: a deadline; None where the workload's length is the user's business.
-            stall_seconds: how long no batch may end; None where none is expected to.
+            stall_seconds: how long there may be no sign that ranks get on (see
+                `trial_core.slots.signs`); None: for ever.
 
         Raises:
             RankFailed: a rank died, or its workload raised.
-            Stalled: no batch ended for too long; the group is killed.
+            Stalled: there was none for too long; the group is killed.
             Stopped: the run was to end as it is; the group is killed.
             DeadlineExceeded: ranks are alive but silent; the group is killed.
         """
@@ -189,7 +192,7 @@ class SlotGroup:
             if isinstance(request, BuildTrial):
                 self._stopping = False
             if failure is None:
-                self._last_sign = time.monotonic()
+                self._signs.note()
                 self._channel.send(Envelope(number=pending.number, request=request))
         if failure is not None:
             self._pending.fail_one(pending, failure)
@@ -203,14 +206,17 @@ class SlotGroup:
             now = time.monotonic()
             patience = [] if timeout_seconds is None else [began + timeout_seconds - now]
             if stall_seconds is not None:
-                patience.append(self._last_sign + stall_seconds - now)
+                patience.append(self._signs.look_again_seconds(pending.request, stall_seconds))
             try:
                 return pending.future.result(max(0.0, min(patience)) if patience else None)
             except FutureTimeout:
                 now = time.monotonic()
             if timeout_seconds is not None and now >= began + timeout_seconds:
                 raise self._end_with(self._failures.late(pending, timeout_seconds))
-            if stall_seconds is not None and now >= self._last_sign + stall_seconds:
+            if (
+                stall_seconds is not None
+                and self._signs.silence_seconds(pending.request) >= stall_seconds
+            ):
                 raise self._end_with(self._failures.stalled(pending, stall_seconds))
 
     # ------------------------------------------------------------------------------- stopping
@@ -277,12 +283,14 @@ class SlotGroup:
     def rank_said(self, rank: int, message: FromRank) -> None:
         """Part of the channel's `Listener`."""
         if isinstance(message, BatchesTrained):
-            self._last_sign = time.monotonic()
+            self._signs.note()
             self._on_batches(message.batches)
         elif isinstance(message, BatchesValidated):
-            self._last_sign = time.monotonic()
+            self._signs.note()
         elif isinstance(message, Held):
             self._braking.rank_held(rank, Position(message.workload, message.steps))
+        elif isinstance(message, StopRequested):
+            self.stop()
         elif isinstance(message, LogLines):
             for line in message.lines:
                 self._on_log(rank, line)

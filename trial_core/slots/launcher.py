@@ -81,6 +81,14 @@ class RankProcess:
             log.seek(start)
             return log.read().decode(errors="replace")
 
+    def written_bytes(self) -> int:
+        """Grows when the rank writes to a disk, or anything that it has started to its log."""
+        try:
+            logged_bytes = self.log_size()
+        except OSError:  # somebody has deleted it
+            logged_bytes = 0
+        return _to_disk_bytes(self.pid) + logged_bytes
+
     def log_tail(self, lines: int = 20, limit_bytes: int = 16384) -> str:
         """The last lines of the rank's log."""
         try:
@@ -99,6 +107,19 @@ class RankProcess:
             code = self._process.wait()
         self._ended.set()
         self._on_exit(self.rank, code)
+
+
+def _to_disk_bytes(pid: int) -> int:
+    """How much a process has written to disks so far; 0 where Linux does not tell.
+
+    Not ``wchar``, which counts what its threads say to each other and to sockets as well.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    except OSError:
+        return 0
+    counted = next((line for line in lines if line.startswith("write_bytes:")), "write_bytes: 0")
+    return int(counted.partition(":")[2])
 
 
 def _kill_group(group: int) -> None:

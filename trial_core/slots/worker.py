@@ -40,6 +40,7 @@ from trial_core.messages import (
     Proceed,
     RankError,
     Shutdown,
+    StopRequested,
     decode_from_driver,
 )
 from trial_core.slots.brake import Brake, Position
@@ -133,7 +134,11 @@ class Worker:
             # Imports torch and deepspeed: seconds, which is why it waits until the rank has joined.
             from trial_core.controller.controller import Controller
 
-            self._controller = Controller(emit=self.send, brake=self._brake)
+            self._controller = Controller(
+                emit=self.send,
+                brake=self._brake,
+                ask_to_stop=lambda: self.send(StopRequested()),
+            )
         return self._controller
 
 

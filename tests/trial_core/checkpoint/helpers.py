@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.interleaving import VERBS
+from trial_core.checkpoint import layout
+from trial_core.checkpoint.intents import Intent
 from trial_core.checkpoint.manifest import FileEntry, Manifest, Topology
+from trial_core.checkpoint.notes import as_object
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer import upload_files
 from trial_core.errors import StorageError
 from trial_core.sequencer import Progress
 
+LONG_AGO = "2001-05-09T17:04:00.000000Z"
 FILES = {
     "mp_rank_00/model states.pt": b"model" * 1000,
     "zero/rank_1[a]*.pt": b"optimizer" * 777,
@@ -70,6 +74,14 @@ def entry(path: str, data: bytes = b"x", rank: int = 0) -> FileEntry:
     """What a manifest says of a file."""
     digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
     return FileEntry(path=path, size_bytes=len(data), digest=digest, rank=rank)
+
+
+def leave_an_upload(store: CheckpointStore, trial: str, begun_at: str = LONG_AGO) -> str:
+    """What a run that was killed then leaves of a checkpoint: intent and a file. Its uuid."""
+    intent = Intent(trial=trial, uuid=str(uuids.uuid4()), attempt="dead", created_at=begun_at)
+    store.storage.write(intent.key, as_object(intent))
+    store.storage.write(layout.file_key(intent.uuid, "model"), b"lost")
+    return intent.uuid
 
 
 def stored_files(folder: Path) -> dict[str, bytes]:

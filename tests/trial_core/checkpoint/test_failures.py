@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 import sys
 import traceback
 from pathlib import Path
@@ -7,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.s3 import S3Server
+from tests.trial_core.checkpoint.helpers import FILES, stage
 from trial_core.checkpoint.failures import Explainer, of_rank, without_credentials
 from trial_core.checkpoint.store import CheckpointStore, StorageSpec
+from trial_core.checkpoint.transfer import upload_files
 from trial_core.errors import StorageError
 
 SECRET = "hunter2-hunter2"
@@ -42,6 +45,23 @@ def test_a_server_that_is_not_there_is_explained() -> None:
     )
     with pytest.raises(StorageError, match=r"cannot be reached: check .*http://127\.0\.0\.1:9"):
         store.check_writable()
+
+
+def test_a_server_that_is_silent_is_explained(engine: str, tmp_path: Path) -> None:
+    """The way there may only be slow: which option gives it more time is said, whatever moves the
+    bytes."""
+    patience = {"read_timeout": 0.2, "retries": {"max_attempts": 0}}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        options = {
+            "endpoint_url": f"http://127.0.0.1:{server.getsockname()[1]}",
+            "key": "k",
+            "secret": "s",
+            "config_kwargs": patience,
+        }
+        with pytest.raises(StorageError, match=r"stopped answering: .*config_kwargs: {read_tim"):
+            upload_files(
+                CheckpointStore("s3://bucket", options), "u", stage(tmp_path / "s", FILES), 0
+            )
 
 
 def test_missing_credentials_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:

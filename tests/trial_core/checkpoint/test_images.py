@@ -74,14 +74,59 @@ def test_images_are_files_of_the_checkpoint(tmp_path: Path) -> None:
     images.close()
 
 
-def test_what_does_not_fit_goes_to_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("room", [0, 2, 100], ids=["none", "for its first bytes", "for some"])
+def test_what_does_not_fit_goes_to_disk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, room: int
+) -> None:
     """The limit is for all images together; beyond it nothing is lost, and it is said."""
-    images = Images(LIMIT_BYTES)
-    snapshot(images, tmp_path, {"fits": b"x" * 600, "over": b"y" * 600})
+    images, fits = Images(LIMIT_BYTES), os.urandom(LIMIT_BYTES - room)
+    snapshot(images, tmp_path, {"fits": fits, "over": b"over" * 250})
     assert is_image(tmp_path / "fits")
     assert not (tmp_path / "over").is_symlink()
-    assert (tmp_path / "over").read_bytes() == b"y" * 600
+    assert (tmp_path / "fits").read_bytes() == fits
+    assert (tmp_path / "over").read_bytes() == b"over" * 250
     assert "checkpointing.memory_gib_per_rank" in caplog.text
+    images.close()
+
+
+def test_what_does_not_fit_is_written_once(tmp_path: Path) -> None:
+    """Each write may be a copy from an accelerator, which holds up training."""
+    images, written = Images(LIMIT_BYTES), []
+
+    def write(file: IO[bytes]) -> None:
+        written.append(file.write(b"x" * LIMIT_BYTES))
+        written.append(file.write(b"y"))
+
+    images.begin()
+    images.write(tmp_path, "over", write)
+    assert written == [LIMIT_BYTES, 1]
+    images.close()
+
+
+def test_without_memory_all_is_staged_on_disk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A limit of 0 asks for it, so that it is no news."""
+    snapshot(images := Images(0), tmp_path, {"a": b"12"})
+    assert not (tmp_path / "a").is_symlink()
+    assert (tmp_path / "a").read_bytes() == b"12"
+    assert caplog.text == ""
+    images.close()
+
+
+@pytest.mark.parametrize("size", [LIMIT_BYTES, LIMIT_BYTES + 1], ids=["in memory", "on disk"])
+def test_snapshots_leave_no_descriptors(tmp_path: Path, size: int) -> None:
+    """A run of many checkpoints would come to the end of what a process may have open."""
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    images = Images(LIMIT_BYTES)
+    snapshot(images, tmp_path / "first", {"shard.pt": b"x" * size})
+    after_one = descriptors()
+    for number in range(5):
+        snapshot(images, tmp_path / str(number), {"shard.pt": b"x" * size})
+    assert descriptors() == after_one
     images.close()
 
 

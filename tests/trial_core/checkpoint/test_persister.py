@@ -16,9 +16,10 @@ import pytest
 from tests.support.processes import descendants, wait_until_gone
 from tests.trial_core.checkpoint.helpers import entry, stage, stored_files
 from trial_core.checkpoint.images import Images
-from trial_core.checkpoint.persister import Persister, StagedFile
+from trial_core.checkpoint.persister import Persister
+from trial_core.checkpoint.persister_process import StagedFile
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import StorageError
+from trial_core.errors import CheckpointDamaged, StorageError
 
 FILES = {"latest": b"model0", "model0/shard.pt": b"weights" * 1000}
 RANK = 3
@@ -68,6 +69,57 @@ def test_what_was_staged_is_stored_and_described(tmp_path: Path, persister: Pers
     images.close()
 
 
+def test_what_is_stored_is_not_sent_again(tmp_path: Path, persister: Persister) -> None:
+    """Once it was told, also by a process that has been killed since: a retry sends the rest."""
+    store, checkpoint = CheckpointStore(str(tmp_path / "store")), str(uuid.uuid4())
+    first, *others = files = staged(tmp_path / "staging", FILES)
+    persister.upload(store.spec, checkpoint, RANK, [first])
+    sent = tmp_path / "store" / "checkpoints" / checkpoint / first.path
+    as_sent = sent.stat()
+    for pid in uploaders():
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(StorageError, match=f"SIGKILL.*{others[0].path} not stored"):
+        persister.upload(store.spec, checkpoint, RANK, files)
+    entries = persister.upload(store.spec, checkpoint, RANK, files)
+    assert [each.path for each in entries] == [file.path for file in files]
+    assert (sent.stat().st_ino, sent.stat().st_mtime_ns) == (as_sent.st_ino, as_sent.st_mtime_ns)
+    persister.forget(checkpoint)
+    persister.upload(store.spec, checkpoint, RANK, files)
+    assert sent.stat().st_mtime_ns != as_sent.st_mtime_ns  # so a file that is sent again shows
+
+
+@pytest.mark.parametrize("said", ["", '{"type":"Finished","fil'])
+def test_half_a_message_is_a_killed_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, persister: Persister, said: str
+) -> None:
+    """Whatever it was about to say when it ended, the rank goes on, and tries again."""
+    fake = tmp_path / "fake_process.py"
+    fake.write_text(f"import os, sys\nos.write(int(sys.argv[1]), {said.encode()!r})\n")
+    monkeypatch.setattr("trial_core.checkpoint.persister.PROCESS", "fake_process")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    store = CheckpointStore(str(tmp_path / "store"))
+    with pytest.raises(StorageError, match="ended with exit code 0"):
+        persister.upload(store.spec, str(uuid.uuid4()), RANK, [])
+
+
+def test_a_damaged_file_is_no_failure_of_the_storage(tmp_path: Path, persister: Persister) -> None:
+    """To fetch it again would not help, another checkpoint may: each error stays what it is."""
+    store, checkpoint = CheckpointStore(str(tmp_path / "store")), str(uuid.uuid4())
+    entries = persister.upload(
+        store.spec, checkpoint, RANK, staged(tmp_path / "staging", {"a": b"12", "b": b"345"})
+    )
+    assert persister.fetch(store.spec, checkpoint, entries, tmp_path / "good") == 5
+    assert stored_files(tmp_path / "good") == {"a": b"12", "b": b"345"}
+    local = [tmp_path / "good"]
+    assert persister.fetch(store.spec, checkpoint, entries, tmp_path / "again", local) == 0
+    (tmp_path / "store" / "checkpoints" / checkpoint / "a").write_bytes(b"21")
+    with pytest.raises(CheckpointDamaged, match="a, written by rank 3, has digest"):
+        persister.fetch(store.spec, checkpoint, entries, tmp_path / "damaged")
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError, match="write into"):
+        persister.fetch(store.spec, checkpoint, entries, tmp_path / "file")
+
+
 def test_a_killed_uploader_is_the_storages_failure(tmp_path: Path, persister: Persister) -> None:
     """Its rank goes on: the error says what happened, and the next try has a new process."""
     store, checkpoint = CheckpointStore(str(tmp_path / "store")), str(uuid.uuid4())
@@ -90,7 +142,7 @@ import sys, time, psutil
 deadline = time.monotonic() + 20
 while time.monotonic() < deadline:
     for child in psutil.Process(int(sys.argv[1])).children():
-        if "trial_core.checkpoint.persister" in child.cmdline():
+        if "trial_core.checkpoint.persister_process" in child.cmdline():
             child.kill()
             sys.exit()
     time.sleep(0.05)
@@ -115,7 +167,8 @@ def test_an_uploader_ends_with_its_rank(tmp_path: Path) -> None:
 
 RANK_THAT_UPLOADS = """
 import sys, time, uuid
-from trial_core.checkpoint.persister import Persister, StagedFile
+from trial_core.checkpoint.persister import Persister
+from trial_core.checkpoint.persister_process import StagedFile
 from trial_core.checkpoint.store import CheckpointStore
 store = CheckpointStore(sys.argv[1])
 Persister().upload(store.spec, str(uuid.uuid4()), 0, [StagedFile("me", __file__, 1)])

@@ -23,6 +23,7 @@ from trial_core.checkpoint import layout, window
 from trial_core.checkpoint.parallel import Stopped, StopSignal
 from trial_core.checkpoint.s3_requests import S3Requests
 from trial_core.checkpoint.s3_storage import S3Storage
+from trial_core.checkpoint.s3_upload import end_uploads
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer import upload_files, verify_files
 from trial_core.errors import CheckpointError, StorageError
@@ -262,6 +263,19 @@ def test_an_abortion_that_fails_hides_no_cause(
     assert len(unfinished(s3fs_store)) == 1
     assert [each.uploads for each in s3fs_store.sweep("t")] == [1]
     assert unfinished(s3fs_store) == []
+
+
+@pytest.mark.parametrize("ours", ["checkpoints/u/own-1", "checkpoints/u/own-10"])
+def test_an_upload_that_fails_ends_no_other(s3fs_store: CheckpointStore, ours: str) -> None:
+    """Also where the key of the one begins as the other's: of two ranks one would fail for the
+    other's cause."""
+    storage = storage_of(s3fs_store)
+    keys = {name: storage._key(f"checkpoints/u/{name}") for name in ("own-1", "own-10")}
+    for key in keys.values():
+        storage._fs.call_s3("create_multipart_upload", Bucket=storage._bucket, Key=key)
+    end_uploads(storage._requests, storage._key(ours), storage._explainer)
+    assert set(unfinished(s3fs_store)) == set(keys.values()) - {storage._key(ours)}
+    assert storage.end_uploads("checkpoints/u") == 1
 
 
 def test_a_lost_reply_to_the_last_request_is_no_failure(

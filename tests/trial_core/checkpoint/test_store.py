@@ -324,3 +324,14 @@ def test_an_unreadable_listing_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="is a file, not a folder"):
         CheckpointStore(str(tmp_path / "file")).list()
+
+
+def test_a_trial_without_a_readable_manifest_is_damaged(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    """Nobody takes a trial that has saved for one that has not."""
+    manifest = upload(store, tmp_path / "staging")
+    store.commit(manifest)
+    store.storage.write(manifest.name.key, b"{")
+    with pytest.raises(CheckpointDamaged, match=manifest.uuid):
+        store.candidates(manifest.trial)

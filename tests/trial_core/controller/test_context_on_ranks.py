@@ -96,17 +96,19 @@ def test_a_trial_has_a_context_of_the_class_that_it_names(warm_slots: Warm, tmp_
 def test_a_rank_hears_only_of_a_stop_that_it_asked_for_itself(
     warm_slots: Warm, tmp_path: Path
 ) -> None:
-    """Rank 1 asks in batch 1 of a workload of 4: it hears of it at once and rank 0 never, though
-    both end, saved, after the workload."""
+    """Rank 1 asks in batch 1: it hears of it at once and rank 0 never, though both end, saved,
+    after the same batch: that one or the next."""
     asks = {"do": "stop", "at_batch": 1, "do_rank": 1, "record": str(tmp_path)}
     experiment = toy_config(
-        tmp_path, 8, entrypoint="asking_trials:AsksWhetherItStops", scheduling_unit=4,
+        tmp_path, 8, entrypoint="asking_trials:AsksWhetherItStops", scheduling_unit=8,
         hyperparameters=asks,
     )  # fmt: skip
     run = drive(warm_slots(2), experiment, tmp_path)
-    assert run.stages == ["train [0→4]", "checkpoint @4"]
+    reached = run.progress.batches_trained
+    assert reached in (2, 3)
+    assert run.stages == ["train [0→8]", f"checkpoint @{reached}"]
     heard = [lines(tmp_path, "stop", rank) for rank in (0, 1)]
-    assert heard == [[False] * 4, [False, True, True, True]]
+    assert heard == [[False] * reached, [False, True, True][:reached]]
 
 
 @pytest.mark.slots

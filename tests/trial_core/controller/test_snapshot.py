@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import uuid as uuids
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,21 @@ import pytest
 
 from tests.support.slots import Driven, drive, toy_config
 from trial_core.checkpoint.images import is_image
-from trial_core.messages import SaveCheckpoint, Saved
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.controller.snapshot import Snapshots
+from trial_core.controller.state import write_rank_state
+from trial_core.distributed import DistributedContext
+from trial_core.errors import CheckpointError, StorageError
+from trial_core.messages import PersistCheckpoint, Persisted, SaveCheckpoint, Saved
 from trial_core.slots.group import SlotGroup
 
-pytestmark = pytest.mark.slots
-
 Warm = Callable[[int], SlotGroup]
+
+with_ranks = pytest.mark.slots
+
+
+class Odd:
+    """What only a trusted checkpoint may hold."""
 
 
 def trained(slots: SlotGroup, folder: Path, **changes: Any) -> Driven:
@@ -25,6 +36,7 @@ def trained(slots: SlotGroup, folder: Path, **changes: Any) -> Driven:
     return drive(slots, config, folder / "run", persist=True)
 
 
+@with_ranks
 def test_shards_are_staged_in_memory(warm_slots: Warm, tmp_path: Path) -> None:
     """And stand in the staging folder as files, which whoever looks there can read."""
     slots = warm_slots(2)
@@ -35,6 +47,23 @@ def test_shards_are_staged_in_memory(warm_slots: Warm, tmp_path: Path) -> None:
     assert all(is_image(path) and path.read_bytes()[:2] == b"PK" for path in shards)
 
 
+@with_ranks
+def test_what_a_rank_has_stored_is_not_sent_again(warm_slots: Warm, tmp_path: Path) -> None:
+    """When an upload is tried again, since another rank's failed; until it is committed."""
+    slots, request = warm_slots(2), PersistCheckpoint(uuid="00000000-0000-4000-8000-000000000001")
+    trained(slots, tmp_path)
+    slots.request(SaveCheckpoint(uuid=request.uuid), Saved)
+    first = slots.request(request, Persisted)
+    stored = list((tmp_path / "checkpoints" / "checkpoints" / request.uuid).rglob("*.pt"))
+    for path in stored:
+        path.write_bytes(b"\0" * path.stat().st_size)  # a file that was sent again would be whole
+    again = slots.request(request, Persisted)
+    assert [rank.files for rank in again] == [rank.files for rank in first]
+    assert stored
+    assert not any(path.read_bytes().strip(b"\0") for path in stored)
+
+
+@with_ranks
 @pytest.mark.parametrize("memory_gib", [None, 0], ids=["memory", "disk"])
 def test_a_restart_fetches_only_what_is_not_here(
     warm_slots: Warm, tmp_path: Path, memory_gib: float | None
@@ -53,6 +82,7 @@ def test_a_restart_fetches_only_what_is_not_here(
         assert drive(slots, config, tmp_path / "run", resume=first).stages[0] == "train [6→8]"
 
 
+@with_ranks
 def test_only_the_newest_checkpoint_is_kept_on_disk(warm_slots: Warm, tmp_path: Path) -> None:
     """Staging takes the room of one committed checkpoint, and of the one on its way."""
     slots = warm_slots(2)
@@ -64,3 +94,68 @@ def test_only_the_newest_checkpoint_is_kept_on_disk(warm_slots: Warm, tmp_path: 
     kept = [path.name for path in (tmp_path / "run" / "kept").iterdir()]
     assert kept == run.checkpoints[-1:]
     assert not any((tmp_path / "run" / "staging").rglob("*.pt"))
+
+
+def snapshots(folder: Path, rank: int = 0, ranks: int = 1, **settings: Any) -> Snapshots:
+    """Those of one rank of a machine, without the others."""
+    distributed = DistributedContext(
+        rank=rank, size=ranks, local_rank=rank, local_size=ranks, cross_rank=0, cross_size=1
+    )
+    return Snapshots(folder, CheckpointStore(str(folder / "store")), distributed, settings)
+
+
+def staged(folder: Path, uuid: str, rank: int) -> Path:
+    path = folder / "staging" / uuid / f"rank-{rank}" / "shard"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"x")
+    return path
+
+
+@pytest.mark.parametrize(("rank", "left"), [(0, {"new/rank-0"}), (1, {"new/rank-1", "old/rank-7"})])
+def test_what_ranks_that_are_no_more_have_kept_goes(
+    tmp_path: Path, rank: int, left: set[str]
+) -> None:
+    """With the first rank's, also where the trial goes on with fewer; others drop their own."""
+    for number in (1, 7) if rank == 1 else (0, 7):
+        (tmp_path / "kept" / "old" / f"rank-{number}").mkdir(parents=True)
+    staged(tmp_path, "new", rank)
+    snapshots(tmp_path, rank, 2).release("new")
+    assert {str(path.relative_to(tmp_path / "kept")) for path in tmp_path.glob("kept/*/*")} == left
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_only_trusted_checkpoints_may_hold_anything(tmp_path: Path, trusted: bool) -> None:
+    """By the experiment's `checkpointing.trusted`, whatever a rank reads of its own state."""
+    ours = snapshots(tmp_path, trusted=trusted)
+    write_rank_state(ours.restored("a"), 0, {"callbacks": {"odd": {"state": Odd()}}})
+    if trusted:
+        state = ours.read_state("a", "everything")
+        assert state is not None
+        assert isinstance(state["callbacks"]["odd"]["state"], Odd)
+    else:
+        with pytest.raises(CheckpointError, match=r"Odd.*checkpointing\.trusted"):
+            ours.read_state("a", "everything")
+
+
+def test_what_is_stored_in_this_process_is_found_there(tmp_path: Path) -> None:
+    """A storage in memory is of the one process that trains: no other may move the files."""
+    ours, uuid = snapshots(tmp_path), str(uuids.uuid4())
+    ours._store = CheckpointStore(f"memory://{uuid}")
+    staged(tmp_path, uuid, 0)
+    entries = ours.persist(uuid)
+    ours.fetch(uuid, entries)
+    assert [each.path for each in entries] == ["shard"]
+    assert (ours.restored(uuid) / "shard").read_bytes() == b"x"
+
+
+def test_a_transfer_has_the_limit_of_the_experiment(tmp_path: Path) -> None:
+    """`checkpointing.stall_timeout_seconds`: so that no rank waits for ever for a storage."""
+    ours, uuid = snapshots(tmp_path, stall_timeout_seconds=0.5), str(uuids.uuid4())
+    staged(tmp_path, uuid, 0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and answers none
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        options = {"endpoint_url": url, "key": "k", "secret": "s"}
+        ours._store = CheckpointStore("s3://bucket/folder", options)
+        with pytest.raises(StorageError, match=r"moved nothing for 0\.5 s"):
+            ours.persist(uuid)
+    ours.close()

@@ -51,13 +51,18 @@ def test_training_metrics_are_averaged_once(
 
 
 @pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (2, 1), (4, 2)])
-def test_a_stop_that_one_rank_asks_for_ends_the_run_after_its_workload(
+def test_a_stop_that_one_rank_asks_for_ends_the_run_after_its_batch(
     warm_slots: Warm, tmp_path: Path, world_size: int, rank: int
 ) -> None:
-    """set_stop_requested on one rank: the workload is finished, a checkpoint taken, no more."""
+    """set_stop_requested on one rank, in its 8th batch: that is the last, or one that another rank
+    has begun by then; a checkpoint is taken, and the metrics are of what was trained."""
     config = toy_config(
-        tmp_path, 50, scheduling_unit=5,
-        hyperparameters={"at_batch": 7, "do": "stop", "do_rank": rank},
+        tmp_path, 50, scheduling_unit=50,
+        hyperparameters={"at_batch": 7, "do": "stop", "do_rank": rank, "record": str(tmp_path)},
     )  # fmt: skip
     run = drive(warm_slots(world_size), config, tmp_path)
-    assert run.stages == ["train [0→5]", "train [5→10]", "checkpoint @10"]
+    reached = run.progress.batches_trained
+    assert reached == 8 or (reached == 9 and world_size > 1)
+    assert run.stages == ["train [0→50]", f"checkpoint @{reached}"]
+    for each in range(world_size):
+        assert [line[0] for line in lines(tmp_path, "samples", each)] == list(range(reached))

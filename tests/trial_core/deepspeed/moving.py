@@ -39,7 +39,8 @@ def config(
 def restore(slots: SlotGroup, run: Driven) -> None:
     """Fetch and load a run's last checkpoint into the trial that is built."""
     uuid = run.checkpoints[-1]
-    fetched = slots.request(FetchCheckpoint(uuid=uuid, files=run.files[uuid]), Fetched)
+    request = FetchCheckpoint(uuid=uuid, files=run.files[uuid], saved_by=run.topology)
+    fetched = slots.request(request, Fetched)
     assert fetched == [Fetched()] * slots.world_size
     load(slots, run)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -40,6 +41,17 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "zero 3": run(
             folder / "zero", {**every(5, 9), "latest_checkpoint": "latest"}, zero_stage=3
         ),
+        "saves twice": run(
+            folder / "damaged",
+            {**every(3, 5), "checkpoint_period": {"batches": 3}, "checkpoint_policy": "none"},
+        ),
+        "finds damage": {
+            "trial": "damaging_trials:FindsDamage",
+            **run(
+                folder / "damaged", {**every(3, 6), "latest_checkpoint": "latest"},
+                storage=f"{folder}/damaged/checkpoints",
+            ),
+        },
         "nothing best": run(folder / "any", {**every(5, 6), "validation_period": {"batches": 2}}),
     }  # fmt: skip
     runs["metric"]["init"]["exp_conf"]["searcher"]["metric"] = "accuracy"
@@ -73,12 +85,12 @@ def test_test_mode_trains_and_validates_one_batch_and_keeps_nothing(alone: dict[
     assert not (folder / "checkpoints").exists()
 
 
-def test_a_stop_ends_the_fit_after_its_workload(alone: dict[str, Any]) -> None:
-    """Asked for at batch 7 with workloads of 5: it ends at 10, saved."""
+def test_a_stop_ends_the_fit_after_its_batch(alone: dict[str, Any]) -> None:
+    """Asked for in the 8th batch, in a workload that has two more: it ends there, saved."""
     assert alone["stop"]["stopped_early"]
-    assert alone["stop"]["batches_trained"] == 10
+    assert alone["stop"]["batches_trained"] == 8
     (manifest,) = store(alone["folder"] / "stop").list()
-    assert manifest.progress.batches_trained == 10
+    assert manifest.progress.batches_trained == 8
 
 
 def test_a_single_rank_goes_on_bit_for_bit(alone: dict[str, Any]) -> None:
@@ -86,6 +98,16 @@ def test_a_single_rank_goes_on_bit_for_bit(alone: dict[str, Any]) -> None:
     folder = alone["folder"]
     assert alone["rest"]["trial"] == alone["first"]["trial"]
     assert_same_end(folder / "straight", folder / "parts", [alone["straight"]], [alone["rest"]])
+
+
+def test_the_latest_that_is_whole_goes_on_and_is_claimed(alone: dict[str, Any]) -> None:
+    """The newest is damaged: the fit goes on from the one before it, which is nobody's to delete
+    for as long as it trains."""
+    folder = alone["folder"] / "damaged"
+    assert alone["finds damage"]["trial"] == alone["saves twice"]["trial"]
+    assert [line[0] for line in lines(folder, "samples", 0)] == [*range(5), *range(3, 6)]
+    older = next(each for each in store(folder).list() if each.progress.batches_trained == 3)
+    assert json.loads((folder / "claims.json").read_text()) == [older.uuid]
 
 
 def test_a_metric_that_nobody_reports(alone: dict[str, Any]) -> None:

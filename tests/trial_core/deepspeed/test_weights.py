@@ -41,7 +41,14 @@ def assert_weights_move(
     trained = drive(source, of_source, folder, persist=True)
     uuid = trained.checkpoints[-1]
     build(target, of_target, folder)
-    target.request(FetchCheckpoint(uuid=uuid, files=trained.files[uuid]), Fetched)
+    assert trained.topology is not None
+    fetched = target.request(
+        FetchCheckpoint(
+            uuid=uuid, files=trained.files[uuid], saved_by=trained.topology, restore="weights"
+        ),
+        Fetched,
+    )
+    assert fetched == [Fetched()] * target.world_size
     target.request(
         BuildLoaders(batches_trained=0, checkpoint=uuid, restore="weights"), LoadersBuilt
     )  # fmt: skip

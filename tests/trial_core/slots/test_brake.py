@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 
 import pytest
 
@@ -74,6 +75,25 @@ def test_all_ranks_end_after_the_same_step(seed: int) -> None:
     assert ended[0] == ended[1] == ended[2]
     if hold_in_step < 2 * steps:
         assert hold_in_step < sum(ended[0])
+
+
+def test_a_rank_that_would_stop_holds_at_once() -> None:
+    """It begins no step until all have agreed, nor counts it as begun; and what was agreed on
+    stays so."""
+    asking = Brake()
+    asking.begin_workload()
+    assert asking.lets_begin()
+    asking.hold_here()
+    with ThreadPoolExecutor(1) as pool:
+        next_step = pool.submit(asking.lets_begin)
+        with pytest.raises(FutureTimeout):
+            next_step.result(0.1)
+        end = asking.hold()
+        assert end == Position(workload=1, steps=1)
+        asking.proceed(end)
+        assert next_step.result(PATIENCE) is False
+    asking.hold_here()
+    assert not asking.lets_begin()  # nor does it wait: nobody is told a second time
 
 
 def test_once_held_nothing_more_begins() -> None:

@@ -1,0 +1,79 @@
+"""The part of `trialflow checkpoints prune` that sweeps what killed runs have left."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from deployments.cli import messages
+from deployments.cli.tables import local_time, print_table, shortest_unique
+from trial_core import words
+
+if TYPE_CHECKING:
+    from trial_core.checkpoint.intents import Swept
+    from trial_core.checkpoint.leftovers import Leftover, SweptLeftovers
+    from trial_core.checkpoint.store import CheckpointStore
+
+AFTER_DAYS = 7.0
+"""As `trial_core.checkpoint.leftovers.GIVEN_UP_DAYS`, which is not imported to show a help."""
+
+Only = Annotated[
+    bool,
+    Parameter(
+        negative=(),
+        help="Delete no checkpoint, only what killed runs have begun to upload; needs no rules.",
+    ),
+]
+AfterDays = Annotated[
+    float,
+    Parameter(help="Of a killed run: after so many days without a sign of life of its trial."),
+]
+
+
+def find(
+    store: CheckpointStore, after_days: float, trial: str | None, experiment: str | None
+) -> list[Leftover]:
+    """What was begun to upload and is not committed; see `find_leftovers`."""
+    from trial_core.checkpoint.leftovers import find_leftovers
+
+    return find_leftovers(store, after_days=after_days, trial=trial, experiment=experiment)
+
+
+def show(left: list[Leftover]) -> None:
+    """As a table, after that of the checkpoints."""
+    print("uploads that were never committed:\n")
+    length = shortest_unique([each.uuid for each in left])
+    columns = ("action", "uuid", "trial", "begun", "files", "size", "why")
+    print_table(columns, (_cells(each, length) for each in left))
+    gone = [each for each in left if not each.keep]
+    size = words.size(sum(each.size_bytes for each in gone))
+    print(f"\nto delete: {len(gone)} of {words.plural(len(left), 'leftover')}, {size}")
+
+
+def delete(
+    store: CheckpointStore, left: list[Leftover], after_days: float, is_silent: bool
+) -> SweptLeftovers:
+    """Delete those that need not be kept; see `sweep_leftovers`."""
+    from trial_core.checkpoint.leftovers import sweep_leftovers
+
+    def say(swept: Swept) -> None:
+        if not is_silent:
+            print(f"deleted {swept}", flush=True)
+
+    done = sweep_leftovers(store, left, after_days=after_days, on_swept=say)
+    for trial, why in done.spared.items():
+        messages.warning(f"what is left of trial {trial} stays: {why}")
+    return done
+
+
+def _cells(leftover: Leftover, length: int) -> tuple[str, ...]:
+    return (
+        "keep" if leftover.keep else "delete",
+        leftover.uuid[:length],
+        leftover.trial,
+        local_time(leftover.begun_at) if leftover.begun_at else "?",
+        str(leftover.files),
+        words.size(leftover.size_bytes),
+        leftover.why,
+    )

@@ -1,0 +1,72 @@
+"""`trialflow checkpoints pin` and `unpin`: what stays, whatever the rules for old ones say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from deployments.cli.experiment import ConfigFile, Storage, open_store
+from deployments.cli.tables import AsJson
+from trial_core import words
+from trial_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trial_core.checkpoint.store import CheckpointStore
+
+
+def pin(
+    *uuids: str,
+    reason: Annotated[str, Parameter(help="Why, for those who see the pin.")] = "",
+    config: ConfigFile = None,
+    storage: Storage = None,
+    json_: AsJson = False,
+) -> int:
+    """Keep checkpoints whatever the rules for old ones say, until they are unpinned.
+
+    Parameters
+    ----------
+    uuids
+        The checkpoints' uuids, or how they begin.
+    """
+    from trial_core.checkpoint import pins
+
+    store = _store_for(uuids, config, storage)
+    made = [pins.pin(store, uuid, reason) for uuid in uuids]
+    _say_pins(made, "pinned", json_)
+    return 0
+
+
+def unpin(
+    *uuids: str, config: ConfigFile = None, storage: Storage = None, json_: AsJson = False
+) -> int:
+    """Leave checkpoints to the rules again.
+
+    Parameters
+    ----------
+    uuids
+        The checkpoints' uuids, or how they begin.
+    """
+    from trial_core.checkpoint import pins
+
+    store = _store_for(uuids, config, storage)
+    _say_pins([pins.unpin(store, uuid) for uuid in uuids], "unpinned", json_)
+    return 0
+
+
+def _store_for(uuids: tuple[str, ...], config: Path | None, storage: str | None) -> CheckpointStore:
+    if not uuids:
+        raise ConfigError("give the uuid of a checkpoint, or how it begins")
+    return open_store(config, storage)
+
+
+def _say_pins(pins: list[Any], done: str, as_json: bool) -> None:
+    if as_json:
+        said = [{"uuid": p.uuid, "reason": p.reason, "by": p.by, "at": p.at} for p in pins]
+        print(json.dumps(said, indent=2))
+        return
+    for each in pins:
+        reason = f" ({words.one_line(each.reason)})" if each.reason else ""
+        print(f"{done} {each.uuid}{reason}")

@@ -1,0 +1,37 @@
+"""A toy that finds its newest checkpoint damaged, and looks at what its run has claimed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from toy_trial import ToyTrial
+
+from trial_core.checkpoint.claims import claims
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.deepspeed import DeepSpeedTrialContext
+
+
+class FindsDamage(ToyTrial):
+    """Flips a bit in the newest checkpoint before the fit looks for it. In every batch it writes
+    down what the claims in the storage need: ``claims.json`` beside its records.
+
+    Hyperparameters, besides the toy's: storage (the checkpoints' folder).
+    """
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        self.store = CheckpointStore(f"file://{self.hparams['storage']}")
+        newest = self.store.list()[-1]
+        # No file that the node has kept a copy of, on disk.
+        entry = next(file for file in newest.files if file.path.endswith("_optim_states.pt"))
+        path = Path(self.hparams["storage"], "checkpoints", newest.uuid, entry.path)
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        needed = [uuid for claim in claims(self.store) for uuid in claim.needs]
+        Path(self.record, "claims.json").write_text(json.dumps(needed))
+        return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
