@@ -36,7 +36,8 @@ def slug(name: str) -> str:
 
 def trial_id(name: str, unique: str) -> str:
     """A trial's id, from its experiment's name and something unique to it."""
-    return f"{slug(name)}-{unique.replace('-', '')[:8]}"
+    # The last digits: Prefect's ids begin with the time, and those of a schedule are made together.
+    return f"{slug(name)}-{unique.replace('-', '')[-8:]}"
 
 
 @contextmanager

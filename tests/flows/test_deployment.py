@@ -82,7 +82,7 @@ def test_a_deployment_run_is_executed_by_a_process_worker(
     for rank in (0, 1):
         assert [line[0] for line in lines(tmp_path, "samples", rank)] == list(range(4))
     newest = CheckpointStore(config.checkpoint_storage.url).list()[-1]
-    assert newest.trial == f"toy-{run['id'].replace('-', '')[:8]}"
+    assert newest.trial == f"toy-{run['id'].replace('-', '')[-8:]}"
 
 
 class Deployed:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trial_core.errors import TrialflowError
-from trial_core.runs import clear_kept, run_folder
+from trial_core.runs import clear_kept, run_folder, trial_id
 
 TRIAL = "toy-0000beef"
 
@@ -19,6 +19,12 @@ TRIAL = "toy-0000beef"
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path))
     return tmp_path
+
+
+def test_runs_of_one_moment_are_different_trials() -> None:
+    """Prefect's ids begin with the time, and those of a schedule are made together."""
+    ids = "01a1fde0-8b63-711d-a100-5be2a1a8b3eb", "01a1fde0-8b63-7121-a953-bb153f2b3707"
+    assert len({trial_id("gpt", each) for each in ids}) == 2
 
 
 def test_a_trial_is_trained_by_one_at_a_time() -> None:
