@@ -20,7 +20,9 @@ RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends \
         ca-certificates g++ python3 python3-dev python3-venv tini \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home --uid 10001 trialflow
+    && useradd --create-home --uid 10001 trialflow \
+    # Where runs lock GPUs: a volume that containers share takes its permissions from here.
+    && mkdir --mode=1777 /var/lib/trialflow-devices
 
 RUN python3 -m venv /opt/trialflow
 ENV PATH=/opt/trialflow/bin:${PATH} \

@@ -1,19 +1,19 @@
 """How soon accelerators are free once a run is cancelled, and how soon it trains again after a
 crash.
 
-A real server (the embedded one, with a database of its own) and a real process worker run the
-deployment's flow, as for a team. A run is cancelled through the API, as the UI does it, in the
+A real server, work pool, automations and worker run the deployment's flow: what `trialflow up`
+has, with a database of its own. A run is cancelled through the API, as the UI does it, in the
 middle of training; and once more while it loads its data, when there is nothing to save yet. Then
 a rank is ended by SIGKILL: until the next batch has been trained the ranks are started again,
-build the model and restore the last checkpoint. What the model takes to start by itself is
-measured beside it, in processes with nothing of ours in them, and taken off.
+build the model and restore the last checkpoint. Of another run the driver is: all of it is gone,
+and it is the server that finds out and schedules it again. What the model takes to start by itself
+is measured beside it, in processes with nothing of ours in them, and taken off.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -41,6 +41,7 @@ TARGETS = {
     "cancel_and_save_seconds": 25.0,
     "cancel_with_nothing_to_save_seconds": 3.0,
     "crash_to_training_besides_own_start_seconds": 20.0,
+    "driver_crash_to_training_besides_own_start_seconds": 20.0,
 }
 
 
@@ -70,21 +71,19 @@ def answered(ask: Callable[[], httpx.Response]) -> dict[str, Any]:
 
 
 class Run:
-    """A flow run in a worker's hands.
+    """A flow run in the hands of a worker below this process.
 
     Args:
-        worker: the worker's process id.
         folder: keeps all that it writes.
         waits: whether it never comes to train.
         saves_every: so many batches; by default at its end.
     """
 
     def __init__(
-        self, api: httpx.Client, worker: int, folder: Path, model: str, ranks: int,
+        self, api: httpx.Client, folder: Path, model: str, ranks: int,
         waits: bool = False, saves_every: int = ENDLESS,
     ) -> None:  # fmt: skip
         self._api = api
-        self._worker = worker
         name = uuid.uuid4().hex[:8]
         self._record = folder / f"{name}.txt"
         config = experiment(
@@ -105,6 +104,7 @@ class Run:
             {
                 "name": name, "flow_id": flow["id"], "entrypoint": "flows.train.train",
                 "work_pool_name": POOL, "pull_steps": [], "enforce_parameter_schema": False,
+                "tags": ["trialflow"],
             },
         )  # fmt: skip
         parameters = {"config": config.model_dump(mode="json")}
@@ -125,7 +125,7 @@ class Run:
         """Its ranks' processes."""
         return [
             process
-            for process in psutil.Process(self._worker).children(recursive=True)
+            for process in psutil.Process().children(recursive=True)
             if "trial_core.slots.worker" in _command(process)
         ]
 
@@ -139,10 +139,10 @@ class Run:
         until(lambda: self._state() == "Cancelled", "the state Cancelled")
         return taken
 
-    def crash(self) -> float:
-        """Kill a rank; how many seconds later another batch has been trained."""
+    def crash(self, is_drivers: bool) -> float:
+        """Kill a rank, or the driver; how many seconds later another batch has been trained."""
         ranks = self.ranks()
-        ranks[-1].send_signal(signal.SIGKILL)
+        (psutil.Process(ranks[-1].ppid()) if is_drivers else ranks[-1]).kill()
         killed_at = time.time()
         # A batch of which all ranks had done their part may still end.
         until(lambda: not any(_runs(rank) for rank in ranks), "an end of the ranks")
@@ -174,10 +174,10 @@ def cancel_with_nothing_to_save(run: Run) -> float:
     return run.cancel()
 
 
-def crash_to_training(run: Run) -> float:
-    """Seconds from SIGKILL of a rank to the next batch trained by new ones."""
+def crash_to_training(run: Run, is_drivers: bool = False) -> float:
+    """Seconds from SIGKILL of a rank, or of the driver, to the next batch trained by new ones."""
     until(run.store.list, "a checkpoint")
-    taken = run.crash()
+    taken = run.crash(is_drivers)
     run.cancel()
     return taken
 
@@ -208,54 +208,58 @@ def own_start(model: str, ranks: int) -> float:
 
 
 @contextmanager
-def worker(folder: Path) -> Iterator[int]:
-    """A process worker that runs flows below `folder`; its process id."""
-    with (folder / "worker.log").open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL,
-             "--type", "process"],
-            cwd=ROOT, env={**os.environ, "PREFECT_WORKER_QUERY_SECONDS": "1"},
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
-    try:
-        yield process.pid
-    except (TimeoutError, RuntimeError):
-        print((folder / "worker.log").read_text()[-4000:], file=sys.stderr)
-        raise
-    finally:
-        process.terminate()
-        process.wait()
+def prefect(folder: Path) -> Iterator[str]:
+    """A server and a worker that keep what they write below `folder`; the API's address."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import WorkPoolCreate
+
+    from deployments.local_server import LocalServer
+    from deployments.local_worker import LocalWorker
+    from deployments.wanted import automations, job_template
+
+    template = job_template("process")
+    with LocalServer(0, folder / "server.log", PATIENCE_SECONDS) as server:
+        with get_client(sync_client=True) as client:
+            client.create_work_pool(
+                WorkPoolCreate(name=POOL, type="process", base_job_template=template)
+            )
+            for each in automations():
+                client.create_automation(each)
+        try:
+            with LocalWorker(POOL, folder / "worker.log"):
+                yield server.api_url
+        except (TimeoutError, RuntimeError):
+            print((folder / "worker.log").read_text()[-4000:], file=sys.stderr)
+            raise
 
 
 def measure(folder: Path, model: str, ranks: int, rounds: int) -> dict[str, list[float]]:
     """All that is measured, by name, in seconds: so many values each."""
-    from flows.embedded import prefect_api
+    from flows.environment import prepare_prefect
 
+    prepare_prefect()
     taken: dict[str, list[float]] = {}
 
     def note(name: str, seconds: float) -> None:
         taken.setdefault(name, []).append(seconds)
         print(f"{name.replace('_', ' ')}: {seconds:.2f}", flush=True)
 
-    with (
-        prefect_api() as prefect,
-        httpx.Client(base_url=prefect.api_url) as api,
-        worker(folder) as pid,
-    ):
-        until(lambda: api.get(f"/work_pools/{POOL}").is_success, "a work pool")
+    with prefect(folder) as api_url, httpx.Client(base_url=api_url) as api:
         for number in range(rounds):
             place = folder / str(number)
-
             place.mkdir()
-            started = partial(Run, api, pid, place, model, ranks)
+            started = partial(Run, api, place, model, ranks)
             note("cancel_and_save_seconds", cancel_and_save(started()))
             idle = started(waits=True)
             note("cancel_with_nothing_to_save_seconds", cancel_with_nothing_to_save(idle))
             again = crash_to_training(started(saves_every=5))
+            anew = crash_to_training(started(saves_every=5), is_drivers=True)
             own = own_start(model, ranks)
-            note("crash_to_training_seconds", again)
             note("own_start_seconds", own)
+            note("crash_to_training_seconds", again)
             note("crash_to_training_besides_own_start_seconds", again - own)
+            note("driver_crash_to_training_seconds", anew)
+            note("driver_crash_to_training_besides_own_start_seconds", anew - own)
     return taken
 
 

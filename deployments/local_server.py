@@ -57,6 +57,8 @@ class LocalServer:
                 # What became due for an automation while no server ran would be forgotten a minute
                 # after the start: runs that were lost with the last server would stay lost.
                 "PREFECT_SERVER_EVENTS_EXPIRED_BUCKET_BUFFER": REMEMBERED,
+                # How soon it sees that a run has crashed; by default up to 5 s later.
+                "PREFECT_SERVER_EVENTS_PROACTIVE_GRANULARITY": "PT1S",
                 **chosen_settings(),
                 "PREFECT_UI_API_URL": self.api_url,
                 "PREFECT_UI_URL": self.ui_url,

@@ -31,6 +31,9 @@ from deployments.local_server import STOP_LIMIT_SECONDS, end, start
 from flows.environment import chosen_settings
 
 POLL_SECONDS = 0.1
+# Prefect's own 10 s are half of what a crashed run may take to train again; and where somebody
+# waits at the terminal for their run to start, they seem long.
+SETTINGS = {"PREFECT_WORKER_QUERY_SECONDS": "2"}
 
 
 class LocalWorker:
@@ -41,7 +44,6 @@ class LocalWorker:
         log_path: where its log goes, and its runs' output (appended); None: where that of this
             process goes.
         options: more for ``prefect worker start``.
-        variables: environment variables for it and its runs, where the user has not set them.
     """
 
     def __init__(
@@ -49,7 +51,6 @@ class LocalWorker:
         pool: str,
         log_path: Path | None,
         options: tuple[str, ...] = (),
-        variables: dict[str, str] | None = None,
     ) -> None:
         command = [
             *(keeper.__file__, str(os.getpid()), sys.executable, "-m", "prefect", "--no-prompt"),
@@ -57,9 +58,7 @@ class LocalWorker:
         ]
         # The job template's `command` begins with `python`: this one.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-        self._keeper = start(
-            command, {**(variables or {}), **chosen_settings(), "PATH": path}, log_path
-        )
+        self._keeper = start(command, {**SETTINGS, **chosen_settings(), "PATH": path}, log_path)
 
     def __enter__(self) -> LocalWorker:
         return self

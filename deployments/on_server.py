@@ -393,6 +393,7 @@ def lease_problem(client: SyncPrefectClient) -> str | None:
         return None
     return (
         "the server keeps leases in its memory: when it is restarted, running trials lose their "
-        "GPUs' places in the queue, and others may start beside them. Start it with "
+        "GPUs' places in the queue, and others may start beside them; runs of a deployment with a "
+        "concurrency limit crash. Start it with "
         f"PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE={LASTING_LEASE_STORAGE}"
     )

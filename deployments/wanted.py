@@ -26,10 +26,12 @@ BANNED_IN_NAMES = "/%&<>"
 TAG = "trialflow"
 MOST_ATTEMPTS = 50
 SILENCE = timedelta(minutes=5)
+# From Pending to Running a process takes seconds; more if somebody has it fetch code or packages.
+START_LIMIT = timedelta(minutes=10)
 # Prefect's shortest.
 SETTLED = timedelta(seconds=10)
 # What tells that a run lives, or has ended, or waits: each event that a trigger expects costs the
-# server's database a look. Not Crashed: both triggers have an eye on that.
+# server's database a look. Not Crashed: the triggers have an eye on that.
 NEWS = (
     *("heartbeat", "Scheduled", "AwaitingRetry", "Paused", "Suspended"),
     *("Cancelling", "Cancelled", "Failed", "Completed"),
@@ -37,9 +39,13 @@ NEWS = (
 
 CRASHED_RUNS_GO_ON = "trialflow: crashed runs go on"
 SILENT_RUNS_HAVE_CRASHED = "trialflow: silent runs have crashed"
+LOST_STARTS_ARE_REPEATED = "trialflow: lost starts are repeated"
 
 OURS = ResourceSpecification(
     {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"}
+)
+IN_A_PROCESS = ResourceSpecification(
+    {"prefect.resource.role": "work-pool", "prefect.work-pool.type": "process"}
 )
 
 
@@ -116,7 +122,7 @@ def deployments() -> list[WantedDeployment]:
 
 def automations() -> list[AutomationCore]:
     """What Prefect does by itself when a run of ours is lost."""
-    return [_crashed_runs_go_on(), _silent_runs_have_crashed()]
+    return [_crashed_runs_go_on(), _silent_runs_have_crashed(), _lost_starts_are_repeated()]
 
 
 def _crashed_runs_go_on() -> AutomationCore:
@@ -177,6 +183,36 @@ def _silent_runs_have_crashed() -> AutomationCore:
                 name="Crashed",
                 message=f"Nothing was heard of this run for {SILENCE.seconds // 60} minutes",
                 force=False,
+            )
+        ],
+    )
+
+
+def _lost_starts_are_repeated() -> AutomationCore:
+    return AutomationCore(
+        name=LOST_STARTS_ARE_REPEATED,
+        description="A trialflow run of a process work pool that has not begun "
+        f"{START_LIMIT.seconds // 60} minutes after a worker has taken it is scheduled again: the "
+        "worker was stopped, or its machine was lost, before the run had sent its first heartbeat.",
+        trigger=EventTrigger(
+            posture=Posture.Proactive,
+            after={"prefect.flow-run.Pending"},
+            # Pending too: it is another start then, which has the whole time again.
+            expect=_events(*NEWS, "Crashed", "Pending", "Running"),
+            within=START_LIMIT,
+            match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
+            # Not a container's: it is Pending while its image is pulled, or a node is found, which
+            # may take any time; a second one would be started beside it.
+            match_related=[OURS, IN_A_PROCESS],
+            for_each={"prefect.resource.id"},
+            threshold=1,
+        ),
+        actions=[
+            ChangeFlowRunState(
+                state=StateType.SCHEDULED,
+                name="AwaitingRetry",
+                message=f"Its start was lost: nothing for {START_LIMIT.seconds // 60} minutes",
+                force=True,
             )
         ],
     )

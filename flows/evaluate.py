@@ -18,7 +18,7 @@ from prefect.logging import get_run_logger
 from flows.crashes import refuse_if_crashed_too_often
 from flows.gpu_slots import gpu_slots
 from flows.stopping import StopWatch
-from flows.train import fetch, launch_slots, obeying
+from flows.train import fetch, launch_slots, obeying, refuse_missing_code
 from tasks.build import build_loaders, build_trial
 from tasks.run import TrialRun
 from tasks.validate import validate
@@ -81,6 +81,7 @@ def evaluate(
     flow_run_id = str(runtime.flow_run.id)
     settings = config.stopping
     refuse_if_crashed_too_often(config.max_restarts)
+    refuse_missing_code(config)
     with (
         gpu_slots(config) as devices,
         Stopping(settings.grace_seconds) as stopping,

@@ -8,6 +8,7 @@ lost; and an end in good order when the run is asked to stop.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,7 @@ from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import (
+    LaunchError,
     RankFailed,
     Stalled,
     Stopped,
@@ -102,6 +104,7 @@ def train(config: ExperimentConfig, trial: str | None = None) -> TrialResult | S
     trial = trial or trial_id(config.name, flow_run_id)
     settings = config.stopping
     refuse_if_crashed_too_often(config.max_restarts)
+    refuse_missing_code(config)
     with (
         gpu_slots(config) as devices,
         Stopping(settings.grace_seconds) as stopping,
@@ -122,6 +125,20 @@ def train(config: ExperimentConfig, trial: str | None = None) -> TrialResult | S
 
 # What flow.serve() pickles has no names of this module, which the annotations are read in.
 train.fn.__annotations__ = get_type_hints(train.fn)
+
+
+def refuse_missing_code(config: ExperimentConfig) -> None:
+    """Before the run waits for accelerators, and keeps others from them, which it cannot use.
+
+    Raises:
+        LaunchError: this machine has no such folder.
+    """
+    if not config.code.is_dir():
+        raise LaunchError(
+            f"there is no code folder {config.code} on {socket.gethostname()}: it must be under "
+            "that path on the machine that trains (a shared file system, a checkout in the same "
+            "place, an image that holds it)"
+        )
 
 
 def train_trial(

@@ -20,6 +20,7 @@ from pathlib import Path
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.parallel import Stopped, StopSignal
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.run_files import TENSORBOARD, tensorboard_url
 
 BURST_LINES = 500
 LINES_PER_SECOND = 5.0
@@ -60,6 +61,25 @@ class LogCap:
         return count
 
 
+class LogCaps:
+    """The budgets of a run's log lines, none of which another one uses up: rank 0's output, what
+    alarms in it, and the other ranks', of which nothing but what alarms comes here.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._output, self._alarms, self._others = LogCap(clock), LogCap(clock), LogCap(clock)
+
+    def admits(self, rank: int, is_alarming: bool) -> bool:
+        """Whether the next line is to be shown; counted as left out if not."""
+        if rank != 0:
+            return self._others.admits()
+        return (self._alarms if is_alarming else self._output).admits()
+
+    def left_out(self) -> int:
+        """How many lines were left out since this was last asked."""
+        return sum(cap.left_out() for cap in (self._output, self._alarms, self._others))
+
+
 class StoredLogs:
     """Brings the logs in a run's folder to the storage, and a few files beside them.
 
@@ -98,6 +118,19 @@ class StoredLogs:
             StorageError: the storage failed.
         """
         return self._store.storage.read(layout.run_file_key(self._trial, name))
+
+    def tensorboard(self) -> str | None:
+        """Where the trial's files for TensorBoard are, if some are stored.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        # Not asked of the storage for a trial that writes none.
+        if self._store.is_process_local or not (self._run_dir / TENSORBOARD).exists():
+            return None
+        folder = layout.run_file_key(self._trial, TENSORBOARD)
+        is_there = bool(self._store.storage.sizes(folder))
+        return tensorboard_url(self._store, self._trial) if is_there else None
 
     def store_changed(self) -> None:
         """Store what has changed enough to be worth it. One thread at a time.

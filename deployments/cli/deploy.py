@@ -85,7 +85,8 @@ def deploy(
             _print(take_down(reversed(things), client, dry_run), dry_run)
             return 0
         _print(set_up(things, client, dry_run), dry_run)
-        if gpus and (problem := lease_problem(client)):
+        # Whether GPUs are counted or not: limits of deployments have leases as well.
+        if problem := lease_problem(client):
             messages.warning(problem)
     if not dry_run:
         worker = "trialflow worker" if pool_type == "process" else "prefect worker start"

@@ -25,8 +25,6 @@ DEFAULT_PORT = 4200
 LOOK_SECONDS = 1.0
 # What a run has to save, by default 25 s, and to start and end.
 STOP_RUNS_SECONDS = 60.0
-# Somebody waits at the terminal for their run to start.
-WORKER_SETTINGS = {"PREFECT_WORKER_QUERY_SECONDS": "2"}
 
 
 class PartEnded(TrialflowError):
@@ -93,12 +91,14 @@ def _serve(port: int, pool: str | None, home: Path, start_limit_seconds: float) 
     """Start all, and stay until a signal, or the end of one of them, ends it."""
     from deployments.local_server import LocalServer, log_tail
     from deployments.local_worker import LocalWorker
+    from deployments.only_one import only_one
 
     print("starting Prefect…", flush=True)
     server_log, worker_log = home / "trialflow-server.log", home / "trialflow-worker.log"
-    with LocalServer(port, server_log, start_limit_seconds) as server:
+    with only_one(home) as say, LocalServer(port, server_log, start_limit_seconds) as server:
+        say(server.api_url)
         served = _set_up(pool)
-        with LocalWorker(served, worker_log, variables=WORKER_SETTINGS) as worker:
+        with LocalWorker(served, worker_log) as worker:
             print("\n".join(_welcome(server, port, worker_log)), flush=True)
             try:
                 while not (server.has_ended or worker.has_ended):

@@ -17,7 +17,7 @@ import msgspec
 from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 
-from tasks.logs import LogCap, StoredLogs
+from tasks.logs import LogCaps, StoredLogs
 from tasks.report.artifact import ReportArtifact
 from tasks.report.story import SavedCheckpoint, Story
 from tasks.report.text import Facts
@@ -77,7 +77,7 @@ class Report(Observer):
             store.files_url("").rstrip("/"), self._logs.places(),
         )  # fmt: skip
         self._artifact = ReportArtifact(trial)
-        self._log_cap = LogCap()
+        self._log_caps = LogCaps()
         self._metric_at: dict[int, float] = {}
         self._blocked: dict[str, float] = {}
         self._warned: set[str] = set()
@@ -172,9 +172,10 @@ class Report(Observer):
         self._observer.checkpoint_deleted(uuid)
 
     def rank_logged(self, rank: int, line: str) -> None:
-        if self._log_cap.admits():
+        is_alarming = ALARMING.search(line) is not None
+        if self._log_caps.admits(rank, is_alarming):
             self._say_what_was_left_out()
-            log = self._logger.warning if ALARMING.search(line) else self._logger.info
+            log = self._logger.warning if is_alarming else self._logger.info
             log("[rank %d] %s", rank, line)
         self._observer.rank_logged(rank, line)
 
@@ -243,6 +244,7 @@ class Report(Observer):
             if self._logs_are_due:
                 self._logs_are_due = False
                 self._try("stored", self._logs.store_changed)
+                self._try("complete", self._say_where_tensorboard_is)
             self._is_over.wait(UPDATE_SECONDS)
 
     def _try(self, what: str, action: Callable[[], None]) -> None:
@@ -289,8 +291,14 @@ class Report(Observer):
         self._try("complete", lambda: read(lambda: self._logs.stored(STORY)))
         return max(stories, key=lambda story: story.written_at, default=None)
 
+    def _say_where_tensorboard_is(self) -> None:
+        """Its files are stored with checkpoints, and wanted all the more if the run then fails."""
+        if "TensorBoard" not in self._facts.places and (url := self._logs.tensorboard()):
+            with self._changing() as facts:
+                facts.places = {"TensorBoard": url, **facts.places}
+
     def _say_what_was_left_out(self) -> None:
-        if count := self._log_cap.left_out():
+        if count := self._log_caps.left_out():
             self._logger.info("… %d lines of the ranks are only in their log files", count)
 
 

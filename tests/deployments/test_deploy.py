@@ -19,12 +19,18 @@ from prefect.client.schemas.actions import (
 )
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.events.schemas.automations import AutomationCore
+from prefect.server.events.schemas.automations import EventTrigger
+from prefect.server.events.schemas.events import ReceivedEvent
 
 from deployments.cli.deploy import settle, wanted_things
 from deployments.cli.up import elsewhere
 from deployments.local_worker import put_back_interrupted
 from deployments.on_server import Done, lease_problem, set_up, take_down, working_folder
-from deployments.wanted import CRASHED_RUNS_GO_ON, SILENT_RUNS_HAVE_CRASHED
+from deployments.wanted import (
+    CRASHED_RUNS_GO_ON,
+    LOST_STARTS_ARE_REPEATED,
+    SILENT_RUNS_HAVE_CRASHED,
+)
 from flows.crashes import SCHEDULED_AGAIN, CrashedTooOften, refuse_if_crashed_too_often
 from tests.support.cli import trialflow
 from tests.support.prefect import PrefectServer
@@ -43,6 +49,7 @@ ALL = [
     "deployment prune/prune",
     f"automation {CRASHED_RUNS_GO_ON!r}",
     f"automation {SILENT_RUNS_HAVE_CRASHED!r}",
+    f"automation {LOST_STARTS_ARE_REPEATED!r}",
 ]
 
 
@@ -81,6 +88,12 @@ def change_rule(client: SyncPrefectClient, name: str, **fields: Any) -> None:
     (rule,) = client.read_automations_by_name(name)
     now = rule.model_dump(exclude={"id", "owner_resource"})
     client.update_automation(rule.id, AutomationCore(**{**now, **fields}))
+
+
+def make_quick(client: SyncPrefectClient, name: str) -> None:
+    """Have an automation wait for ten seconds, Prefect's shortest."""
+    trigger = client.read_automations_by_name(name)[0].trigger
+    change_rule(client, name, trigger=trigger.model_copy(update={"within": timedelta(seconds=10)}))
 
 
 def test_the_second_time_changes_nothing(client: SyncPrefectClient) -> None:
@@ -326,9 +339,7 @@ def test_a_silent_run_is_crashed(client: SyncPrefectClient, tmp_path: Path) -> N
     from prefect.events.worker import EventsWorker
 
     deploy(client)
-    trigger = client.read_automations_by_name(SILENT_RUNS_HAVE_CRASHED)[0].trigger
-    within = {"within": timedelta(seconds=10)}
-    change_rule(client, SILENT_RUNS_HAVE_CRASHED, trigger=trigger.model_copy(update=within))
+    make_quick(client, SILENT_RUNS_HAVE_CRASHED)
     dead, waiting = a_run(client, tmp_path), a_run(client, tmp_path)
     for run in (dead, waiting):
         report(client, run, "Running")
@@ -352,6 +363,40 @@ def test_a_silent_run_is_crashed(client: SyncPrefectClient, tmp_path: Path) -> N
     assert "Crashed" not in names(waiting)
 
 
+@pytest.mark.long
+def test_a_lost_start_is_repeated(client: SyncPrefectClient, tmp_path: Path) -> None:
+    """Of two runs that a worker has taken, the one that has begun is left alone."""
+    deploy(client)
+    make_quick(client, LOST_STARTS_ARE_REPEATED)
+    begun, lost = a_run(client, tmp_path), a_run(client, tmp_path)
+    for run in (begun, lost):
+        report(client, run, "Pending")
+    report(client, begun, "Running")
+    until(lambda: client.read_flow_run(lost).state_name == "AwaitingRetry", "started again")
+    assert client.read_flow_run(begun).state_name == "Running"
+
+
+@pytest.mark.parametrize(("pool_type", "is_repeated"), [("process", True), ("docker", False)])
+def test_a_container_may_wait_for_its_image(
+    client: SyncPrefectClient, tmp_path: Path, pool_type: Any, is_repeated: bool
+) -> None:
+    """Its start counts as lost at no time: what the server says of it does not match the rule."""
+    list(set_up(wanted_things(pool_type, POOL, None, None), client, False))
+    run = a_run(client, tmp_path)
+    report(client, run, "Pending")
+    of_run = {"resource": {"id": [f"prefect.flow-run.{run}"]}}
+    asked = {"filter": {**of_run, "event": {"name": ["prefect.flow-run.Pending"]}}}
+    (event,) = until(
+        lambda: client.request("POST", "/events/filter", json=asked).json()["events"], "an event"
+    )
+    (rule,) = client.read_automations_by_name(LOST_STARTS_ARE_REPEATED)
+    trigger = EventTrigger.model_validate(rule.trigger.model_dump())
+    seen = ReceivedEvent.model_validate(event)
+    assert trigger.covers(seen) == is_repeated
+    for _ in take_down(reversed(wanted_things(pool_type, POOL, None, None)), client, False):
+        pass
+
+
 def test_forgetful_leases_are_warned_of(client: SyncPrefectClient) -> None:
     """A server that keeps leases in its memory, as by default, and the setting that helps."""
     problem = lease_problem(client)
@@ -362,15 +407,19 @@ def test_forgetful_leases_are_warned_of(client: SyncPrefectClient) -> None:
 def test_the_command_says_what_it_does(
     client: SyncPrefectClient, prefect_server: PrefectServer, tmp_path: Path
 ) -> None:
-    """A line a thing, then what is left to do; runs keep to the folder it is given in."""
+    """A line a thing, then what is left to do; runs keep to the folder it is given in. Leases that
+    do not last are warned of, without a limit on GPUs as well: deployments have limits too."""
     told = trialflow(
         tmp_path, "deploy", "--pool", POOL, "--gpus", "4", variables=prefect_server.environment
     )
     assert told.returncode == 0, told.stderr
-    assert told.stdout.splitlines()[:7] == [f"created: {thing}" for thing in ALL]
+    assert told.stdout.splitlines()[: len(ALL)] == [f"created: {thing}" for thing in ALL]
     assert told.stdout.endswith(f"trialflow worker --pool {POOL}\n")
     assert "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE" in told.stderr
     assert str(tmp_path) in str(client.read_deployment_by_name("train/train").pull_steps)
+    told = trialflow(tmp_path, "deploy", "--dry-run", variables=prefect_server.environment)
+    assert told.returncode == 0, told.stderr
+    assert told.stderr.count("PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE") == 1
 
 
 def test_without_a_server_there_is_nothing_to_set_up(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from prefect.workers.process import ProcessJobConfiguration
 
 from deployments.wanted import PoolType, deployments, job_template
 from trial_core.config.stopping import StoppingConfig
+from trial_core.slots.devices import LOCKS
 
 POOL_TYPES = get_args(PoolType)
 WORKERS = "collections_data/views/aggregate-worker-metadata.json"
@@ -95,6 +96,18 @@ def test_a_docker_run_has_gpus_and_shared_memory() -> None:
     assert arguments["shm_size"] == "8g"
     none = rendered("docker", device_requests=[])["container_create_kwargs"]
     assert none.get("device_requests", []) == []
+
+
+def test_docker_runs_of_a_host_lock_gpus_in_one_place() -> None:
+    """A volume that stays whatever other volumes are given, under the path that each run is told;
+    it takes its permissions from the image, whose user is not root."""
+    template = rendered("docker", volumes=["/data:/data:ro"])
+    (mount,) = template["container_create_kwargs"]["mounts"]
+    assert mount == {
+        "Type": "volume", "Source": "trialflow-devices", "Target": template["env"][LOCKS]
+    }  # fmt: skip
+    dockerfile = Path(__file__).parents[2].joinpath("Dockerfile").read_text()
+    assert f"mkdir --mode=1777 {mount['Target']}\n" in dockerfile
 
 
 def test_a_kubernetes_run_has_gpus_shared_memory_and_a_place() -> None:

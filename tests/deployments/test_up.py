@@ -17,7 +17,9 @@ from typing import Any
 
 import httpx
 import pytest
+from prefect.client.orchestration import SyncPrefectClient
 
+from deployments.on_server import lease_problem
 from tests.support.cli import TRIALFLOW, environment_in, trialflow
 from tests.support.prefect import isolated
 from tests.support.processes import descendants, wait_until_gone
@@ -96,8 +98,8 @@ def test_a_configured_server_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.server
 def test_all_of_it_is_there_and_goes_when_it_is_killed(tmp_path: Path) -> None:
-    """On another port than one that is taken: UI, deployments, a worker that is online; 10 s after
-    SIGKILL no process is left."""
+    """On another port than one that is taken: UI, deployments, a worker that is online, leases that
+    last. A second one is refused; 10 s after SIGKILL no process is left."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with up(tmp_path, port) as running:
@@ -107,6 +109,11 @@ def test_all_of_it_is_there_and_goes_when_it_is_killed(tmp_path: Path) -> None:
             assert names == {"train", "evaluate", "prune"}
             settings = httpx.get(f"{running.url}/api/admin/settings").json()["server"]
             assert settings["events"]["expired_bucket_buffer"] in ("P30D", 30 * 24 * 3600.0)
+            with SyncPrefectClient(f"{running.url}/api") as client:
+                assert lease_problem(client) is None
+            second = trialflow(tmp_path, "up", variables=isolated(tmp_path / "prefect"))
+            assert second.returncode == 2
+            assert f"process {running.process.pid}, at {running.url}/api. Use that" in second.stderr
             workers = "work_pools/local/workers/filter"
             until(lambda: [w["status"] for w in running.query(workers)] == ["ONLINE"], "a worker")
             running.stop(signal.SIGKILL)

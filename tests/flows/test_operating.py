@@ -144,6 +144,8 @@ def test_a_run_that_is_ended(
         scene.until_state(row.state)
         assert_nothing_left(scene, ports)
         assert scene.state() == row.state
+        if row.state == "Cancelled":  # a worker that has to kill it after 30 s says so too
+            assert scene.run()["state"]["message"].startswith("Stopped: ")
         assert (assert_saved_where_it_ended(scene) if row.saves else scene.saved()) > 0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.logs import BURST_LINES, LINES_PER_SECOND, SMALL_BYTES, LogCap, StoredLogs
+from tasks.logs import BURST_LINES, LINES_PER_SECOND, SMALL_BYTES, LogCap, LogCaps, StoredLogs
 from trial_core.checkpoint.store import CheckpointStore
 
 TRIAL = "toy-0000beef"
@@ -54,6 +54,30 @@ def test_a_burst_of_lines_passes_then_a_few_a_second() -> None:
     assert sum(cap.admits() for _ in range(100)) == 2 * LINES_PER_SECOND
     clock.now += 10_000
     assert sum(cap.admits() for _ in range(10_000)) == BURST_LINES
+
+
+@pytest.mark.parametrize("flood_alarms", [False, True])
+def test_a_chatty_rank_0_keeps_no_warning_away(flood_alarms: bool) -> None:
+    """It prints 20 lines a second, or as many warnings: each warning of the others is shown."""
+    clock = Clock()
+    caps = LogCaps(clock)
+    shown = 0
+    for second in range(600):
+        clock.now += 1
+        for _ in range(20):
+            caps.admits(0, flood_alarms)
+        if second % 7 == 0:
+            shown += caps.admits(3, True)
+    assert shown == 86
+    assert caps.left_out() == 600 * 20 - BURST_LINES - 599 * LINES_PER_SECOND
+
+
+def test_what_alarms_in_rank_0_is_not_lost_in_its_output() -> None:
+    """An error of the rank that prints most is shown as well."""
+    caps = LogCaps(Clock())
+    while caps.admits(0, False):
+        pass
+    assert caps.admits(0, True)
 
 
 def test_logs_and_report_are_stored(store: CheckpointStore, tmp_path: Path) -> None:
@@ -127,3 +151,14 @@ def test_memory_keeps_no_logs(tmp_path: Path) -> None:
     logs.store_last(is_in_a_hurry=False)
     assert stored(store) == {}
     assert list(logs.places().values()) == [str(tmp_path / "run" / "logs")]
+
+
+def test_tensorboard_is_where_something_is(store: CheckpointStore, tmp_path: Path) -> None:
+    """No address is given of files that a trial does not write, or that are not stored yet."""
+    logs = logs_of(store, tmp_path / "run")
+    store.storage.write(f"runs/{TRIAL}/tensorboarding", b"somebody else's")
+    assert logs.tensorboard() is None
+    (tmp_path / "run" / "tensorboard").mkdir()
+    assert logs.tensorboard() is None
+    store.storage.write(f"runs/{TRIAL}/tensorboard/rank-0/events", b"event")
+    assert logs.tensorboard() == f"{store.url}/runs/{TRIAL}/tensorboard"

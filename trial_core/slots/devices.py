@@ -19,14 +19,16 @@ from trial_core.errors import LaunchError
 from trial_core.slots.accelerators import visible_accelerators
 
 LOOK_SECONDS = 1.0
+LOCKS = "TRIALFLOW_LOCKS"
 
 # File descriptors that hold locks. A process that is forked from this one would hold them on.
 _held: set[int] = set()
 
 
 def locks_folder() -> Path:
-    """Where all users of this machine find the same locks."""
-    return Path(tempfile.gettempdir()) / "trialflow-devices"
+    """Where all users of this machine find the same locks: where TRIALFLOW_LOCKS says, which a
+    container needs, whose own folders nobody shares; else among its temporary files."""
+    return Path(os.environ.get(LOCKS) or Path(tempfile.gettempdir(), "trialflow-devices"))
 
 
 @contextmanager
@@ -43,7 +45,7 @@ def devices_of_its_own(
         The variables that make them, and no others, visible to the ranks.
 
     Raises:
-        LaunchError: there are not so many.
+        LaunchError: there are not so many, or there is no place for locks.
     """
     variable, devices = visible_accelerators(environment)
     if count > len(devices):
@@ -78,14 +80,13 @@ def _take_free_ones(devices: list[str], count: int, mine: dict[str, int]) -> boo
 def _lock_of(device: str) -> int | None:
     """The lock on a device, if nobody has it."""
     folder = locks_folder()
-    if not folder.is_dir():
-        folder.mkdir(exist_ok=True)
-        folder.chmod(0o1777)
-    path = folder / device.replace(os.sep, "_")
-    # To be opened by all users; and where others may create files, who did not may not say O_CREAT.
-    with contextlib.suppress(FileExistsError):
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDONLY, 0o444))
-    lock = os.open(path, os.O_RDONLY)
+    try:
+        lock = _open(folder, device.replace(os.sep, "_"))
+    except OSError as error:
+        raise LaunchError(
+            f"no file for the lock on device {device} can be opened in {folder}: {error}; set "
+            f"{LOCKS} to a folder in which all who train on this machine may create files"
+        ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -94,10 +95,21 @@ def _lock_of(device: str) -> int | None:
     except OSError:  # a file system without locks
         os.close(lock)
         raise LaunchError(
-            f"{folder} knows no locks; set TMPDIR to a folder of a local disk"
+            f"{folder} knows no locks; set {LOCKS} to a folder of a local disk"
         ) from None
     _held.add(lock)
     return lock
+
+
+def _open(folder: Path, name: str) -> int:
+    """A file in the folder of locks, made if need be, as all users may open it."""
+    if not folder.is_dir():
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o1777)
+    # Where others may create files, who did not may not say O_CREAT.
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(folder / name, os.O_CREAT | os.O_EXCL | os.O_RDONLY, 0o444))
+    return os.open(folder / name, os.O_RDONLY)
 
 
 def _give_back(mine: dict[str, int]) -> None:
