@@ -1,5 +1,5 @@
 """The things that `trialflow deploy` keeps on a Prefect server: each can look whether it is there
-as it should be, put itself there, and remove itself.
+as it should be, put itself there, and remove itself. Deployments are in `deployments.deployment`.
 
 What a person has set there in the meantime stays: schedules, default parameters, job variables, a
 work pool's template, an automation that was paused.
@@ -7,32 +7,26 @@ work pool's template, an automation that was paused.
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import (
-    DeploymentUpdate,
     GlobalConcurrencyLimitCreate,
     GlobalConcurrencyLimitUpdate,
     WorkPoolCreate,
     WorkPoolUpdate,
 )
 from prefect.client.schemas.objects import WorkPool
-from prefect.client.schemas.responses import DeploymentResponse
 from prefect.events.schemas.automations import Automation, AutomationCore
 from prefect.exceptions import ObjectNotFound
-from prefect.flows import Flow
 
-from deployments.wanted import Place, PoolType, WantedDeployment, deployments, job_template
+from deployments.wanted import PoolType, job_template
 from flows.gpu_slots import GPU_LIMIT
 from trial_core.errors import ConfigError
-from trial_core.words import plural
 
-WORKING_FOLDER = "prefect.deployments.steps.set_working_directory"
 POOL_DESCRIPTION = "Made by `trialflow deploy`, which removes it again."
 FORGETFUL_LEASE_STORAGE = "prefect.server.concurrency.lease_storage.memory"
 LASTING_LEASE_STORAGE = "prefect.server.concurrency.lease_storage.filesystem"
@@ -209,114 +203,6 @@ class GpuLimit(Thing):
         return "" if self._count else "was not asked for: --gpus"
 
 
-class FlowDeployment(Thing):
-    """A deployment of one of our flows.
-
-    Args:
-        wanted: the deployment.
-        place: where its runs are to be.
-    """
-
-    def __init__(self, wanted: WantedDeployment, place: Place) -> None:
-        module, _, name = wanted.entrypoint.rpartition(".")
-        self._flow: Flow[..., Any] = getattr(importlib.import_module(module), name)
-        self._wanted = wanted
-        self._place = place
-        self._name = f"{self._flow.name}/{wanted.name}"
-        self.title = f"deployment {self._name}"
-        self._ours: dict[str, Any] = {
-            "entrypoint": wanted.entrypoint,
-            "work_pool_name": place.pool,
-            # None at all: an image has its own working folder.
-            "pull_steps": (
-                [{WORKING_FOLDER: {"directory": place.directory}}] if place.directory else []
-            ),
-            "parameter_openapi_schema": self._flow.parameters.model_dump(mode="json"),
-            "enforce_parameter_schema": True,
-        }
-
-    def look(self, client: SyncPrefectClient) -> tuple[bool, str]:
-        found = self.read(client)
-        if found is None:
-            return False, ""
-        if found.entrypoint != self._wanted.entrypoint:
-            raise ConfigError(
-                f"{self.title} is there, and is somebody else's: it runs {found.entrypoint}, not "
-                f"{self._wanted.entrypoint}. Delete it first (`prefect deployment delete "
-                f"{self._name}`), or make it again under another name"
-            )
-        return True, ", ".join(_WORDS.get(name, name) for name in self._changes(found))
-
-    def put(self, client: SyncPrefectClient) -> None:
-        found = self.read(client)
-        if found is not None:
-            # Not Prefect's upsert, which would delete the schedules.
-            client.update_deployment(found.id, DeploymentUpdate(**self._changes(found)))
-            return
-        client.create_deployment(
-            flow_id=client.create_flow_from_name(self._flow.name),
-            name=self._wanted.name,
-            description=self._wanted.description,
-            tags=self._wanted.tags,
-            parameters=self._wanted.parameters,
-            job_variables={"env": self._wanted.environment},
-            **self._ours,
-        )
-
-    def remove(self, client: SyncPrefectClient) -> None:
-        found = self.read(client)
-        if found is not None:
-            client.delete_deployment(found.id)
-
-    def goes_with_it(self, client: SyncPrefectClient) -> str:
-        found = self.read(client)
-        if found is None:
-            return ""
-        # Prefect deletes them with their deployment.
-        queued = {
-            "deployments": {"id": {"any_": [str(found.id)]}},
-            "flow_runs": {
-                "state": {"type": {"any_": ["SCHEDULED"]}}, "start_time": {"is_null_": True}
-            },
-        }  # fmt: skip
-        count: int = client.request("POST", "/flow_runs/count", json=queued).json()
-        return f"and {plural(count, 'run')} that had not started yet" if count else ""
-
-    def read(self, client: SyncPrefectClient) -> DeploymentResponse | None:
-        """What is there under its name."""
-        try:
-            return client.read_deployment_by_name(self._name)
-        except ObjectNotFound:
-            return None
-
-    def _changes(self, found: DeploymentResponse) -> dict[str, Any]:
-        """The fields that are to be another."""
-        wanted = {name: ours for name, ours in self._ours.items() if not self._keeps(name, found)}
-        wanted["tags"] = [*found.tags, *(set(self._wanted.tags) - set(found.tags))]
-        variables = found.job_variables or {}
-        wanted["job_variables"] = {
-            **variables, "env": {**self._wanted.environment, **variables.get("env", {})}
-        }  # fmt: skip
-        return {
-            name: value
-            for name, value in wanted.items()
-            if (getattr(found, name) or type(value)()) != value
-        }
-
-    def _keeps(self, field: str, found: DeploymentResponse) -> bool:
-        """Whether a field stays as somebody has set it."""
-        keeps_pool = self._place.keeps_pool and found.work_pool_name is not None
-        if field == "work_pool_name":
-            return keeps_pool
-        if field != "pull_steps" or not self._place.keeps_directory:
-            return False
-        if keeps_pool or found.work_pool_name == self._place.pool:
-            return True
-        # It moves. A folder of this machine is no folder of an image's, and the other way round.
-        is_own = bool(found.pull_steps) and working_folder(found) is None
-        return is_own or bool(found.pull_steps) == bool(self._place.directory)
-
-
 def find_pool(client: SyncPrefectClient, name: str) -> WorkPool | None:
     """The work pool of that name, if there is one."""
     try:
@@ -325,55 +211,37 @@ def find_pool(client: SyncPrefectClient, name: str) -> WorkPool | None:
         return None
 
 
-def found_deployments(client: SyncPrefectClient) -> list[DeploymentResponse]:
-    """Those of our deployments that are there."""
-    nowhere = Place("", None)
-    each = (FlowDeployment(wanted, nowhere).read(client) for wanted in deployments())
-    return [found for found in each if found is not None]
-
-
-def working_folder(deployment: DeploymentResponse) -> str | None:
-    """The working folder of its runs, if that is all that is done before they start."""
-    match deployment.pull_steps:
-        case [{"prefect.deployments.steps.set_working_directory": {"directory": str(folder)}}]:
-            return folder
-    return None
-
-
-_WORDS = {
-    "work_pool_name": "work pool",
-    "pull_steps": "working folder",
-    "parameter_openapi_schema": "parameters' schema",
-    "enforce_parameter_schema": "checking of parameters",
-    "job_variables": "environment of its runs",
-}
-
-
 class Rule(Thing):
-    """An automation."""
+    """An automation, which is known by its name."""
 
-    def __init__(self, wanted: AutomationCore) -> None:
-        self.title = f"automation {wanted.name!r}"
-        self._wanted = wanted
+    def __init__(self, name: str) -> None:
+        self.title = f"automation {name!r}"
+        self._name = name
+
+    @abstractmethod
+    def wanted(self, client: SyncPrefectClient) -> AutomationCore | None:
+        """The automation as it should be; None: what it is about is not there yet."""
 
     def look(self, client: SyncPrefectClient) -> tuple[bool, str]:
-        found = self._read(client)
+        found, wanted = self._read(client), self.wanted(client)
         if found is None:
             return False, ""
         same = all(
-            getattr(found, name) == getattr(self._wanted, name)
+            getattr(found, name) == getattr(wanted, name, None)
             for name in ("description", "trigger", "actions")
         )
         return True, "" if same else "what it does"
 
     def put(self, client: SyncPrefectClient) -> None:
-        found = self._read(client)
+        found, wanted = self._read(client), self.wanted(client)
+        if wanted is None:
+            return
         if found is None:
-            client.create_automation(self._wanted)
+            client.create_automation(wanted)
             return
         # The server refuses a change of the owner, even to what it is.
-        wanted = self._wanted.model_dump(exclude={"owner_resource", "enabled"})
-        client.update_automation(found.id, AutomationCore(**wanted, enabled=found.enabled))
+        ours = wanted.model_dump(exclude={"owner_resource", "enabled"})
+        client.update_automation(found.id, AutomationCore(**ours, enabled=found.enabled))
 
     def remove(self, client: SyncPrefectClient) -> None:
         found = self._read(client)
@@ -381,8 +249,19 @@ class Rule(Thing):
             client.delete_automation(found.id)
 
     def _read(self, client: SyncPrefectClient) -> Automation | None:
-        found = client.read_automations_by_name(self._wanted.name)
+        found = client.read_automations_by_name(self._name)
         return found[0] if found else None
+
+
+class FixedRule(Rule):
+    """An automation that is the same on every server."""
+
+    def __init__(self, wanted: AutomationCore) -> None:
+        super().__init__(wanted.name)
+        self._wanted = wanted
+
+    def wanted(self, client: SyncPrefectClient) -> AutomationCore:
+        return self._wanted
 
 
 def lease_problem(client: SyncPrefectClient) -> str | None:

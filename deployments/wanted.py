@@ -56,7 +56,9 @@ class WantedDeployment:
     Attributes:
         name: the deployment's.
         entrypoint: module and function of its flow.
-        description, tags, parameters: as Prefect takes them.
+        description, tags: as Prefect takes them.
+        parameters: the defaults at first; people may change them.
+        from_file: those that a file of the user's gives, each time that it is deployed.
         environment: environment variables of its runs.
     """
 
@@ -65,6 +67,7 @@ class WantedDeployment:
     description: str
     tags: list[str] = field(default_factory=list)
     parameters: dict[str, Any] = field(default_factory=dict)
+    from_file: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
 
 

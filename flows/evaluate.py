@@ -18,7 +18,7 @@ from prefect.logging import get_run_logger
 from flows.crashes import refuse_if_crashed_too_often
 from flows.gpu_slots import gpu_slots
 from flows.stopping import StopWatch
-from flows.train import fetch, launch_slots, obeying, refuse_missing_code
+from flows.train import fetch, launch_slots, obeying, patience, refuse_missing_code
 from tasks.build import build_loaders, build_trial
 from tasks.run import TrialRun
 from tasks.validate import validate
@@ -87,14 +87,11 @@ def evaluate(
         Stopping(settings.grace_seconds) as stopping,
         StopWatch(stopping, settings.time_budget_seconds) as watch,
     ):
-        try:
-            result = evaluate_checkpoint(config, checkpoint, flow_run_id, stopping, devices)
-        except Exception as failure:
-            if (state := watch.conclude(failure)) is not None:
-                return state
-            raise
-        if (state := watch.conclude()) is not None:
-            return state
+        result = watch.concluding(
+            lambda: evaluate_checkpoint(config, checkpoint, flow_run_id, stopping, devices)
+        )
+    if isinstance(result, State):
+        return result
     return replace(result, flow_run_id=flow_run_id)
 
 
@@ -118,7 +115,7 @@ def evaluate_checkpoint(
     store = CheckpointStore(config.checkpoint_storage.url, config.checkpoint_storage.options)
     candidates = _candidates(store, config.name, checkpoint)
     name = trial_id(f"{config.name} evaluation", unique)
-    with run_folder(name) as run_dir, running(store, name) as claim:
+    with run_folder(name, patience(config)) as run_dir, running(store, name) as claim:
         run = TrialRun(
             config, name, run_dir, store, current_observer(), stopping, claim, devices=devices
         )

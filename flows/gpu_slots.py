@@ -9,25 +9,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from uuid import UUID
 
-from prefect import runtime
 from prefect.client.orchestration import get_client
-from prefect.concurrency.context import ConcurrencyContext
-from prefect.concurrency.sync import concurrency
 from prefect.context import FlowRunContext
-from prefect.exceptions import Abort, ObjectNotFound, TerminationSignal
+from prefect.exceptions import ObjectNotFound
 from prefect.logging import get_run_logger
 
-from flows.requeue import is_back_in_its_queue, is_to_go_on
+from flows.leases import holding
+from flows.requeue import waiting_for
 from trial_core.config import ExperimentConfig
 from trial_core.errors import LaunchError
 from trial_core.slots.accelerators import count_accelerators, slots_to_launch
 from trial_core.slots.devices import devices_of_its_own
 
 GPU_LIMIT = "gpu"
-# How long the places of a run that was killed stay taken, for others; Prefect's shortest.
-LEASE_SECONDS = 60.0
 LEASE_LABEL = "trialflow.gpu-lease"
 
 
@@ -49,8 +44,7 @@ def gpu_slots(config: ExperimentConfig) -> Iterator[dict[str, str]]:
     have so many of this machine's for it alone.
 
     Called in the flow's thread, before signals are taken: a run that is stopped while it waits has
-    nothing to save. It goes back into its queue where it came from one. A lease that cannot be
-    renewed is a warning: training is not worth losing for it.
+    nothing to save. It goes back into its queue where it came from one.
 
     Returns:
         Variables for the ranks, which say which GPUs are theirs; none where nobody counts.
@@ -59,12 +53,8 @@ def gpu_slots(config: ExperimentConfig) -> Iterator[dict[str, str]]:
         LaunchError: there are not so many.
     """
     with ExitStack() as taken:
-        try:
+        with waiting_for("GPUs"):
             devices = _take(config, taken)
-        except TerminationSignal:
-            if is_to_go_on() and is_back_in_its_queue("stopped while it waited for GPUs"):
-                raise Abort("stopped while it waited for GPUs: scheduled again") from None
-            raise
         yield devices
 
 
@@ -73,17 +63,7 @@ def _take(config: ExperimentConfig, taken: ExitStack) -> dict[str, str]:
     count = gpus_of(config)
     if count == 0 or not _are_counted(count):
         return {}
-    _free_what_a_dead_attempt_holds()
-    held = taken.enter_context(ConcurrencyContext())
-    taken.enter_context(
-        concurrency(
-            GPU_LIMIT,
-            occupy=count,
-            lease_duration=LEASE_SECONDS,
-            raise_on_lease_renewal_failure=False,
-        )
-    )
-    _write_down(held)
+    taken.enter_context(holding(GPU_LIMIT, count, LEASE_LABEL))
     return taken.enter_context(devices_of_its_own(count, _environment(config), _say_they_are_taken))
 
 
@@ -113,22 +93,3 @@ def _are_counted(count: int) -> bool:
             "waiting for %d GPUs: %d of %d are taken", count, limit.active_slots, limit.limit
         )
     return True
-
-
-def _free_what_a_dead_attempt_holds() -> None:
-    """An attempt that was killed has given nothing back: this one would wait for its own GPUs."""
-    if runtime.flow_run.id is None:
-        return
-    with get_client(sync_client=True) as client:
-        lease = client.read_flow_run(UUID(str(runtime.flow_run.id))).labels.get(LEASE_LABEL)
-        if lease is not None:
-            client.release_concurrency_slots_with_lease(UUID(str(lease)))
-
-
-def _write_down(held: ConcurrencyContext) -> None:
-    """Which lease this attempt holds, on the flow run, for the attempt after it."""
-    if runtime.flow_run.id is None:
-        return
-    with get_client(sync_client=True) as client:
-        for lease in held.cleanup_lease_ids:
-            client.update_flow_run_labels(UUID(str(runtime.flow_run.id)), {LEASE_LABEL: str(lease)})

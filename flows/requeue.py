@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from uuid import UUID
 
 import httpx
@@ -9,7 +11,7 @@ from prefect import runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.context import FlowRunContext
-from prefect.exceptions import PrefectException
+from prefect.exceptions import Abort, PrefectException, TerminationSignal
 from prefect.logging import get_run_logger
 from prefect.states import AwaitingRetry
 
@@ -44,3 +46,16 @@ def is_back_in_its_queue(why: str) -> bool:
         get_run_logger().error("the run cannot be put back into its queue: %s", error)
         return False
     return True
+
+
+@contextmanager
+def waiting_for(what: str) -> Iterator[None]:
+    """For a block that waits in the flow's thread, before signals are taken: a run that is stopped
+    meanwhile has nothing to save, and goes back into its queue where it came from one."""
+    try:
+        yield
+    except TerminationSignal:
+        why = f"stopped while it waited for {what}"
+        if is_to_go_on() and is_back_in_its_queue(why):
+            raise Abort(f"{why}: scheduled again") from None
+        raise

@@ -11,8 +11,9 @@ import contextvars
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 from uuid import UUID
 
 import httpx
@@ -29,6 +30,8 @@ from flows.requeue import came_from_a_queue, is_back_in_its_queue
 from trial_core.errors import Stopped, Superseded
 from trial_core.observer import current_observer
 from trial_core.stopping import Stopping, Why
+
+T = TypeVar("T")
 
 LOOK_SECONDS = 5.0
 # One Ctrl-C may arrive twice: from the terminal, and from a parent that hands it on.
@@ -101,6 +104,23 @@ class StopWatch:
         self._give_signals_back()
         if self._suspension is not None:
             vars(self._suspension).pop("raise_if_requested", None)
+
+    def concluding(self, work: Callable[[], T]) -> T | State[Any]:
+        """Do the run's work; what comes of it, or the state that a run gets that was stopped.
+
+        Raises:
+            BaseException: what `work` raises, or as `conclude`.
+        """
+        try:
+            result = work()
+        except Exception as failure:
+            if self._stopping.asked is not None:
+                self._logger.error("%s, and could not save: %s", self._stopping.asked, failure)
+            if (state := self.conclude(failure)) is not None:
+                return state
+            raise
+        state = self.conclude()
+        return result if state is None else state
 
     def conclude(self, failure: BaseException | None = None) -> State[Any] | None:
         """The run has ended: the state that its flow run gets if it was stopped. None: its own.

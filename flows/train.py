@@ -110,16 +110,9 @@ def train(config: ExperimentConfig, trial: str | None = None) -> TrialResult | S
         Stopping(settings.grace_seconds) as stopping,
         StopWatch(stopping, settings.time_budget_seconds) as watch,
     ):
-        try:
-            result = train_trial(config, trial, stopping, devices)
-        except Exception as failure:
-            if stopping.asked is not None:
-                get_run_logger().error("%s, and could not save: %s", stopping.asked, failure)
-            if (state := watch.conclude(failure)) is not None:
-                return state
-            raise
-        if (state := watch.conclude()) is not None:
-            return state
+        result = watch.concluding(lambda: train_trial(config, trial, stopping, devices))
+    if isinstance(result, State):
+        return result
     return replace(result, flow_run_id=flow_run_id)
 
 
@@ -157,7 +150,7 @@ def train_trial(
     store.check_writable()
     restarts = Restarts(config.max_restarts)
     with (
-        run_folder(trial, _patience(config)) as run_dir,
+        run_folder(trial, patience(config)) as run_dir,
         Report(config, trial, run_dir, current_observer(), store, stopping) as report,
         running(store, trial, config.searcher.source_checkpoint_uuid) as claim,
     ):
@@ -193,7 +186,7 @@ def _how_it_ended(result: TrialResult) -> str:
     return f"stopped: {result.stop_reason}" if result.stop_reason else "stopped"
 
 
-def _patience(config: ExperimentConfig) -> float:
+def patience(config: ExperimentConfig) -> float:
     """How long to wait for an attempt that was taken for dead: it notices, and ends."""
     if runtime.deployment.id is None:
         return 0.0

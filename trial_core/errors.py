@@ -11,12 +11,16 @@ Each message says what was seen, what was expected, and what to do about it::
     │   ├── DeadlineExceeded   ranks are alive but did not answer in time
     │   ├── Stalled            ranks are alive but get no further
     │   └── Stopped            the ranks were ended because the run was asked to stop
-    └── CheckpointError        anything about stored checkpoints
-        ├── StorageError       the storage cannot be reached, read or written
-        ├── CheckpointNotFound no committed checkpoint answers to that name
-        ├── CheckpointDamaged  a file differs from what its manifest promises
-        └── CommitConflict     another writer has committed under the same name
-            └── Superseded     another attempt has taken the trial over
+    ├── CheckpointError        anything about stored checkpoints
+    │   ├── StorageError       the storage cannot be reached, read or written
+    │   ├── CheckpointNotFound no committed checkpoint answers to that name
+    │   ├── CheckpointDamaged  a file differs from what its manifest promises
+    │   └── CommitConflict     another writer has committed under the same name
+    │       └── Superseded     another attempt has taken the trial over
+    └── RegistryError          anything about models, their versions and aliases
+        ├── ModelNotFound      no model, or no version of it, answers to that name
+        ├── PromotionConflict  somebody else has moved the model's aliases meanwhile
+        └── PromotionRefused   the model's aliases cannot be moved so
 
 ``RankFailed`` carries what a person needs to find the cause: see its attributes. The other
 classes carry their message alone.
@@ -103,6 +107,22 @@ class CommitConflict(CheckpointError):
 
 class Superseded(CommitConflict):
     """Another attempt has taken the trial over: this one was presumed dead, and may not commit."""
+
+
+class RegistryError(TrialflowError):
+    """Anything about models, their versions and aliases."""
+
+
+class ModelNotFound(RegistryError):
+    """No model, or no version of it, answers to that name."""
+
+
+class PromotionConflict(RegistryError):
+    """Somebody else has moved the model's aliases meanwhile: says who, when, to what."""
+
+
+class PromotionRefused(RegistryError):
+    """The model's aliases cannot be moved so, whoever else does what."""
 
 
 class RankFailed(SlotsError):

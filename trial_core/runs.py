@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 import shutil
 import socket
 import time
@@ -16,6 +15,7 @@ from typing import BinaryIO
 
 from trial_core.config import home_folder
 from trial_core.errors import TrialflowError
+from trial_core.words import slug as slug  # part of every trial's id
 
 LOCK = "lock"
 LOOK_SECONDS = 0.2
@@ -27,11 +27,6 @@ KEPT = "kept"
 # Locks that this process holds. A process that it forks (a data loader's worker) would hold them
 # on after its death.
 _held: set[BinaryIO] = set()
-
-
-def slug(name: str) -> str:
-    """An experiment's name as part of a trial's id: lower case letters, digits and dashes."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60] or "trial"
 
 
 def trial_id(name: str, unique: str) -> str:

@@ -20,6 +20,11 @@ def one_line(text: str) -> str:
     return next((line.strip() for line in clean(text).splitlines() if line.strip()), "")
 
 
+def slug(name: str) -> str:
+    """An experiment's name as part of other names: lower case letters, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60] or "trial"
+
+
 def number(value: Any) -> str:
     """A metric's value, short."""
     return f"{value:.4g}" if isinstance(value, float) else clean(str(value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,8 +18,8 @@ from trial_core import words
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.manifest import Manifest
-    from trial_core.checkpoint.pins import Pin
     from trial_core.checkpoint.store import CheckpointStore
+    from trial_core.registry.registry import Held
 
 app = App(
     name="checkpoints",
@@ -41,13 +42,18 @@ def list_(
 ) -> int:
     """List checkpoints, oldest first."""
     from trial_core.checkpoint.pins import pins
+    from trial_core.registry.registry import Registry
 
     store = open_store(config, storage)
     manifests = store.list(trial)
-    pinned = pins(store)
+    pinned, held = pins(store), Registry(store).held()
     if json_:
         said = [
-            {**summary(store, manifest), "is_pinned": manifest.uuid in pinned}
+            {
+                **summary(store, manifest),
+                "is_pinned": manifest.uuid in pinned,
+                "held_by": [asdict(each) for each in held.get(manifest.uuid, [])],
+            }
             for manifest in manifests
         ]
         print(json.dumps(said, indent=2))
@@ -55,7 +61,10 @@ def list_(
         of_trial = f" of trial {trial}" if trial else ""
         print(f"no checkpoints{of_trial} in {store.url}")
     else:
-        _print_table(manifests, pinned)
+        kept = {uuid: ["pinned"] for uuid in pinned}
+        for uuid, of_one in held.items():
+            kept.setdefault(uuid, []).extend(map(_shortly, of_one))
+        _print_table(manifests, kept)
     return 0
 
 
@@ -71,6 +80,7 @@ def show(
         The checkpoint's uuid, or its beginning.
     """
     from trial_core.checkpoint.pins import read_pin
+    from trial_core.registry.registry import Registry
 
     store = open_store(config, storage)
     manifest = store.open(uuid)
@@ -78,7 +88,9 @@ def show(
         print(manifest.to_json().decode(), end="")
     else:
         pin = read_pin(store, manifest.uuid)
-        print("\n".join(words.clean(line) for line in description(store, manifest, pin)))
+        held = Registry(store).held().get(manifest.uuid, [])
+        why = [str(each) for each in (pin, *held) if each is not None]
+        print("\n".join(words.clean(line) for line in description(store, manifest, why)))
     return 0
 
 
@@ -129,15 +141,19 @@ def summary(store: CheckpointStore, manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def description(store: CheckpointStore, manifest: Manifest, pin: Pin | None) -> list[str]:
-    """All about a checkpoint, as lines."""
+def description(store: CheckpointStore, manifest: Manifest, kept: list[str]) -> list[str]:
+    """All about a checkpoint, as lines.
+
+    Args:
+        kept: why no rule deletes it.
+    """
     topology = manifest.topology
     facts = {
         "checkpoint": manifest.uuid,
         "trial": f"{manifest.trial} (experiment {manifest.experiment}, {manifest.entrypoint})",
         "batches": str(manifest.progress.batches_trained),
         "saved": local_time(manifest.created_at),
-        "kept": "" if pin is None else words.one_line(str(pin)),
+        "kept": "; ".join(map(words.one_line, kept)),
         "training": words.metrics_line(manifest.metrics.get("training", {})),
         "validation": words.metrics_line(manifest.metrics.get("validation", {})),
         "ranks": f"{topology.world_size} (data {topology.data_parallel_size}, pipeline "
@@ -156,9 +172,14 @@ def description(store: CheckpointStore, manifest: Manifest, pin: Pin | None) -> 
     return lines + [f"  {size:>{margin}}  rank {file.rank}  {file.path}" for size, file in files]
 
 
-def _print_table(manifests: list[Manifest], pinned: dict[str, Pin]) -> None:
+def _shortly(held: Held) -> str:
+    alias = f" ({held.alias})" if held.alias else ""
+    return f"{held.model} v{held.version}{alias}"
+
+
+def _print_table(manifests: list[Manifest], kept: dict[str, list[str]]) -> None:
     length = shortest_unique([manifest.uuid for manifest in manifests])
-    has_pins = any(manifest.uuid in pinned for manifest in manifests)
+    are_kept = any(manifest.uuid in kept for manifest in manifests)
     columns = ["uuid", "trial", "batches", "saved", "size"]
     rows = []
     for manifest in manifests:
@@ -169,7 +190,7 @@ def _print_table(manifests: list[Manifest], pinned: dict[str, Pin]) -> None:
             local_time(manifest.created_at),
             words.size(manifest.total_bytes),
         ]
-        if has_pins:
-            cells.append("pinned" if manifest.uuid in pinned else "")
+        if are_kept:
+            cells.append(", ".join(kept.get(manifest.uuid, [])))
         rows.append([*cells, words.metrics_line(manifest.metrics.get("validation", {}))])
-    print_table([*columns, *(["kept"] if has_pins else []), "validation"], rows)
+    print_table([*columns, *(["kept"] if are_kept else []), "validation"], rows)

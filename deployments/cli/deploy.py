@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,12 +11,14 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from deployments.cli import messages
+from deployments.cli.experiment import read_experiment
 from trial_core.errors import ConfigError, TrialflowError
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
     from deployments.on_server import Done, Thing
+    from deployments.retrainings import Retraining
     from deployments.wanted import PoolType
 
 
@@ -28,7 +30,7 @@ class ServerRefused(TrialflowError):
 
 
 def deploy(
-    *,
+    *files: Path,
     type_: Annotated[
         Literal["process", "docker", "kubernetes"] | None,
         Parameter(
@@ -66,25 +68,50 @@ def deploy(
 ) -> int:
     """Set the Prefect server that PREFECT_API_URL names up for trialflow; or undo it.
 
-    A work pool with its job template, the deployments train, evaluate and prune, a limit on GPUs,
-    and automations for runs that crash. What is there already is left alone, and so is what was
-    changed in the UI: schedules, default parameters, job variables. Removing keeps what others have
-    made, and the limit on GPUs unless --gpus is given.
+    A work pool with its job template, the deployments train, evaluate, prune and retrain, a limit
+    on GPUs, and automations for runs that crash. What is there already is left alone, and so is
+    what was changed in the UI: schedules, default parameters, job variables. Removing keeps what
+    others have made, and the limit on GPUs unless --gpus is given.
+
+    For each file with a `retraining` section there is a deployment of its model's own besides, with
+    its schedule, and an automation if it is to run when data arrives. Given again, a file that has
+    changed changes them. With --remove and files, only what is of these files goes.
+
+    Parameters
+    ----------
+    files
+        Experiment files (YAML) with a `retraining` section.
     """
     from flows.environment import prepare_prefect
 
     prepare_prefect()
+    from deployments.deployment import models_on_server
+    from deployments.models import all_of
     from deployments.on_server import lease_problem, set_up, take_down
 
+    retrainings = read_retrainings(files)
     with configured_client() as client:
+        if remove and files:
+            ours = list(all_of(each.model for each in retrainings))
+            _print(take_down(reversed(ours), client, dry_run), dry_run)
+            return 0
         pool_type, pool_name = settle(client, type_, pool)
         things = wanted_things(
-            pool_type, pool_name, gpus, directory, overwrite, remove, keeps_pool=pool is None
+            pool_type,
+            pool_name,
+            gpus,
+            directory,
+            overwrite,
+            remove,
+            keeps_pool=pool is None,
+            retrainings=retrainings,
+            models=models_on_server(client),
         )
         if remove:
             _print(take_down(reversed(things), client, dry_run), dry_run)
             return 0
         _print(set_up(things, client, dry_run), dry_run)
+        _print(take_back(retrainings, client, dry_run), dry_run)
         # Whether GPUs are counted or not: limits of deployments have leases as well.
         if problem := lease_problem(client):
             messages.warning(problem)
@@ -102,7 +129,8 @@ def settle(
     Raises:
         ConfigError: no work pool can have that name.
     """
-    from deployments.on_server import find_pool, found_deployments
+    from deployments.deployment import found_deployments
+    from deployments.on_server import find_pool
     from deployments.wanted import check_pool_name
 
     if pool is None:
@@ -124,25 +152,58 @@ def wanted_things(
     overwrite: bool = False,
     is_removal: bool = False,
     keeps_pool: bool = False,
+    retrainings: Sequence[Retraining] = (),
+    models: Sequence[str] = (),
 ) -> list[Thing]:
     """What the server should have, in the order in which it is made.
 
     Args:
         directory: the working folder of runs; None: that of a deployment that is there stays.
         keeps_pool: whether a deployment that is there stays in its work pool.
+        retrainings: what files ask for.
+        models: those whose retraining is on the server, by a file that need not be given again.
     """
-    from deployments.on_server import FlowDeployment, GpuLimit, Pool, Rule
+    from deployments.deployment import FlowDeployment
+    from deployments.models import all_of, asked_for
+    from deployments.on_server import FixedRule, GpuLimit, Pool
+    from deployments.retrainings import template
     from deployments.wanted import Place, automations, deployments
 
     folder = directory or (Path.cwd() if pool_type == "process" else None)
     where = str(folder.absolute()) if folder else None
     place = Place(pool, where, keeps_pool, keeps_directory=directory is None)
+    given = {each.model for each in retrainings}
+    kept = [FlowDeployment(template(each), place) for each in models if each not in given]
     return [
         Pool(pool, pool_type, overwrite),
         *([GpuLimit(gpus)] if gpus or is_removal else []),
         *(FlowDeployment(each, place) for each in deployments()),
-        *(Rule(each) for each in automations()),
+        *(FixedRule(each) for each in automations()),
+        *(all_of(models) if is_removal else kept),
+        *asked_for(retrainings, place),
     ]
+
+
+def read_retrainings(files: Sequence[Path]) -> list[Retraining]:
+    """What the `retraining` sections of experiment files ask for.
+
+    Raises:
+        ConfigError: what is wrong in the first one that cannot be used.
+    """
+    from deployments.retrainings import retrainings
+
+    return retrainings({path: read_experiment(path, []) for path in files})
+
+
+def take_back(
+    retrainings: Sequence[Retraining], client: SyncPrefectClient, dry_run: bool
+) -> Iterator[Done]:
+    """Remove what files have asked for before, and ask for no more."""
+    from deployments.models import not_asked_for
+    from deployments.on_server import take_down
+
+    removed = take_down(not_asked_for(retrainings), client, dry_run)
+    return (done for done in removed if done.verb != "not there")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -19,6 +19,9 @@ from deployments.cli import messages
 from deployments.cli.experiment import ConfigFile, Storage, open_store
 from trial_core import words
 from trial_core.errors import TrialflowError
+
+if TYPE_CHECKING:
+    from trial_core.checkpoint.store import CheckpointStore
 
 NEEDED = ("trialflow", "torch", "deepspeed", "prefect", "fsspec")
 OLDEST_PYTHON = (3, 10)
@@ -78,7 +81,7 @@ def examine(config: Path | None, storage: str | None) -> Iterator[Check]:
     yield compiler()
     yield ninja()
     yield accelerators()
-    yield writable(config, storage)
+    yield from stored(config, storage)
     yield prefect_server()
 
 
@@ -138,14 +141,27 @@ def accelerators() -> Check:
     return Check("accelerators", "ok", found)
 
 
-def writable(config: Path | None, storage: str | None) -> Check:
-    """Whether checkpoints can be stored."""
+def stored(config: Path | None, storage: str | None) -> Iterator[Check]:
+    """Whether checkpoints can be stored, and how the registry keeps two writers apart."""
     try:
         store = open_store(config, storage)
         store.check_writable()
+        yield Check("storage", "ok", f"{store.url} can be written")
+        yield registry(store)
     except TrialflowError as error:
-        return Check("storage", "fail", str(error))
-    return Check("storage", "ok", f"{store.url} can be written")
+        yield Check("storage", "fail", str(error))
+
+
+def registry(store: CheckpointStore) -> Check:
+    """How the registry keeps two writers apart on that storage."""
+    if store.storage.has_conditional_writes():
+        return Check("registry", "ok", "conditional writes")
+    return Check(
+        "registry",
+        "warn",
+        "the storage has no conditional writes, so the registry uses a lock",
+        "keep the clocks of all machines that promote models right to within minutes",
+    )
 
 
 def prefect_server() -> Check:

@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 from deployments.cli import messages
 from deployments.cli.experiment import Overrides, Storage, read_experiment
+from deployments.cli.flow_run import run_flow
 from deployments.cli.signals import Terminated, stoppable
 from deployments.cli.tables import AsJson
 from deployments.cli.terminal import Display, display_for_stdout
@@ -69,31 +70,17 @@ def _run(experiment: ExperimentConfig, checkpoint: str | None, display: Display)
     Raises:
         TrialflowError: whatever made it fail.
     """
-    from flows.embedded import PrefectServerError, prefect_api
 
-    display.waiting_for("starting Prefect")
-    with display, prefect_api() as api:
-        import httpx
-        from prefect.exceptions import Abort, CancelledRun, Pause
-
+    def call() -> EvaluateResult:
         from flows.evaluate import EvaluateResult
         from flows.evaluate import evaluate as evaluate_flow
-        from trial_core.observer import observing
 
-        display.waiting_for("starting the ranks")
-        try:
-            with observing(display):
-                result = evaluate_flow(experiment, checkpoint=checkpoint)
-        except (Abort, CancelledRun, Pause) as stop:
-            raise Stopped("the run was stopped in Prefect") from stop
-        except httpx.HTTPError as error:  # only Prefect's client raises these in this process
-            raise PrefectServerError(
-                f"the Prefect server at {api.api_url} failed during the run "
-                f"({type(error).__name__}: {error})"
-            ) from error
-    if not isinstance(result, EvaluateResult):
-        raise Stopped(f"the run ended without a result: {result}")
-    return result
+        result = evaluate_flow(experiment, checkpoint=checkpoint)
+        if not isinstance(result, EvaluateResult):
+            raise Stopped(f"the run ended without a result: {result}")
+        return result
+
+    return run_flow(display, call)
 
 
 def _summary(result: EvaluateResult) -> list[str]:

@@ -17,12 +17,15 @@ from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from deployments.cli import (
     checkpoints,
+    data_arrived,
     deploy,
     doctor,
     evaluate,
     experiment,
     export,
     messages,
+    models,
+    retrain,
     train,
     up,
     worker,
@@ -43,11 +46,14 @@ app = App(
 )
 app.command(train.train)
 app.command(evaluate.evaluate)
+app.command(retrain.retrain)
 app.command(experiment.config)
 app.command(checkpoints.app)
+app.command(models.app)
 app.command(export.export)
 app.command(up.up)
 app.command(deploy.deploy)
+app.command(data_arrived.data_arrived)
 app.command(worker.worker)
 app.command(doctor.doctor)
 

@@ -29,6 +29,7 @@ from trial_core.errors import (
     CommitConflict,
     ConfigError,
     LaunchError,
+    PromotionConflict,
     RankFailed,
     SlotsError,
     TrialError,
@@ -103,7 +104,7 @@ def exit_code(failure: TrialflowError, has_trained: bool = False) -> int:
         return REFUSED
     if isinstance(failure, SlotsError) and not isinstance(failure, LaunchError):
         return FAILED
-    is_broken = isinstance(failure, (CheckpointDamaged, CommitConflict))
+    is_broken = isinstance(failure, (CheckpointDamaged, CommitConflict, PromotionConflict))
     return FAILED if has_trained or is_broken else REFUSED
 
 

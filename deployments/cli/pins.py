@@ -1,19 +1,21 @@
-"""`trialflow checkpoints pin` and `unpin`: what stays, whatever the rules for old ones say."""
+"""`trialflow checkpoints pin` and `unpin`: what stays whatever the rules are."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from deployments.cli import messages
 from deployments.cli.experiment import ConfigFile, Storage, open_store
 from deployments.cli.tables import AsJson
 from trial_core import words
 from trial_core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from trial_core.checkpoint.pins import Pin
     from trial_core.checkpoint.store import CheckpointStore
 
 
@@ -34,15 +36,14 @@ def pin(
     from trial_core.checkpoint import pins
 
     store = _store_for(uuids, config, storage)
-    made = [pins.pin(store, uuid, reason) for uuid in uuids]
-    _say_pins(made, "pinned", json_)
+    _say([pins.pin(store, uuid, reason) for uuid in uuids], "pinned", json_)
     return 0
 
 
 def unpin(
     *uuids: str, config: ConfigFile = None, storage: Storage = None, json_: AsJson = False
 ) -> int:
-    """Leave checkpoints to the rules again.
+    """Leave checkpoints to the rules again. What the registry holds stays all the same.
 
     Parameters
     ----------
@@ -52,7 +53,11 @@ def unpin(
     from trial_core.checkpoint import pins
 
     store = _store_for(uuids, config, storage)
-    _say_pins([pins.unpin(store, uuid) for uuid in uuids], "unpinned", json_)
+    gone = [pins.unpin(store, uuid) for uuid in uuids]
+    _say(gone, "unpinned", json_)
+    for each in gone:
+        if why := pins.why_kept(store, each.uuid):
+            messages.note(f"{each.uuid} stays, {words.one_line(why)}: {pins.WHAT_FREES}")
     return 0
 
 
@@ -62,7 +67,7 @@ def _store_for(uuids: tuple[str, ...], config: Path | None, storage: str | None)
     return open_store(config, storage)
 
 
-def _say_pins(pins: list[Any], done: str, as_json: bool) -> None:
+def _say(pins: list[Pin], done: str, as_json: bool) -> None:
     if as_json:
         said = [{"uuid": p.uuid, "reason": p.reason, "by": p.by, "at": p.at} for p in pins]
         print(json.dumps(said, indent=2))

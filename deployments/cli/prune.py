@@ -86,8 +86,8 @@ def prune(
     """Delete the checkpoints that the rules do not keep: shows them, asks, deletes.
 
     The rules are those of --config's checkpoint_storage, and those given here. Never deleted is
-    what somebody has pinned, and what a run that is under way has started from or would go on
-    from.
+    what somebody has pinned, what the registry holds (a model's champion and the one before), and
+    what a run that is under way has started from or would go on from.
 
     With them goes what killed runs have begun to upload and never committed, once their trials
     have shown no sign of life for a while.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +13,13 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from deployments.cli import messages
-from deployments.cli.deploy import DEFAULT_POOL, settle, wanted_things
+from deployments.cli.deploy import (
+    DEFAULT_POOL,
+    read_retrainings,
+    settle,
+    take_back,
+    wanted_things,
+)
 from deployments.cli.signals import Terminated, stoppable
 from trial_core import words
 from trial_core.errors import ConfigError, TrialflowError
@@ -20,6 +28,7 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
     from deployments.local_server import LocalServer
+    from deployments.retrainings import Retraining
 
 DEFAULT_PORT = 4200
 LOOK_SECONDS = 1.0
@@ -32,7 +41,7 @@ class PartEnded(TrialflowError):
 
 
 def up(
-    *,
+    *files: Path,
     port: Annotated[
         int,
         Parameter(
@@ -53,6 +62,14 @@ def up(
     For a team of one: nothing else to start, and Ctrl-C stops it all. Runs that are under way save
     first, and go on with the next `trialflow up`. What was run is kept in Prefect's own database
     (PREFECT_HOME), where `prefect server start` shows it too.
+
+    With experiment files that have a `retraining` section, their models are retrained as these say:
+    by a schedule, or when data arrives. They need not be given again the next time.
+
+    Parameters
+    ----------
+    files
+        Experiment files (YAML) with a `retraining` section.
     """
     from flows.environment import prepare_prefect
 
@@ -63,6 +80,7 @@ def up(
 
     if pool is not None:
         check_pool_name(pool)
+    retrainings = read_retrainings(files)
     settings = get_current_settings()
     if settings.api.url:
         raise ConfigError(
@@ -73,7 +91,8 @@ def up(
         )
     try:
         with stoppable(say_stopping):
-            _serve(port, pool, settings.home, settings.server.ephemeral.startup_timeout_seconds)
+            limit_seconds = settings.server.ephemeral.startup_timeout_seconds
+            _serve(port, pool, retrainings, settings.home, limit_seconds)
     except KeyboardInterrupt:
         return messages.INTERRUPTED
     except Terminated:
@@ -87,7 +106,13 @@ def say_stopping(how: str) -> None:
     os.write(2, f"{how}: runs save, then all ends (again: at once)\n".encode())
 
 
-def _serve(port: int, pool: str | None, home: Path, start_limit_seconds: float) -> None:
+def _serve(
+    port: int,
+    pool: str | None,
+    retrainings: Sequence[Retraining],
+    home: Path,
+    start_limit_seconds: float,
+) -> None:
     """Start all, and stay until a signal, or the end of one of them, ends it."""
     from deployments.local_server import LocalServer, log_tail
     from deployments.local_worker import LocalWorker
@@ -97,7 +122,7 @@ def _serve(port: int, pool: str | None, home: Path, start_limit_seconds: float) 
     server_log, worker_log = home / "trialflow-server.log", home / "trialflow-worker.log"
     with only_one(home) as say, LocalServer(port, server_log, start_limit_seconds) as server:
         say(server.api_url)
-        served = _set_up(pool)
+        served = _set_up(pool, retrainings)
         with LocalWorker(served, worker_log) as worker:
             print("\n".join(_welcome(server, port, worker_log)), flush=True)
             try:
@@ -110,10 +135,11 @@ def _serve(port: int, pool: str | None, home: Path, start_limit_seconds: float) 
         raise PartEnded(f"the {ended} has ended by itself, so all has; {log_tail(log)}")
 
 
-def _set_up(asked_pool: str | None) -> str:
+def _set_up(asked_pool: str | None, retrainings: Sequence[Retraining]) -> str:
     """The work pool, whose name it is, the deployments and the rest; what is new is said."""
     from prefect.client.orchestration import get_client
 
+    from deployments.deployment import models_on_server
     from deployments.local_worker import put_back_interrupted
     from deployments.on_server import set_up
     from trial_core.slots.accelerators import count_accelerators
@@ -123,8 +149,17 @@ def _set_up(asked_pool: str | None) -> str:
         if asked_pool is None and pool_type != "process":
             pool = DEFAULT_POOL
         gpus = count_accelerators() or None
-        things = wanted_things("process", pool, gpus, None, keeps_pool=asked_pool is None)
-        for done in set_up(things, client, False):
+        things = wanted_things(
+            "process",
+            pool,
+            gpus,
+            None,
+            keeps_pool=asked_pool is None,
+            retrainings=retrainings,
+            models=models_on_server(client),
+        )
+        done_now = chain(set_up(things, client, False), take_back(retrainings, client, False))
+        for done in done_now:
             if done.verb != "unchanged":
                 print(f"{done.verb}: {done.thing}", flush=True)
         for problem in elsewhere(client, pool):
@@ -137,7 +172,7 @@ def _set_up(asked_pool: str | None) -> str:
 
 def elsewhere(client: SyncPrefectClient, pool: str) -> list[str]:
     """What is said of deployments whose runs are not where a newcomer would look for them."""
-    from deployments.on_server import found_deployments, working_folder
+    from deployments.deployment import found_deployments, working_folder
 
     found = found_deployments(client)
     said = [

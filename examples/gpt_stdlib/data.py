@@ -1,7 +1,8 @@
 """The text every machine has: the source code of Python's own standard library.
 
 Files go whole to one side of the split, by a hash of their path, so that no function is trained
-on and validated on. What to expect of a model is here too: the entropies of byte counts.
+on and validated on. What to expect of a model is here too: the entropies of byte counts. And so are
+days, for a model that is trained again and again: some files are of each.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 import hashlib
 import math
 import sysconfig
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import date
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,21 +83,69 @@ def is_for_validation(path: Path) -> bool:
     return int.from_bytes(digest[:4], "big") % VALIDATION_SHARE == 0
 
 
+@dataclass(frozen=True)
+class Days:
+    """Some days, on each of which the same number of files arrives: in the order of their paths,
+    and from the beginning again when all have been there. So a later day has other files, and which
+    they are depends on nothing but the day.
+
+    Attributes:
+        end: the day after the last one.
+        count: how many days.
+        files_per_day: how many files arrive on each.
+    """
+
+    end: date
+    count: int
+    files_per_day: int
+
+    @classmethod
+    def from_config(cls, data: Mapping[str, Any]) -> Days | None:
+        """Those that the section `data` of an experiment names; None: it names none.
+
+        Raises:
+            ValueError: `window_end` is no date.
+        """
+        if "window_end" not in data:
+            return None
+        end = data["window_end"]
+        try:
+            day = date.fromisoformat(end)
+        except ValueError:
+            raise ValueError(
+                f"data.window_end is {end!r}, not a day such as 2026-11-21; what is in braces is "
+                "filled in by `trialflow retrain`; to train once, --set data.window_end=2026-11-21"
+            ) from None
+        return cls(day, data["window_days"], data["files_per_day"])
+
+    def select(self, files: list[Path]) -> list[Path]:
+        """Of all files, those that arrived on these days, each once."""
+        last = self.end.toordinal() * self.files_per_day
+        count = min(self.count * self.files_per_day, len(files))
+        return [files[index % len(files)] for index in range(last - count, last)]
+
+
 @lru_cache(maxsize=1)
-def load_text(root: Path | None = None) -> Text:
+def load_text(root: Path | None = None, days: Days | None = None) -> Text:
     """The standard library's source, split by file.
 
+    Args:
+        days: only what arrived on these.
+
     Raises:
-        FileNotFoundError: this Python comes without its library's source.
+        FileNotFoundError: this Python comes without its library's source; or there are too few days
+            for both sides of the split.
     """
     root = root or standard_library()
+    files = source_files(root)
     sides: dict[bool, list[bytes]] = {False: [], True: []}
-    for path in source_files(root):
+    for path in days.select(files) if days and files else files:
         sides[is_for_validation(path)].append((root / path).read_bytes())
     if not all(sides.values()):
         raise FileNotFoundError(
             f"found {sum(map(len, sides.values()))} Python files in {root}, too few for a training "
             "and a validation text; use a Python that is installed with its library's source"
+            + (", or more days" if days else "")
         )
     training, validation = (
         torch.frombuffer(bytearray(b"".join(sides[side])), dtype=torch.uint8)

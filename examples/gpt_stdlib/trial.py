@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-from data import Windows, baselines, load_text
+from data import Days, Windows, baselines, load_text
 from deepspeed.accelerator import get_accelerator
 from model import GPT, GPTConfig, next_byte_loss
 from torch import Tensor
@@ -29,8 +29,10 @@ class GPTTrial(DeepSpeedTrial):
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self.context = context
         self.hparams = context.get_hparams()
-        text, window = load_text(), self.hparams["window"]
-        self.training = Windows(text.training, window)
+        text = load_text(days=Days.from_config(context.get_data_config()))
+        window = self.hparams["window"]
+        self.text = text.training
+        self.training = Windows(self.text, window)
         self.validation = Windows(text.validation, window, self.hparams["validation_windows"])
         model = GPT(GPTConfig.from_hparams(self.hparams))
         engine, _, _, _ = deepspeed.initialize(
@@ -84,7 +86,7 @@ class CompareWithBaselines(PyTorchCallback):
 
     def __init__(self, trial: GPTTrial) -> None:
         self.is_chief = trial.context.distributed.get_rank() == 0
-        self.baselines = baselines(load_text().training, trial.validation)
+        self.baselines = baselines(trial.text, trial.validation)
 
     def on_validation_end(self, metrics: dict[str, Any]) -> None:
         if self.is_chief:

@@ -16,16 +16,19 @@ from prefect.client.schemas.filters import (
 )
 
 
-class ReportArtifact:
-    """The artifact of a trial's report on the page of this flow run.
+class MarkdownArtifact:
+    """An artifact on the page of this flow run.
 
     Under one key, whatever the flow run, so that Prefect shows the newest; one artifact for each
     flow run, also where that is run again.
+
+    Args:
+        name: what the key is made of.
     """
 
-    def __init__(self, trial: str) -> None:
-        self.key = f"trial-{re.sub(r'[^a-z0-9-]', '-', trial.lower())}"
-        self._trial = trial
+    def __init__(self, name: str, description: str) -> None:
+        self.key = re.sub(r"[^a-z0-9-]", "-", name.lower())
+        self._description = description
         self._flow_run_id = _this_flow_run()
         self._id: UUID | None = None
 
@@ -44,7 +47,7 @@ class ReportArtifact:
                 ArtifactCreate(
                     key=self.key,
                     type="markdown",
-                    description=f"Trial {self._trial}",
+                    description=self._description,
                     data=text,
                     flow_run_id=self._flow_run_id,
                 )
@@ -63,6 +66,13 @@ class ReportArtifact:
             limit=1,
         )
         return found[0].id if found else None
+
+
+class ReportArtifact(MarkdownArtifact):
+    """The artifact of a trial's report."""
+
+    def __init__(self, trial: str) -> None:
+        super().__init__(f"trial-{trial}", f"Trial {trial}")
 
 
 def _this_flow_run() -> UUID | None:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from deployments.cli import doctor
-from tests.support.cli import trialflow
+from tests.support.cli import trialflow, write_experiment
+from tests.support.faults.s3 import faulty_s3
 from tests.support.prefect import free_port, isolated
+from tests.support.s3 import S3Server
 
 
 def examined(folder: Path, *arguments: str, **variables: str) -> tuple[int, dict[str, Any]]:
@@ -31,6 +33,7 @@ def test_a_machine_that_has_it_all(tmp_path: Path) -> None:
     assert {check["status"] for check in found.values()} == {"ok"}
     assert found["torch"]["found"] == importlib.metadata.version("torch")
     assert found["accelerators"]["found"] == "none: slots are CPU processes"
+    assert found["registry"]["found"] == "conditional writes"
     assert found["server"]["found"].startswith("none configured")
 
 
@@ -38,7 +41,7 @@ def test_a_line_for_each_finding(tmp_path: Path) -> None:
     """A person reads a line a subject: how it is, what it is, what was found."""
     done = trialflow(tmp_path, "doctor", variables=isolated(tmp_path / "prefect"))
     lines = done.stdout.splitlines()
-    assert len(lines) == 12
+    assert len(lines) == 13
     assert all(line.startswith("ok    ") for line in lines)
 
 
@@ -50,6 +53,19 @@ def test_a_storage_that_cannot_be_written(tmp_path: Path) -> None:
     assert found["storage"]["status"] == "fail"
     assert "a file, not a folder: correct the path" in found["storage"]["found"]
     assert found["server"]["status"] == "ok"
+
+
+def test_a_storage_without_conditional_writes(tmp_path: Path, moto_s3: S3Server) -> None:
+    """That is a warning: the registry works with a lock, which asks something of the clocks."""
+    with faulty_s3(moto_s3) as endpoint:
+        endpoint.ignored = frozenset({"if-none-match"})
+        server = endpoint.server()
+        place = {"url": server.new_bucket(), "options": server.options}
+        config = write_experiment(tmp_path, checkpoint_storage=place)
+        found = {check.subject: check for check in doctor.stored(config, None)}
+    assert found["storage"].status == "ok"
+    assert str(found["registry"]).startswith("warn  registry     the storage has no conditional")
+    assert "uses a lock: keep the clocks" in str(found["registry"])
 
 
 def test_a_server_that_does_not_answer(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tests.trial_core.checkpoint.helpers import leave_an_upload
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest, utc_now
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.registry.registry import Registry
 
 RULES = ("--save-trial-latest", "1", "--metric", "loss")
 
@@ -133,6 +134,33 @@ def test_pins(history: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFix
     assert run(tmp_path, "unpin", "00000007") == 0
     assert run(tmp_path, "prune", *RULES, "--yes") == 0
     assert batches(tmp_path) == [11, 13, 17]
+
+
+def test_holds(history: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the registry holds is shown with its names, stays, and stays when a pin is taken off."""
+    registry = Registry(CheckpointStore(str(tmp_path / "storage")))
+    for number, manifest in enumerate((history[0], history[2]), start=1):
+        registry.register("gpt", manifest, metric="loss", smaller_is_better=True, value=0.25)
+        registry.promote("gpt", number)
+    assert run(tmp_path, "pin", "00000007") == 0
+    assert run(tmp_path, "list") == 0
+    _, _, first, second, third, _ = capsys.readouterr().out.splitlines()[1:]
+    assert "  pinned, gpt v1 (previous)  " in first
+    assert "gpt" not in second
+    assert "  gpt v2 (champion)  " in third
+    assert run(tmp_path, "list", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [each["is_pinned"] for each in listed] == [True, False, False, False]
+    assert listed[2]["held_by"] == [{"model": "gpt", "version": 2, "alias": "champion"}]
+    assert run(tmp_path, "show", "00000013") == 0
+    assert "held by model gpt, version 2 (champion)" in capsys.readouterr().out
+
+    assert run(tmp_path, "unpin", "00000007") == 0
+    assert f"{history[0].uuid} stays, held by model gpt, version 1" in capsys.readouterr().err
+    assert run(tmp_path, "prune", "--save-trial-latest", "0", *RULES[2:], "--yes") == 0
+    assert batches(tmp_path) == [7, 11, 13]
+    assert run(tmp_path, "unpin", "00000013") == 2
+    assert "held by model gpt, version 2" in capsys.readouterr().err
 
 
 def test_pins_as_json(

@@ -24,8 +24,9 @@ from prefect.server.events.schemas.events import ReceivedEvent
 
 from deployments.cli.deploy import settle, wanted_things
 from deployments.cli.up import elsewhere
+from deployments.deployment import working_folder
 from deployments.local_worker import put_back_interrupted
-from deployments.on_server import Done, lease_problem, set_up, take_down, working_folder
+from deployments.on_server import Done, lease_problem, set_up, take_down
 from deployments.wanted import (
     CRASHED_RUNS_GO_ON,
     LOST_STARTS_ARE_REPEATED,
@@ -47,6 +48,7 @@ ALL = [
     "deployment train/train",
     "deployment evaluate/evaluate",
     "deployment prune/prune",
+    "deployment retrain/retrain",
     f"automation {CRASHED_RUNS_GO_ON!r}",
     f"automation {SILENT_RUNS_HAVE_CRASHED!r}",
     f"automation {LOST_STARTS_ARE_REPEATED!r}",
@@ -216,8 +218,8 @@ def test_up_says_what_is_elsewhere(client: SyncPrefectClient) -> None:
     deploy(client)
     pools = elsewhere(client, "local")
     assert "train is in the work pool deployed" in pools[0]
-    assert "/srv/runs" in pools[3]
-    assert len(pools) == 4
+    assert "/srv/runs" in pools[4]
+    assert len(pools) == 5
 
 
 def test_a_worker_makes_no_pool(prefect_server: PrefectServer, tmp_path: Path) -> None:

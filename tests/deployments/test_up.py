@@ -64,13 +64,13 @@ class Up:
 
 
 @contextmanager
-def up(folder: Path, port: int) -> Iterator[Up]:
+def up(folder: Path, port: int, *files: str) -> Iterator[Up]:
     """`trialflow up` in a terminal of its own; killed, if need be, at the end."""
     (folder / "prefect").mkdir(exist_ok=True)
     log = folder / "up.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*TRIALFLOW, "up", "--port", str(port)],
+            [*TRIALFLOW, "up", *files, "--port", str(port)],
             cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
             env=environment_in(folder, isolated(folder / "prefect")),
         )  # fmt: skip
@@ -106,7 +106,7 @@ def test_all_of_it_is_there_and_goes_when_it_is_killed(tmp_path: Path) -> None:
             assert f"(port {port} is taken)" in running.log.read_text()
             assert "<html" in httpx.get(running.url, follow_redirects=True).text.lower()
             names = {each["name"] for each in running.query("deployments/filter")}
-            assert names == {"train", "evaluate", "prune"}
+            assert names == {"train", "evaluate", "prune", "retrain"}
             settings = httpx.get(f"{running.url}/api/admin/settings").json()["server"]
             assert settings["events"]["expired_bucket_buffer"] in ("P30D", 30 * 24 * 3600.0)
             with SyncPrefectClient(f"{running.url}/api") as client:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import math
 import sys
+from datetime import date, datetime, timezone
 from pathlib import Path
 
 import pytest
 import torch
+from prefect.client.schemas.schedules import CronSchedule
+
+from deployments.retrainings import retrainings
+from trial_core.config import load_config
+from trial_core.templating import rendered
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt_stdlib"
 sys.path.insert(0, str(EXAMPLE))  # as a rank does with the folder of its trial
 
 from data import (  # noqa: E402
+    Days,
     Text,
     Windows,
     baselines,
@@ -75,6 +82,46 @@ def test_a_library_without_source_is_refused_with_advice(tmp_path: Path) -> None
     """The message says where it looked and what would help."""
     with pytest.raises(FileNotFoundError, match=f"found 0 .* in {tmp_path}.*use a Python"):
         load_text(tmp_path)
+
+
+def test_days_have_files_of_their_own_and_windows_overlap() -> None:
+    """Ten files a day: the window of the next day has lost a day's files and got as many new ones;
+    a window is the same whenever it is asked for, and goes round at the end of the files."""
+    files = [Path(f"{index:03}.py") for index in range(64)]
+    today, tomorrow = (Days(date(2026, 11, day), 3, 10).select(files) for day in (21, 22))
+    assert len(set(today)) == 30
+    assert today[10:] == tomorrow[:-10]
+    assert set(today).isdisjoint(tomorrow[-10:])
+    assert Days(date(2026, 11, 21), 3, 10).select(files) == today
+    every_day = {f for day in range(1, 29) for f in Days(date(2026, 2, day), 1, 10).select(files)}
+    assert every_day == set(files)
+    assert sorted(Days(date(2026, 11, 21), 9, 10).select(files)) == files
+
+
+def test_days_are_those_of_the_experiment(text: Text) -> None:
+    """Without any, all files; with some, a part of the text; a template that was not filled in is
+    refused, with what would help."""
+    assert Days.from_config({}) is None
+    window = {"window_end": "2026-11-21", "window_days": 15, "files_per_day": 10}
+    days = Days.from_config(window)
+    assert days == Days(date(2026, 11, 21), 15, 10)
+    some = load_text(days=days)
+    assert 100_000 < len(some.training) < len(text.training) / 2
+    with pytest.raises(ValueError, match=r"not a day such as .* --set data\.window_end="):
+        Days.from_config({**window, "window_end": "{{ scheduled_time.date() }}"})
+
+
+def test_the_daily_experiment_is_the_same_model_on_its_own_days() -> None:
+    """Its templates become the window of the day for which a run is scheduled; what is trained is
+    the model of the other experiment; Prefect takes its schedule."""
+    daily, once = (load_config(EXAMPLE / name) for name in ("daily.yaml", "experiment.yaml"))
+    assert daily.hyperparameters == once.hyperparameters
+    at_three = datetime(2026, 11, 21, 2, tzinfo=timezone.utc)
+    days = Days.from_config(rendered(daily.data, at_three))
+    assert days == Days(date(2026, 11, 21), 15, 10)
+    (asked,) = retrainings({EXAMPLE / "daily.yaml": daily})
+    assert (asked.model, asked.on_data_arrived) == ("gpt-daily", True)
+    assert asked.schedule == CronSchedule(cron="0 3 * * *", timezone="Europe/Berlin")
 
 
 def test_each_byte_but_the_first_is_a_target_once() -> None:

@@ -32,7 +32,10 @@ class Form:
     def put(self, label: str, value: str) -> None:
         """Write into a field, instead of what is there."""
         self._field(label).send_keys(Keys.CONTROL, "a")
-        self._field(label).send_keys(value)
+        self._field(label).send_keys(value, Keys.TAB)  # the page hears of it when it is left
+        self.browser.wait_for(
+            lambda: self._field(label).get_property("value") == value, f"{value} in {label}"
+        )
 
     def problem(self, label: str) -> str:
         """What the browser has against what is in a field."""

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,14 +73,24 @@ def on_a_worker(
         yield scene
 
 
-@contextmanager
-def process(scene: Scene, *arguments: str, **variables: str) -> Iterator[int]:
+def process(scene: Scene, *arguments: str, **variables: str) -> AbstractContextManager[int]:
     """A Python process of the scene's that uses the server; its pid. It ends with the block."""
-    with (scene.folder / "process.log").open("ab") as log:
+    return python_process(
+        scene.server, scene.folder, *arguments, **{**scene.variables, **variables}
+    )
+
+
+@contextmanager
+def python_process(
+    server: PrefectServer, folder: Path, *arguments: str, **variables: str
+) -> Iterator[int]:
+    """A Python process that uses the server, and logs to `folder`; its pid. It ends with the
+    block."""
+    with (folder / "process.log").open("ab") as log:
         started = subprocess.Popen(
             [sys.executable, *arguments],
             cwd=ROOT,
-            env={**os.environ, **scene.server.environment, **scene.variables, **variables},
+            env={**os.environ, **server.environment, **variables},
             stdin=subprocess.DEVNULL, stdout=log, stderr=log,
         )  # fmt: skip
     try:

@@ -7,9 +7,14 @@
     uploads/{trial}/{uuid}.json                    that somebody uploads it, until the commit
     attempts/{trial}/{number:06d}.json             who has taken the trial over; the last may commit
     pins/{uuid}.json                               that a checkpoint stays
+    pins/{uuid}/{model}/{move:06d}-{unique}.json   that the registry needs it
     claims/{trial}.json                            that a trial runs, and what it needs
     deletions/{uuid}.json                          that a checkpoint is being deleted
     runs/{trial}/{path}                            what a run writes beside: TensorBoard, traces
+    models/{model}/versions/{number:06d}.json      a checkpoint under a number; create-only
+    models/{model}/moves/{number:06d}.json         what the model's aliases are; the last holds
+    models/{model}/locks/{time}-{unique}.json      who appends to these, where `create` is not safe
+    models/{model}/retrainings/{run}/{path}        what a retraining writes
     probes/{uuid}                                  written, read and deleted to try the storage
 
 A key is a POSIX path relative to the root. A file without a manifest is no checkpoint: it is an
@@ -26,6 +31,7 @@ CHECKPOINTS = "checkpoints"
 UPLOADS = "uploads"
 ATTEMPTS = "attempts"
 RUNS = "runs"
+MODELS = "models"
 PROBES = "probes"
 
 MANIFEST_NAME = "manifest.json"
@@ -37,6 +43,7 @@ _MANIFEST_KEY = re.compile(
     rf"{MANIFESTS}/(?P<trial>[^/]+)/(?P<batches>[0-9]{{10,}})-(?P<uuid>[^/]+)\.json"
 )
 _INTENT_KEY = re.compile(rf"{UPLOADS}/(?P<trial>[^/]+)/(?P<uuid>[^/]+)\.json")
+_NUMBERED = re.compile(r"(?P<folder>.+)/(?P<number>[0-9]{6,})\.json")
 _ATTEMPT_KEY = re.compile(rf"{ATTEMPTS}/[^/]+/(?P<number>[0-9]{{6,}})\.json")
 
 
@@ -105,6 +112,46 @@ def parse_attempt_key(key: str) -> int | None:
     return int(match["number"]) if match is not None else None
 
 
+def model_folder(model: str) -> str:
+    """The folder of all that belongs to a model."""
+    return f"{MODELS}/{model}"
+
+
+def versions_folder(model: str) -> str:
+    """The folder of a model's versions."""
+    return f"{model_folder(model)}/versions"
+
+
+def moves_folder(model: str) -> str:
+    """The folder of the moves of a model's aliases."""
+    return f"{model_folder(model)}/moves"
+
+
+def locks_folder(model: str) -> str:
+    """The folder of what says who appends to a model's versions or moves."""
+    return f"{model_folder(model)}/locks"
+
+
+def retraining_key(model: str, run: str, path: str) -> str:
+    """The key of one of the files that a retraining of a model writes.
+
+    Args:
+        run: the retraining's id.
+    """
+    return f"{model_folder(model)}/retrainings/{run}/{path}"
+
+
+def numbered_key(folder: str, number: int) -> str:
+    """The key of an object that is called by a number. Sorting the keys sorts by it."""
+    return f"{folder}/{number:06d}.json"
+
+
+def parse_numbered_key(folder: str, key: str) -> int | None:
+    """The number; None where the key is another one."""
+    match = _NUMBERED.fullmatch(key)
+    return int(match["number"]) if match is not None and match["folder"] == folder else None
+
+
 def run_folder(trial: str) -> str:
     """The folder of what a trial's runs write beside checkpoints."""
     return f"{RUNS}/{trial}"
@@ -129,7 +176,7 @@ def parse_manifest_key(key: str) -> ManifestName | None:
 
 
 def is_name(text: str) -> bool:
-    """Whether a trial may be called so: letters, digits, and within them ``.``, ``_`` and ``-``."""
+    """Whether a trial or a model may be called so: letters, digits, and within them ``._-``."""
     return _NAME.fullmatch(text) is not None
 
 

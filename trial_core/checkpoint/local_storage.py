@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import os
 import re
+import tempfile
 import threading
 import uuid
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from trial_core.checkpoint import layout
 from trial_core.checkpoint.moving import Cleared, Piece, chunks
 from trial_core.checkpoint.parallel import StopSignal
 from trial_core.checkpoint.storage import Storage
@@ -77,6 +79,23 @@ class LocalStorage(Storage):
             self.remove(key)
         return len(begun)
 
+    def _probe(self) -> bool:
+        """Whether there are hard links. What stands in for them (see `_link`) is a lock of the
+        kernel's, which on some network file systems other machines do not see."""
+        folder = Path(self._path(layout.PROBES))
+        with self._explainer.explaining("write to"):
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".", suffix=".part") as file:
+                name = Path(f"{file.name}.link")
+                try:
+                    os.link(file.name, name)
+                except OSError as error:
+                    if error.errno not in _NO_HARD_LINKS:
+                        raise
+                    return False
+                name.unlink()
+        return True
+
     def _create(self, path: str, data: bytes) -> None:
         with whole_file(Path(path), is_durable=True, is_new=True) as file:
             file.write(data)
@@ -101,6 +120,9 @@ class LocalStorage(Storage):
 
 class MemoryStorage(Storage):
     """This process's memory: for tests, and for trying things out."""
+
+    def _probe(self) -> bool:
+        return True
 
     def _create(self, path: str, data: bytes) -> None:
         with _memory_lock:

@@ -124,7 +124,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             CheckpointError: it holds something that JSON cannot, a tensor among the metrics say.
         """
         try:
-            fields = msgspec.json.decode(msgspec.json.encode(_tagged(msgspec.to_builtins(self))))
+            fields = msgspec.json.decode(msgspec.json.encode(tagged(msgspec.to_builtins(self))))
         except (TypeError, msgspec.MsgspecError) as error:
             raise CheckpointError(
                 f"the manifest of checkpoint {self.uuid} cannot be written as JSON: {error}; "
@@ -165,7 +165,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
                 f"but it is {seen}"
             )
         try:
-            manifest = msgspec.convert(_untagged(fields), cls)
+            manifest = msgspec.convert(untagged(fields), cls)
         except msgspec.ValidationError as error:
             raise CheckpointDamaged(f"{where} is no manifest: {error}") from error
         _check_names(manifest, where)
@@ -228,23 +228,23 @@ def _folders_of(path: str) -> list[str]:
     return ["/".join(parts[:depth]) for depth in range(1, len(parts))]
 
 
-def _tagged(value: Any) -> Any:
+def tagged(value: Any) -> Any:
     """The same plain data, with floats that JSON lacks written as text under a tag."""
     if isinstance(value, float) and not math.isfinite(value):
         return {_FLOAT: str(value)}
     if isinstance(value, dict):
-        return {key: _tagged(item) for key, item in value.items()}
+        return {key: tagged(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_tagged(item) for item in value]
+        return [tagged(item) for item in value]
     return value
 
 
-def _untagged(value: Any) -> Any:
-    """Undo `_tagged`."""
+def untagged(value: Any) -> Any:
+    """Undo `tagged`."""
     if isinstance(value, dict):
         if set(value) == {_FLOAT} and value[_FLOAT] in ("nan", "inf", "-inf"):
             return float(value[_FLOAT])
-        return {key: _untagged(item) for key, item in value.items()}
+        return {key: untagged(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_untagged(item) for item in value]
+        return [untagged(item) for item in value]
     return value

@@ -1,21 +1,25 @@
-"""Pins: a person's word that a checkpoint stays, whatever the rules say.
+"""Pins and holds: a person's and the registry's word that a checkpoint stays, whatever the rules.
 
-A pin is an object in the storage, so everybody's rules see it::
+They are objects in the storage, so everybody's rules see them::
 
-    pins/{uuid}.json        who has pinned it, when and why
-    deletions/{uuid}.json   the checkpoint is being deleted; see `pruning`
+    pins/{uuid}.json                               who has pinned it, when and why
+    pins/{uuid}/{model}/{move:06d}-{unique}.json   the registry holds it; see `trial_core.registry`
+    deletions/{uuid}.json                          the checkpoint is being deleted; see `pruning`
 
 Pinning and deleting may meet. Whoever deletes first says so and then looks for a pin; whoever pins
 first pins and then looks for a deletion. So at least one of the two sees the other, and gives way.
+A hold is made and looked for as a pin is.
 """
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 
 import msgspec
 
 from trial_core.checkpoint import layout
+from trial_core.checkpoint.layout import ManifestName
 from trial_core.checkpoint.manifest import Timestamp, utc_now
 from trial_core.checkpoint.notes import as_object, is_older, this_user
 from trial_core.checkpoint.store import CheckpointStore
@@ -23,6 +27,12 @@ from trial_core.errors import CheckpointNotFound, CommitConflict
 
 PINS = "pins"
 DELETIONS = "deletions"
+
+WHAT_FREES = "the registry gives it up once it is neither champion nor previous"
+
+_HOLD_KEY = re.compile(
+    rf"{PINS}/(?P<uuid>[^/]+)/(?P<model>[^/]+)/(?P<move>[0-9]{{6,}})-(?P<unique>[^/]+)\.json"
+)
 
 STALE = timedelta(hours=1)
 """After so long without an end, whoever was deleting is taken for dead."""
@@ -46,6 +56,37 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         reason = f": {self.reason}" if self.reason else ""
         return f"pinned by {self.by}{reason}"
+
+
+class Hold(msgspec.Struct, frozen=True, kw_only=True):
+    """That the registry needs a checkpoint.
+
+    Attributes:
+        uuid: the checkpoint's.
+        model: the model of which it is a version.
+        version: number of that; 0: the hold cannot be read.
+        move: number of the move of the model's aliases for which it is held.
+        unique: of that move: another of the same number may have come first.
+        by: who moved them: ``user@host``.
+        at: when: ISO 8601, UTC.
+    """
+
+    uuid: str
+    model: str
+    version: int
+    move: int
+    unique: str
+    by: str
+    at: str
+
+    @property
+    def key(self) -> str:
+        """Where it is stored."""
+        return f"{PINS}/{self.uuid}/{self.model}/{self.move:06d}-{self.unique}.json"
+
+    def __str__(self) -> str:
+        version = f", version {self.version}" if self.version else " (which version, is unreadable)"
+        return f"held by model {self.model}{version}"
 
 
 class Deletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,18 +131,47 @@ def pin(store: CheckpointStore, uuid: str, reason: str = "", by: str | None = No
     made = Pin(uuid=manifest.uuid, reason=reason, by=by or this_user(), at=utc_now())
     data = as_object(made)
     store.storage.write(key, data)
-    deletion = deletion_under_way(store, manifest.uuid)
-    if deletion is None and store.storage.read(manifest.name.key) is not None:
-        return made
-    if before is None and store.storage.read(key) == data:
-        # An earlier pin stays: it may be what keeps the checkpoint.
-        store.storage.remove(key)
-    if deletion is None:
-        raise CheckpointNotFound(f"checkpoint {manifest.uuid} has just been deleted")
-    raise CommitConflict(
-        f"checkpoint {manifest.uuid} is being deleted, by {deletion.by} since {deletion.at}; pin "
-        "it again if it is still there afterwards"
-    )
+    try:
+        check_that_it_stays(store, manifest.name)
+    except (CheckpointNotFound, CommitConflict):
+        if before is None and store.storage.read(key) == data:
+            # An earlier pin stays: it may be what keeps the checkpoint.
+            store.storage.remove(key)
+        raise
+    return made
+
+
+def hold(store: CheckpointStore, name: ManifestName, held: Hold) -> None:
+    """Keep a checkpoint for the registry. When this returns, it is there and no rule deletes it.
+
+    Raises:
+        CheckpointNotFound: it has just been deleted.
+        CommitConflict: it is being deleted.
+        StorageError: the storage failed. The checkpoint may be held.
+    """
+    store.storage.write(held.key, as_object(held))
+    try:
+        check_that_it_stays(store, name)
+    except (CheckpointNotFound, CommitConflict):
+        store.storage.remove(held.key)
+        raise
+
+
+def check_that_it_stays(store: CheckpointStore, name: ManifestName) -> None:
+    """Look whether a checkpoint that has just been pinned or held is still there, and stays.
+
+    Raises:
+        CheckpointNotFound: it is not there.
+        CommitConflict: it is being deleted.
+    """
+    deletion = deletion_under_way(store, name.uuid)
+    if deletion is not None:
+        raise CommitConflict(
+            f"checkpoint {name.uuid} is being deleted, by {deletion.by} since {deletion.at}; try "
+            "again, in case it is still there afterwards"
+        )
+    if store.storage.read(name.key) is None:
+        raise CheckpointNotFound(f"checkpoint {name.uuid} has just been deleted")
 
 
 def unpin(store: CheckpointStore, uuid: str) -> Pin:
@@ -120,7 +190,9 @@ def unpin(store: CheckpointStore, uuid: str) -> Pin:
     if len(found) != 1:
         what = "no pinned checkpoint" if not found else f"{len(found)} pinned checkpoints"
         shown = ", ".join(found or sorted(there)) or "none is pinned"
-        raise CheckpointNotFound(f"{what} in {store.url} begin with {uuid!r}: {shown}")
+        raise CheckpointNotFound(
+            f"{what} in {store.url} begin with {uuid!r}: {shown}{_held_besides(store, uuid)}"
+        )
     store.storage.remove(pin_key(found[0]))
     return there[found[0]]
 
@@ -135,6 +207,32 @@ def pins(store: CheckpointStore) -> dict[str, Pin]:
     return found
 
 
+def holds(store: CheckpointStore) -> dict[str, list[Hold]]:
+    """What the registry holds, by the checkpoint's uuid. A hold that cannot be read is one."""
+    return _holds_below(store, PINS)
+
+
+def read_holds(store: CheckpointStore, uuid: str) -> list[Hold]:
+    """The registry's holds on a checkpoint."""
+    return _holds_below(store, f"{PINS}/{uuid}").get(uuid, [])
+
+
+def kept(store: CheckpointStore) -> dict[str, str]:
+    """The uuids of all checkpoints that are pinned or held, and why."""
+    return {
+        **{uuid: _in_words(held) for uuid, held in holds(store).items()},
+        **{uuid: str(made) for uuid, made in pins(store).items()},
+    }
+
+
+def why_kept(store: CheckpointStore, uuid: str) -> str | None:
+    """Why a checkpoint is pinned or held; None: it is neither."""
+    made = read_pin(store, uuid)
+    if made is not None:
+        return str(made)
+    return _in_words(read_holds(store, uuid)) or None
+
+
 def read_pin(store: CheckpointStore, uuid: str) -> Pin | None:
     """The pin of a checkpoint, None where there is none."""
     data = store.storage.read(pin_key(uuid))
@@ -145,6 +243,42 @@ def read_pin(store: CheckpointStore, uuid: str) -> Pin | None:
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return Pin(uuid=uuid, reason=f"{pin_key(uuid)} cannot be read", by="unknown", at="")
     return msgspec.structs.replace(read, uuid=uuid)
+
+
+def _holds_below(store: CheckpointStore, folder: str) -> dict[str, list[Hold]]:
+    found: dict[str, list[Hold]] = {}
+    for key in sorted(store.storage.sizes(folder)):
+        match = _HOLD_KEY.fullmatch(key)
+        data = store.storage.read(key) if match is not None else None
+        if match is None or data is None:
+            continue  # a pin; or it has just been given up
+        try:
+            read = msgspec.json.decode(data, type=Hold)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            read = Hold(uuid="", model="", version=0, move=0, unique="", by="unknown", at="")
+        said = msgspec.structs.replace(
+            read, uuid=match["uuid"], model=match["model"], move=int(match["move"]),
+            unique=match["unique"],
+        )  # fmt: skip
+        found.setdefault(said.uuid, []).append(said)
+    return {
+        uuid: sorted(of_one, key=lambda held: (held.model, held.move))
+        for uuid, of_one in found.items()
+    }
+
+
+def _held_besides(store: CheckpointStore, begins: str) -> str:
+    """Which checkpoints whose uuids begin so the registry holds, to follow what is not pinned."""
+    held = {uuid: of_one for uuid, of_one in holds(store).items() if uuid.startswith(begins)}
+    if not begins or not held:
+        return ""
+    said = ", ".join(f"{uuid} is {_in_words(of_one)}" for uuid, of_one in held.items())
+    return f"; {said}, and {WHAT_FREES}"
+
+
+def _in_words(of_one: list[Hold]) -> str:
+    """Why a checkpoint is held: each model and version once."""
+    return "; ".join(dict.fromkeys(map(str, of_one)))
 
 
 def read_deletion(store: CheckpointStore, uuid: str) -> Deletion | None:

@@ -22,9 +22,9 @@ from trial_core.checkpoint.pins import (
     STALE,
     Deletion,
     deletion_key,
-    pins,
+    kept,
     read_deletion,
-    read_pin,
+    why_kept,
 )
 from trial_core.checkpoint.retention import Decision, RetentionPolicy, decide
 from trial_core.checkpoint.store import CheckpointStore
@@ -125,7 +125,7 @@ def plan_pruning(
         policy,
         needed={
             **_needs(claimed, manifests),
-            **{uuid: str(pin) for uuid, pin in pins(store).items()},
+            **kept(store),
             **(needed or {}),
         },
         running={*running, *(claim.trial for claim in claimed), *uploading(store)},
@@ -259,9 +259,9 @@ def _say_that_it_is_deleted(store: CheckpointStore, manifest: Manifest) -> None:
 
 def _needed_by_now(store: CheckpointStore, manifest: Manifest) -> str | None:
     """Why a checkpoint that was to be deleted must stay, if it must."""
-    pin = read_pin(store, manifest.uuid)
-    if pin is not None:
-        return str(pin)
+    why = why_kept(store, manifest.uuid)
+    if why is not None:
+        return why
     return _needs(claims(store), [manifest]).get(manifest.uuid)
 
 

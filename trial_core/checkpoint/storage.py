@@ -18,6 +18,7 @@ import msgspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
+from trial_core.checkpoint import probing
 from trial_core.checkpoint.failures import Explainer, service_code, storage_exceptions
 from trial_core.checkpoint.moving import DELETED_IN_VAIN, Cleared, Piece, changed, chunks
 from trial_core.checkpoint.parallel import StopSignal, in_parallel
@@ -62,6 +63,7 @@ class Storage:
         self._explainer = Explainer(spec.url, spec.options)
         self.url = self._explainer.url.rstrip("/")
         self.window = Window()
+        self._has_conditional_writes: bool | None = None
 
     @property
     def is_process_local(self) -> bool:
@@ -83,8 +85,8 @@ class Storage:
         """Store a small object under a key that must be free. Of several writers one succeeds.
 
         Succeeds as well where these very bytes are there already: the reply to an earlier attempt
-        was lost, and it had done it. On file systems that know no conditional write (neither local
-        disks nor S3, GCS and Azure), two writers that come at the same moment are not told apart.
+        was lost, and it had done it. Where there are no conditional writes (see
+        `has_conditional_writes`), two writers that come at the same moment are not told apart.
 
         Raises:
             FileExistsError: other bytes are there.
@@ -189,23 +191,31 @@ class Storage:
         """
         return 0
 
+    def has_conditional_writes(self) -> bool:
+        """Whether of several who `create` the same key at the same moment one succeeds.
+
+        It is tried once, by a few requests (see `probing`).
+        """
+        if self._has_conditional_writes is None:
+            self._has_conditional_writes = self._probe()
+        return self._has_conditional_writes
+
     def try_out(self, key: str) -> None:
         """Write, read back and delete an object; the first use of a storage shows what is amiss.
 
         Raises:
             StorageError: it is not usable, and why.
         """
-        data = key.encode()
         # From the file system's own set-up these come where the options or the URL are wrong.
         with self._explainer.explaining("use", TypeError, ValueError, KeyError):
-            self.write(key, data)
-        seen = self.read(key)
-        if seen != data:
-            raise StorageError(
-                f"{self.url} does not give back what was written to it ({key}: wrote "
-                f"{data!r}, read {seen!r}): it cannot hold checkpoints"
-            )
+            self.write(key, key.encode())
+        probing.read_back(self, key, key.encode())
         self.delete(key)
+
+    def _probe(self) -> bool:
+        # Whatever else fsspec knows looks whether the key is free, and then writes: alone it passes
+        # the probe as well.
+        return probing.sends_conditions(self._fs) and probing.keeps_what_is_there(self)
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"

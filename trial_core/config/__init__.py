@@ -17,6 +17,7 @@ understood in files and in Python, but a Prefect server that checks parameters r
 from __future__ import annotations
 
 from trial_core.config.experiment import ExperimentConfig, load_config
+from trial_core.config.retraining import RetrainingConfig, ScheduleConfig
 from trial_core.config.sections import (
     EnvironmentConfig,
     ReproducibilityConfig,
@@ -32,6 +33,8 @@ __all__ = [
     "IgnoredFieldWarning",
     "ReproducibilityConfig",
     "ResourcesConfig",
+    "RetrainingConfig",
+    "ScheduleConfig",
     "SearcherConfig",
     "StorageConfig",
     "explain",

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict, ValidationError
 from typing_extensions import Self
@@ -18,6 +18,7 @@ from trial_core.config.base import Section
 from trial_core.config.checkpointing import CheckpointingConfig
 from trial_core.config.lengths import Period
 from trial_core.config.reading import override, read_mapping
+from trial_core.config.retraining import RetrainingConfig
 from trial_core.config.sections import (
     EnvironmentConfig,
     ReproducibilityConfig,
@@ -31,8 +32,11 @@ from trial_core.config.words import explain
 from trial_core.errors import ConfigError
 from trial_core.sequencer import CheckpointPolicy, Schedule
 from trial_core.units import Batch
+from trial_core.words import slug
 
-_NOT_WHAT_IS_TRAINED = {"code", "checkpoint_storage", "checkpointing", "stopping", "environment"}
+_NOT_WHAT_IS_TRAINED = {
+    "code", "checkpoint_storage", "checkpointing", "stopping", "retraining", "environment"
+}  # fmt: skip
 
 
 def _absolute(folder: str | Path) -> Path:
@@ -112,24 +116,33 @@ class ExperimentConfig(Section):
         description="How often to start again from the last checkpoint when a rank fails.",
     )
     stopping: StoppingConfig = Field(default_factory=StoppingConfig, title="Stopping")
+    retraining: RetrainingConfig | None = Field(
+        default=None,
+        title="Retraining",
+        description="How the flow `retrain` keeps a model of this experiment up to date.",
+    )
     environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig, title="Environment")
 
     @classmethod
     def prepared(cls, data: Any) -> dict[str, Any]:
-        """Fills in the name, and an empty searcher so that what is missing in it is named."""
+        """Fills in the names, and an empty searcher so that what is missing in it is named."""
         given = super().prepared(data)
         given.setdefault("searcher", {})
         if given.get("name") in (None, ""):
             code = given.get("code")
             folder = _absolute(code if isinstance(code, (str, Path)) else ".")
             given["name"] = folder.name or "experiment"
+        retraining = given.get("retraining")
+        if isinstance(retraining, Mapping) and retraining.get("model") in (None, ""):
+            given["retraining"] = {**retraining, "model": slug(str(given["name"]))}
         return given
 
     @classmethod
     def hint(cls, unknown: str) -> str:
         """Also knows the fields of the sections, for one that was written a level too high."""
         for name, field in cls.model_fields.items():
-            if unknown in getattr(field.annotation, "model_fields", {}):
+            kinds = (field.annotation, *get_args(field.annotation))  # a section, or one or None
+            if any(unknown in getattr(kind, "model_fields", {}) for kind in kinds):
                 return f'; did you mean "{name}.{unknown}"?'
         return super().hint(unknown)
 
@@ -166,12 +179,17 @@ class ExperimentConfig(Section):
         searcher = self.searcher
         return self.checkpoint_storage.retention(searcher.metric, searcher.smaller_is_better)
 
+    def retrained(self) -> RetrainingConfig:
+        """How it is retrained: by its section `retraining`, else by that one's defaults."""
+        section = self.retraining or RetrainingConfig()
+        return section if section.model else section.model_copy(update={"model": slug(self.name)})
+
     def digest(self) -> str:
         """``sha256:…`` of what is trained and how.
 
-        Where the code and the checkpoints lie, how these are taken, when a run stops by itself and
-        what the ranks' environment holds are left out, and with them every credential: the same
-        experiment has the same digest on every machine.
+        Where the code and the checkpoints lie, how these are taken, when a run stops by itself,
+        when and against what it is retrained, and what the ranks' environment holds are left out,
+        and with them every credential: the same experiment has the same digest on every machine.
         """
         content = self.model_dump(mode="json", exclude=_NOT_WHAT_IS_TRAINED)
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))

@@ -161,11 +161,16 @@ def _neighbour(path: Path) -> str:
     return f"; did you mean {path.parent / near[0]}?" if near else ""
 
 
-def override(mapping: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def override(
+    mapping: Mapping[str, Any], overrides: Sequence[str], option: str = "--set"
+) -> dict[str, Any]:
     """`mapping` with each ``"a.b.c=value"`` applied in turn; the value is YAML.
 
     Mappings on the way that do not exist are created. Naming a length's unit replaces the length,
     so ``searcher.max_length.epochs=1`` works whatever unit was given before.
+
+    Args:
+        option: which option they were given by, for errors.
 
     Raises:
         ConfigError: an override that cannot be read, or that leads through something else than a
@@ -177,15 +182,19 @@ def override(mapping: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, 
         path = tuple(name.strip().split("."))
         if not equals or not all(path):
             raise ConfigError(
-                f"--set {text if not equals else name}: expected key=value, "
+                f"{option} {text if not equals else name}: expected key=value, "
                 "such as searcher.max_length.batches=20"
             )
-        result = _with(result, path, parse_yaml(value, f"--set {name}"), ())
+        result = _with(result, path, parse_yaml(value, f"{option} {name}"), (), option)
     return result
 
 
 def _with(
-    mapping: Mapping[str, Any], path: tuple[str, ...], value: Any, before: tuple[str, ...]
+    mapping: Mapping[str, Any],
+    path: tuple[str, ...],
+    value: Any,
+    before: tuple[str, ...],
+    option: str,
 ) -> dict[str, Any]:
     """A copy with `value` at `path`: what YAML aliases share must not change elsewhere."""
     name, rest = path[0], path[1:]
@@ -197,7 +206,7 @@ def _with(
         inner = {}
     if not isinstance(inner, Mapping):
         raise ConfigError(
-            f"--set {'.'.join((*before, *path))}: {'.'.join(here)} is not a mapping, so "
+            f"{option} {'.'.join((*before, *path))}: {'.'.join(here)} is not a mapping, so "
             f"{rest[0]} cannot be set in it"
         )
-    return {**mapping, name: _with(inner, rest, value, here)}
+    return {**mapping, name: _with(inner, rest, value, here, option)}

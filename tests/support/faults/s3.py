@@ -37,6 +37,8 @@ class FaultyS3:
         backend: the server behind it.
         plan: what goes wrong from now on.
         on_kill: called, on the proxy's thread, when a request meets a ``kill`` fault.
+        ignored: names of headers, in small letters, that the server behind never hears of: as if
+            it did not know them. For one that compares no signatures.
     """
 
     backend: S3Server
@@ -46,6 +48,7 @@ class FaultyS3:
     session: ClientSession
     plan: Plan = field(default_factory=Plan)
     on_kill: Callable[[Seen], None] = lambda seen: None
+    ignored: frozenset[str] = frozenset()
     _under_way: int = 0
 
     def server(self, client: str = "") -> S3Server:
@@ -113,7 +116,8 @@ class FaultyS3:
         self, request: web.Request, body: bytes
     ) -> tuple[int, list[tuple[str, str]], bytes]:
         """Have the real server carry the request out; its answer."""
-        headers = [(k, v) for k, v in request.headers.items() if k.lower() not in _HOP_BY_HOP]
+        dropped = {*_HOP_BY_HOP, *self.ignored}
+        headers = [(k, v) for k, v in request.headers.items() if k.lower() not in dropped]
         url = URL(self.backend.endpoint_url + request.raw_path, encoded=True)
         try:
             async with self.session.request(

@@ -4,6 +4,7 @@ which differ by rank and by batch."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -183,9 +184,12 @@ class NeitherWay(ToyTrial):
 
 class Drawing(ToyTrial):
     """Its validation metric depends on random numbers; with ZeRO-3, ranks wait for each other in
-    each evaluation (which by itself it does for larger parameters only)."""
+    each evaluation (which by itself it does for larger parameters only). A file says how far a
+    rank has come."""
 
     def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+        rank = self.context.distributed.get_rank()
+        Path(self.hparams["record"], f"evaluates-{batch_idx}-{rank}").touch()
         metrics = super().evaluate_batch(dataloader_iter, batch_idx)
         if self.hparams["zero_stage"] == 3:
             self.context.distributed.allgather(batch_idx)

@@ -29,13 +29,14 @@ def waiting(folder: Path, **where: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def stop_there(slots: SlotGroup, folder: Path) -> threading.Thread:
-    """Stops the run when rank 1 has come to where it waits, then lets it go on."""
+def stop_there(slots: SlotGroup, folder: Path, *besides: str) -> threading.Thread:
+    """Stops the run when rank 1 has come to where it waits, and the files `besides` are there; then
+    lets it go on."""
 
     def stop() -> None:
         deadline = time.monotonic() + PATIENCE
-        while not (folder / "there").exists():
-            assert time.monotonic() < deadline, "rank 1 never came there"
+        while not all((folder / name).exists() for name in ("there", *besides)):
+            assert time.monotonic() < deadline, "a rank never came there"
             time.sleep(0.01)
         slots.stop()
         (folder / "stopped").touch()
@@ -100,7 +101,7 @@ def test_a_validation_that_has_ended_on_some_rank_ends_on_all(
     warm_slots: Warm, tmp_path: Path
 ) -> None:
     """Where ranks do not evaluate in step, one may be through before another is stopped."""
-    stopping = stop_there(warm_slots(2), tmp_path)
+    stopping = stop_there(warm_slots(2), tmp_path, "evaluates-5-0")  # rank 0's last
     config = drawing(tmp_path, at_evaluation=2, zero_stage=1)
     run = drive(warm_slots(2), config, tmp_path)
     stopping.join()

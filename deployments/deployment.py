@@ -1,0 +1,176 @@
+"""Deployments of our flows on a Prefect server, as `Thing`s."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import DeploymentUpdate
+from prefect.client.schemas.filters import FlowFilter, FlowFilterName
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.exceptions import ObjectNotFound
+from prefect.flows import Flow
+
+from deployments.on_server import Thing
+from deployments.retrainings import ENTRYPOINT, FLOW, template
+from deployments.wanted import Place, WantedDeployment, deployments
+from trial_core.errors import ConfigError
+from trial_core.words import plural
+
+WORKING_FOLDER = "prefect.deployments.steps.set_working_directory"
+A_PAGE = 200
+
+
+class FlowDeployment(Thing):
+    """A deployment of one of our flows.
+
+    Args:
+        wanted: the deployment.
+        place: where its runs are to be.
+    """
+
+    def __init__(self, wanted: WantedDeployment, place: Place) -> None:
+        module, _, name = wanted.entrypoint.rpartition(".")
+        self._flow: Flow[..., Any] = getattr(importlib.import_module(module), name)
+        self._wanted = wanted
+        self._place = place
+        self._name = f"{self._flow.name}/{wanted.name}"
+        self.title = f"deployment {self._name}"
+        self._ours: dict[str, Any] = {
+            "entrypoint": wanted.entrypoint,
+            "work_pool_name": place.pool,
+            # None at all: an image has its own working folder.
+            "pull_steps": (
+                [{WORKING_FOLDER: {"directory": place.directory}}] if place.directory else []
+            ),
+            "parameter_openapi_schema": self._flow.parameters.model_dump(mode="json"),
+            "enforce_parameter_schema": True,
+        }
+
+    def look(self, client: SyncPrefectClient) -> tuple[bool, str]:
+        found = self.read(client)
+        if found is None:
+            return False, ""
+        if found.entrypoint != self._wanted.entrypoint:
+            raise ConfigError(
+                f"{self.title} is there, and is somebody else's: it runs {found.entrypoint}, not "
+                f"{self._wanted.entrypoint}. Delete it first (`prefect deployment delete "
+                f"{self._name}`), or make it again under another name"
+            )
+        return True, ", ".join(_WORDS.get(name, name) for name in self._changes(found))
+
+    def put(self, client: SyncPrefectClient) -> None:
+        found = self.read(client)
+        if found is not None:
+            # Not Prefect's upsert, which would delete the schedules.
+            client.update_deployment(found.id, DeploymentUpdate(**self._changes(found)))
+            return
+        client.create_deployment(
+            flow_id=client.create_flow_from_name(self._flow.name),
+            name=self._wanted.name,
+            description=self._wanted.description,
+            tags=self._wanted.tags,
+            parameters={**self._wanted.parameters, **self._wanted.from_file},
+            job_variables={"env": self._wanted.environment},
+            **self._ours,
+        )
+
+    def remove(self, client: SyncPrefectClient) -> None:
+        found = self.read(client)
+        if found is not None:
+            client.delete_deployment(found.id)
+
+    def goes_with_it(self, client: SyncPrefectClient) -> str:
+        found = self.read(client)
+        if found is None:
+            return ""
+        # Prefect deletes them with their deployment.
+        queued = {
+            "deployments": {"id": {"any_": [str(found.id)]}},
+            "flow_runs": {
+                "state": {"type": {"any_": ["SCHEDULED"]}}, "start_time": {"is_null_": True}
+            },
+        }  # fmt: skip
+        count: int = client.request("POST", "/flow_runs/count", json=queued).json()
+        return f"and {plural(count, 'run')} that had not started yet" if count else ""
+
+    def read(self, client: SyncPrefectClient) -> DeploymentResponse | None:
+        """What is there under its name."""
+        try:
+            return client.read_deployment_by_name(self._name)
+        except ObjectNotFound:
+            return None
+
+    def _changes(self, found: DeploymentResponse) -> dict[str, Any]:
+        """The fields that are to be another."""
+        wanted = {name: ours for name, ours in self._ours.items() if not self._keeps(name, found)}
+        wanted["tags"] = [*found.tags, *(set(self._wanted.tags) - set(found.tags))]
+        variables = found.job_variables or {}
+        wanted["job_variables"] = {
+            **variables, "env": {**self._wanted.environment, **variables.get("env", {})}
+        }  # fmt: skip
+        wanted["parameters"] = {**(found.parameters or {}), **self._wanted.from_file}
+        return {
+            name: value
+            for name, value in wanted.items()
+            if (getattr(found, name) or type(value)()) != value
+        }
+
+    def _keeps(self, field: str, found: DeploymentResponse) -> bool:
+        """Whether a field stays as somebody has set it."""
+        keeps_pool = self._place.keeps_pool and found.work_pool_name is not None
+        if field == "work_pool_name":
+            return keeps_pool
+        if field != "pull_steps" or not self._place.keeps_directory:
+            return False
+        if keeps_pool or found.work_pool_name == self._place.pool:
+            return True
+        # It moves. A folder of this machine is no folder of an image's, and the other way round.
+        is_own = bool(found.pull_steps) and working_folder(found) is None
+        return is_own or bool(found.pull_steps) == bool(self._place.directory)
+
+
+def found_deployments(client: SyncPrefectClient) -> list[DeploymentResponse]:
+    """Those of our deployments that are there: the general ones, then those of models."""
+    nowhere = Place("", None)
+    ours = [*deployments(), *map(template, models_on_server(client))]
+    each = (FlowDeployment(wanted, nowhere).read(client) for wanted in ours)
+    return [found for found in each if found is not None]
+
+
+def models_on_server(client: SyncPrefectClient) -> list[str]:
+    """The models whose retraining is deployed."""
+    general = {each.name for each in deployments()}
+    named = FlowFilter(name=FlowFilterName(any_=[FLOW]))
+    found: list[DeploymentResponse] = []
+    while page := client.read_deployments(flow_filter=named, limit=A_PAGE, offset=len(found)):
+        found += page
+    ours = [each.name for each in found if each.entrypoint == ENTRYPOINT]
+    return sorted(name for name in ours if name not in general)
+
+
+def deployment_of(client: SyncPrefectClient, model: str) -> DeploymentResponse | None:
+    """The deployment of a model's retraining, if there is one."""
+    try:
+        return client.read_deployment_by_name(f"{FLOW}/{model}")
+    except ObjectNotFound:
+        return None
+
+
+def working_folder(deployment: DeploymentResponse) -> str | None:
+    """The working folder of its runs, if that is all that is done before they start."""
+    match deployment.pull_steps:
+        case [{"prefect.deployments.steps.set_working_directory": {"directory": str(folder)}}]:
+            return folder
+    return None
+
+
+_WORDS = {
+    "work_pool_name": "work pool",
+    "pull_steps": "working folder",
+    "parameter_openapi_schema": "parameters' schema",
+    "enforce_parameter_schema": "checking of parameters",
+    "job_variables": "environment of its runs",
+    "parameters": "experiment",
+}

@@ -1,0 +1,164 @@
+"""`trialflow up` with the daily example, whose days are a minute long here."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.deployments.test_up import Up, up
+from tests.support.cli import trialflow
+from tests.support.patience import until
+from tests.support.prefect import isolated
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.registry.registry import Registry
+
+pytestmark = [pytest.mark.long, pytest.mark.server, pytest.mark.slots]
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt_stdlib"
+MODEL = "gpt-daily"
+A_DAY_A_MINUTE = (
+    "{% set t = scheduled_time %}{{ (t + timedelta(days=60 * t.hour + t.minute)).date() }}"
+)
+# A run takes half a minute on an idle machine.
+EVERY_SECONDS = 75
+QUARTER_OF_AN_HOUR_SECONDS = 900.0
+
+
+class Days:
+    """The daily example under `trialflow up`, tiny, on one rank, once in 75 s.
+
+    Attributes:
+        running: the `trialflow up`.
+        registry: where its models are.
+    """
+
+    def __init__(self, folder: Path, running: Up) -> None:
+        self.running = running
+        self.registry = Registry(CheckpointStore(f"file://{folder}/checkpoints"))
+        self._path = f"deployments/name/retrain/{MODEL}"
+
+    def runs(self) -> list[dict[str, Any]]:
+        """Its runs whose time has come, the first one first."""
+        body = {"sort": "EXPECTED_START_TIME_ASC"}
+        found: list[dict[str, Any]] = self.running.query("flow_runs/filter", body)
+        now = datetime.now(timezone.utc)
+        return [
+            run
+            for run in found
+            if run["state_type"] != "SCHEDULED"
+            or datetime.fromisoformat(run["expected_start_time"]) <= now
+        ]
+
+    def failed(self) -> list[str]:
+        """What has become of runs that did not end as they should, or began again."""
+        well = ("Completed", "Skipped")
+        return [
+            f"{run['state']['name']}: {run['state']['message']}"
+            for run in self.runs()
+            if (run["end_time"] and run["state_name"] not in well) or run["run_count"] > 1
+        ]
+
+    def completed(self) -> list[dict[str, Any]]:
+        """Those that have trained a challenger, and decided."""
+        return [run for run in self.runs() if run["state_name"] == "Completed"]
+
+    def end(self) -> None:
+        """No run begins any more; those under way end; then all stops, and nothing is left."""
+        url = f"{self.running.url}/api"
+        deployment = httpx.get(f"{url}/{self._path}").raise_for_status().json()
+        httpx.post(f"{url}/deployments/{deployment['id']}/pause_deployment").raise_for_status()
+        until(lambda: all(run["end_time"] for run in self.runs()), "the end of all runs", 240)
+        assert self.failed() == []
+
+    def assert_told_truly(self) -> None:
+        """Each run had the data of its time; there is one champion, whole, and the log of who was
+        has no gap; what the runs say they have promoted is what was."""
+        plans = {run["id"]: self._noted(run["id"], "plan") for run in self.completed()}
+        for run in self.completed():
+            at = datetime.fromisoformat(run["expected_start_time"]).astimezone(timezone.utc)
+            day = (at + timedelta(days=60 * at.hour + at.minute)).date()
+            assert plans[run["id"]]["data"]["window_end"] == day.isoformat()
+        assert len({plan["data"]["window_end"] for plan in plans.values()}) == len(plans)
+
+        versions, moves = self.registry.versions(MODEL), self.registry.moves(MODEL)
+        assert [each.number for each in versions] == list(range(1, len(plans) + 1))
+        assert {each.run for each in versions} == set(plans)
+        assert [each.number for each in moves] == list(range(1, len(moves) + 1))
+        for before, after in pairwise(moves):
+            assert after.previous == before.champion != after.champion
+        promoted = [run for run in plans if self._noted(run, "outcome")["promoted"]]
+        assert [each.run for each in moves] == promoted
+        champion = self.registry.champion(MODEL)
+        assert champion is not None
+        self.registry.store.verify(champion.checkpoint)
+
+    def _noted(self, run: str, name: str) -> dict[str, Any]:
+        key = f"models/{MODEL}/retrainings/{run}/{name}.json"
+        noted: dict[str, Any] = json.loads(self.registry.store.storage.read(key) or b"{}")
+        return noted
+
+
+@contextmanager
+def days(folder: Path) -> Iterator[Days]:
+    """The example, as `trialflow up daily.yaml` retrains it, until the end of the block."""
+    daily = yaml.safe_load((EXAMPLE / "daily.yaml").read_text())
+    daily["code"] = str(EXAMPLE)
+    daily["checkpoint_storage"] = {
+        "url": f"file://{folder}/checkpoints", "save_trial_best": 1, "save_trial_latest": 0
+    }  # fmt: skip
+    daily["resources"] = {"slots_per_trial": 1}
+    daily["data"]["window_end"] = A_DAY_A_MINUTE
+    tiny = {"layers": 1, "heads": 2, "width": 32, "window": 32, "validation_windows": 64}
+    daily["hyperparameters"].update(tiny)
+    daily["searcher"]["max_length"] = {"batches": 40}
+    daily["min_validation_period"] = daily["min_checkpoint_period"] = {"batches": 20}
+    daily["retraining"].update(
+        schedule={"interval_seconds": EVERY_SECONDS}, max_lateness_seconds=EVERY_SECONDS
+    )
+    (folder / "daily.yaml").write_text(yaml.safe_dump(daily))
+    with up(folder, 0, "daily.yaml") as running:
+        yield Days(folder, running)
+        running.stop(signal.SIGINT)
+
+
+@pytest.mark.timeout(900)
+def test_a_few_days(tmp_path: Path) -> None:
+    """Two scheduled runs, and one for data that arrives, which it is given."""
+    with days(tmp_path) as daily:
+        until(lambda: len(daily.completed()) >= 2 or daily.failed(), "two runs", 400, daily.failed)
+        daily.end()
+        assert len(daily.completed()) >= 2
+        daily.assert_told_truly()
+        api = {**isolated(tmp_path / "prefect"), "PREFECT_API_URL": f"{daily.running.url}/api"}
+        told = trialflow(
+            tmp_path, "data-arrived", MODEL, "--data", "window_end=2026-01-31", variables=api
+        )
+        assert told.returncode == 0, told.stderr
+        arrived = {"window_end": "2026-01-31"}
+        until(lambda: daily.runs()[-1]["parameters"].get("data") == arrived, "a run with the data")
+        until(lambda: daily.runs()[-1]["end_time"], "its end", 200)
+        assert daily.failed() == []
+        assert daily.runs()[-1]["state_name"] == "Completed"
+
+
+@pytest.mark.timeout(1500)
+def test_a_quarter_of_an_hour(tmp_path: Path) -> None:
+    """All runs end as they should, each with the data of its time, one champion, and nothing of
+    them is left."""
+    with days(tmp_path) as daily:
+        end = time.monotonic() + QUARTER_OF_AN_HOUR_SECONDS
+        until(lambda: time.monotonic() > end or daily.failed(), "the end", 2000)
+        daily.end()
+        assert len(daily.completed()) >= 3
+        daily.assert_told_truly()

@@ -1,0 +1,87 @@
+"""What a challenger starts from, and with what a champion is validated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.retraining import Retraining, out_of_time
+from tests.support.slots import toy_config
+from tests.trial_core.checkpoint.helpers import new_manifest
+from trial_core.registry.records import Version
+from trial_core.retraining import Plan
+from trial_core.stopping import Stopping
+
+PLAN = Plan(
+    trial="toy-1", scheduled_at="2026-03-01T03:00:00Z", begun_at="2026-03-01T03:00:00Z",
+    data={"day": "2026-03-01"}, champion=1, move=1,
+)  # fmt: skip
+
+
+def retraining(folder: Path, start: str = "scratch", **changes: Any) -> Retraining:
+    config = toy_config(folder, data={"day": "{{ x }}"}, retraining={"start": start}, **changes)
+    return Retraining(config, "run-1")
+
+
+def champion(found: Retraining) -> Version:
+    """A version whose checkpoint was saved by another class, with other hyperparameters."""
+    manifest = new_manifest(entrypoint="old:Trial", hyperparameters={"width": 3})
+    found.store.commit(manifest)
+    return found.registry.register(
+        "toy", manifest, metric="loss", smaller_is_better=True, value=None
+    )
+
+
+@pytest.mark.parametrize(
+    ("start", "weights_only"), [("warm", True), ("continue", False), ("scratch", None)]
+)
+def test_what_a_challenger_starts_from(
+    tmp_path: Path, start: str, weights_only: bool | None
+) -> None:
+    """The champion's weights, its whole state, or nothing; with the run's data in any case."""
+    found = retraining(tmp_path, start)
+    version = champion(found)
+    searcher = found.as_the_challenger(PLAN, version).searcher
+    if weights_only is None:
+        assert searcher.source_checkpoint_uuid is None
+    else:
+        assert searcher.source_checkpoint_uuid == version.checkpoint
+        assert searcher.source_weights_only is weights_only
+    for config in (
+        found.as_the_challenger(PLAN, version),
+        found.as_the_challenger(PLAN, None),
+        found.as_the_champion(PLAN, version),
+    ):
+        assert config.data == {"day": "2026-03-01"}
+    assert found.as_the_challenger(PLAN, None).searcher == found.config.searcher
+
+
+def test_whoever_takes_long_is_ended_after_any_kind_of_stop() -> None:
+    """Once its grace is over, also where nobody presses for it; not before anybody asks."""
+    with Stopping(3600) as stopping:
+        assert not out_of_time(stopping, 0.0)()
+        stopping.ask("suspended", "in Prefect")
+        assert stopping.wait(10)
+        assert not stopping.has_expired
+        assert out_of_time(stopping, 0.0)()
+        assert not out_of_time(stopping, 3600)()
+
+
+def test_what_the_experiment_starts_from_itself(tmp_path: Path) -> None:
+    """Stays, from scratch and where there is no champion: a base that every challenger has."""
+    source = {"metric": "loss", "max_length": {"batches": 4}, "source_checkpoint_uuid": "base"}
+    for start, version in (("scratch", True), ("warm", False)):
+        found = retraining(tmp_path / start, start, searcher=source)
+        given = champion(found) if version else None
+        searcher = found.as_the_challenger(PLAN, given).searcher
+        assert searcher.source_checkpoint_uuid == "base"
+
+
+def test_a_champion_is_validated_as_it_was_trained(tmp_path: Path) -> None:
+    """With its own class and hyperparameters, on the slots and with the code of now."""
+    found = retraining(tmp_path)
+    config = found.as_the_champion(PLAN, champion(found))
+    assert (config.entrypoint, config.hyperparameters) == ("old:Trial", {"width": 3})
+    assert (config.resources, config.code) == (found.config.resources, found.config.code)

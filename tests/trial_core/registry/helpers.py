@@ -1,0 +1,123 @@
+"""Registries to test with: models whose versions are small checkpoints."""
+
+from __future__ import annotations
+
+import uuid as uuids
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import fsspec
+
+from tests.support.interleaving import VERBS
+from tests.trial_core.checkpoint.helpers import entry, new_manifest
+from trial_core.checkpoint import layout
+from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.pruning import plan_pruning, prune
+from trial_core.checkpoint.retention import RetentionPolicy
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.registry.records import Move, Version
+from trial_core.registry.registry import Registry
+
+MODEL = "gpt"
+NOTHING = RetentionPolicy(save_trial_best=0, save_trial_latest=0)
+
+
+@contextmanager
+def memory_store() -> Iterator[CheckpointStore]:
+    """A store in memory, which is gone afterwards: every listing there looks at all there is."""
+    url = f"memory://{uuids.uuid4()}"
+    yield CheckpointStore(url)
+    with suppress(FileNotFoundError):  # it is empty
+        fsspec.filesystem("memory").rm(f"/{url.removeprefix('memory://')}", recursive=True)
+
+
+def commit(store: CheckpointStore, batches: int) -> Manifest:
+    """A committed checkpoint of one small file."""
+    manifest = new_manifest(batches, files=[entry("shard")])
+    store.storage.write(layout.file_key(manifest.uuid, "shard"), b"x")
+    store.commit(manifest)
+    return manifest
+
+
+def register(store: CheckpointStore, manifest: Manifest, **said: Any) -> Version:
+    """The next version of the model."""
+    how = {"metric": "loss", "smaller_is_better": True, "value": 0.25, **said}
+    return Registry(store).register(MODEL, manifest, **how)
+
+
+def new_registry(store: CheckpointStore, versions: int) -> Registry:
+    """A registry with a model of so many versions."""
+    for batches in range(1, versions + 1):
+        register(store, commit(store, batches))
+    return Registry(store)
+
+
+def aliases(registry: Registry) -> tuple[int | None, int | None]:
+    """The numbers of champion and previous."""
+    state = registry.state(MODEL)
+    return (None, None) if state is None else (state.champion, state.previous)
+
+
+def prune_all(store: CheckpointStore) -> None:
+    """Delete whatever may be deleted."""
+    prune(store, plan_pruning(store, NOTHING, "gpt"))
+
+
+def kept_versions(store: CheckpointStore) -> set[int]:
+    """The versions whose checkpoints are there and verify."""
+    there = {manifest.uuid for manifest in store.list()}
+    found = {each for each in Registry(store).versions(MODEL) if each.checkpoint in there}
+    for version in found:
+        store.verify(version.checkpoint)
+    return {version.number for version in found}
+
+
+def held_versions(registry: Registry) -> set[int]:
+    """The versions on which there is a hold."""
+    return {held.version for of_one in registry.held().values() for held in of_one}
+
+
+def check_log(moves: list[Move]) -> None:
+    """Numbers have no gaps, and each move takes up where the one before it has left."""
+    assert [move.number for move in moves] == list(range(1, len(moves) + 1))
+    champions = [None, *(move.champion for move in moves)]
+    for before, move in zip(champions, moves, strict=False):
+        assert move.previous == before
+        assert move.champion != before
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+class Dying:
+    """A storage after whose `nth` request the process ends: before the next one is carried out.
+
+    Attributes:
+        requests: how many there have been.
+    """
+
+    def __init__(self, storage: Any, nth: int) -> None:
+        self._storage, self._nth = storage, nth
+        self.requests = 0
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._storage, name)
+        if name not in VERBS:
+            return attribute
+
+        def request(*arguments: Any, **named: Any) -> Any:
+            if self.requests >= self._nth:
+                self.die()
+            result = attribute(*arguments, **named)
+            self.requests += 1
+            if self.requests == self._nth:
+                self.die()
+            return result
+
+        return request
+
+    def die(self) -> None:
+        """End: nothing is done any more, and no reply arrives."""
+        raise Killed

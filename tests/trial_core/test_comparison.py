@@ -1,0 +1,138 @@
+"""Which of two is better, by more than a margin; every way of not being so has its words."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from tests.trial_core.checkpoint.helpers import new_manifest
+from trial_core.checkpoint.manifest import Manifest
+from trial_core.comparison import Rule
+from trial_core.sequencer import Progress
+
+NAN, INF = float("nan"), float("inf")
+finite = some.floats(allow_nan=False, allow_infinity=False)
+
+
+@pytest.mark.parametrize(
+    ("champion", "challenger", "margin", "is_better", "why"),
+    [
+        (None, 0.5, 0.0, True, "loss 0.5, and there was no champion"),
+        (0.7, 0.5, 0.0, True, "better by 0.2: loss 0.5 against the champion's 0.7"),
+        (0.7, 0.5, 0.1, True, "better by 0.2: loss 0.5 against the champion's 0.7"),
+        (
+            0.7, 0.65, 0.1, False,
+            "better by 0.05, which is not more than the margin of 0.1: "
+            "loss 0.65 against the champion's 0.7",
+        ),
+        # In binary, 0.4 - 0.3 is more than 0.1.
+        (
+            0.4, 0.3, 0.1, False,
+            "better by 0.1, which is not more than the margin of 0.1: "
+            "loss 0.3 against the champion's 0.4",
+        ),
+        (0.4, 0.29999, 0.1, True, "better by 0.10001: loss 0.29999 against the champion's 0.4"),
+        (0.5, 0.5, 0.0, False, "no better: loss 0.5 against the champion's 0.5"),
+        (0.0, -0.0, 0.0, False, "no better: loss -0.0 against the champion's 0.0"),
+        (0.5, 0.7, 0.0, False, "worse by 0.2: loss 0.7 against the champion's 0.5"),
+        (0.5, 0.7, 1.0, False, "worse by 0.2: loss 0.7 against the champion's 0.5"),
+        (0.5, NAN, 0.0, False, "the challenger's loss is nan, not finite"),
+        (0.5, INF, 0.0, False, "the challenger's loss is inf, not finite"),
+        (0.5, -INF, 0.0, False, "the challenger's loss is -inf, not finite"),
+        (None, NAN, 0.0, False, "the challenger's loss is nan, not finite"),
+        (None, -INF, 0.0, False, "the challenger's loss is -inf, not finite"),
+        (NAN, NAN, 0.0, False, "the challenger's loss is nan, not finite"),
+        (NAN, 0.5, 9.0, True, "loss 0.5, and the champion's is not a number"),
+        (INF, 0.5, 9.0, True, "better by inf: loss 0.5 against the champion's inf"),
+        (-INF, 0.5, 0.0, False, "worse by inf: loss 0.5 against the champion's -inf"),
+        (1, 0, 0.5, True, "better by 1: loss 0 against the champion's 1"),
+    ],
+)  # fmt: skip
+def test_smaller_is_better(
+    champion: float | None, challenger: float, margin: float, is_better: bool, why: str
+) -> None:
+    """By more than the margin, in the decimals in which both are written."""
+    verdict = Rule("loss", True, margin).compare(champion, challenger)
+    assert (verdict.is_better, verdict.why) == (is_better, why)
+
+
+def test_larger_is_better() -> None:
+    """The other way round."""
+    rule = Rule("accuracy", smaller_is_better=False, margin=0.01)
+    assert rule.compare(0.9, 0.92).why == (
+        "better by 0.02: accuracy 0.92 against the champion's 0.9"
+    )
+    assert not rule.compare(0.9, 0.91).is_better
+    assert rule.compare(0.9, 0.88).why == "worse by 0.02: accuracy 0.88 against the champion's 0.9"
+
+
+@given(finite, finite, some.floats(0, 1e6))
+def test_never_both(one: float, other: float, margin: float) -> None:
+    """Of two, at most one is better than the other, whichever way the metric improves; and what is
+    better when smaller is better is not when larger is."""
+    for smaller in (True, False):
+        rule = Rule("loss", smaller, margin)
+        assert not (rule.compare(one, other).is_better and rule.compare(other, one).is_better)
+    assert not (
+        Rule("loss", True, margin).compare(one, other).is_better
+        and Rule("loss", False, margin).compare(one, other).is_better
+    )
+
+
+@given(finite, finite, some.floats(0, 1e6))
+def test_a_margin_only_ever_keeps(champion: float, challenger: float, margin: float) -> None:
+    """What is not better without one is not better with one."""
+    with_one = Rule("loss", True, margin).compare(champion, challenger).is_better
+    without = Rule("loss", True, 0.0).compare(champion, challenger).is_better
+    assert without or not with_one
+    assert without == (challenger < champion)
+
+
+def saved(batches: int, loss: Any, is_validated: bool = True) -> Manifest:
+    return new_manifest(
+        batches,
+        progress=Progress(batches, validated_at=batches if is_validated else batches - 1),
+        metrics={"validation": {"loss": loss}},
+    )
+
+
+def test_the_best_checkpoint() -> None:
+    """By its own validation; what was not validated, or is not a number, does not count; of equals
+    the later one."""
+    numbers = [saved(7, 0.5), saved(11, 0.3), saved(13, 0.3), saved(17, 0.4)]
+    others = [saved(19, NAN), saved(23, 0.1, is_validated=False), saved(29, "0.1")]
+    best = Rule("loss", True).best([*others, *numbers])
+    assert best is numbers[2]
+    assert Rule("loss", False).best([*others, *numbers]) is numbers[0]
+    assert Rule("loss", True).best(others) is None
+    assert Rule("accuracy", True).best(numbers) is None
+
+
+@pytest.mark.parametrize(
+    ("manifests", "why"),
+    [
+        ([], "the challenger has saved no checkpoint"),
+        ([saved(7, 0.5, False)], "no checkpoint of the challenger was validated"),
+        ([saved(7, NAN)], "the challenger's loss is nan, not a number"),
+        ([saved(7, NAN), saved(11, 0.5, False)], "the challenger's loss is nan, not a number"),
+        ([saved(7, "low")], "the challenger's loss is low, not a number"),
+        ([saved(7, None)], "the challenger's loss is None, not a number"),
+    ],
+)
+def test_why_there_is_no_best_one(manifests: list[Manifest], why: str) -> None:
+    """In words, whatever the reason."""
+    rule = Rule("loss")
+    assert rule.best(manifests) is None
+    assert rule.why_none(manifests) == why
+
+
+@pytest.mark.parametrize(("champion", "challenger"), product((NAN, INF, -INF, 0.0), repeat=2))
+def test_a_challenger_that_is_not_finite_never_wins(champion: float, challenger: float) -> None:
+    """Against whatever champion, whichever way the metric improves."""
+    for smaller in (True, False):
+        is_better = Rule("loss", smaller).compare(champion, challenger).is_better
+        assert not is_better or challenger == 0.0

@@ -1,0 +1,107 @@
+"""The section `retraining` of the experiment: its names and defaults, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from trial_core.config import ExperimentConfig, RetrainingConfig, explain
+
+USUAL = {
+    "name": "My GPT",
+    "entrypoint": "model:Trial",
+    "searcher": {"metric": "loss", "max_length": {"batches": 3}},
+}
+
+
+def experiment(**fields: Any) -> ExperimentConfig:
+    return ExperimentConfig.model_validate({**USUAL, **fields})
+
+
+def problems(**fields: Any) -> list[str]:
+    with pytest.raises(ValidationError) as error:
+        experiment(**fields)
+    return explain(error.value)
+
+
+def test_a_model_is_called_as_its_experiment() -> None:
+    """Where the section does not name it, and where there is no section."""
+    assert experiment(retraining={}).retrained().model == "my-gpt"
+    assert experiment(retraining={"model": None}).retraining == RetrainingConfig(model="my-gpt")
+    assert experiment().retraining is None
+    assert experiment().retrained() == RetrainingConfig(model="my-gpt")
+    assert experiment(retraining=RetrainingConfig()).retrained().model == "my-gpt"
+    assert experiment(retraining={"model": "GPT_2.x"}).retrained().model == "GPT_2.x"
+
+
+def test_callbacks_may_take_their_time() -> None:
+    """Null is no limit; nothing is the usual one."""
+    assert experiment().retrained().callback_timeout_seconds == 600
+    unlimited = experiment(retraining={"callback_timeout_seconds": None}).retrained()
+    assert unlimited.callback_timeout_seconds is None
+
+
+def test_it_survives_a_round_trip_through_json() -> None:
+    """As a parameter of a deployment."""
+    given = {
+        "model": "gpt",
+        "start": "warm",
+        "margin": 0.25,
+        "max_lateness_seconds": 60.0,
+        "callbacks": ["hooks:tell", "a.b:c.d"],
+        "schedule": {"cron": "0 3 * * *", "timezone": "Europe/Berlin"},
+        "on_data_arrived": True,
+    }
+    made = experiment(retraining=given)
+    dumped = made.model_dump(mode="json")
+    assert given.items() <= {**dumped["retraining"], "schedule": given["schedule"]}.items()
+    assert ExperimentConfig.model_validate(dumped) == made
+
+
+def test_it_is_not_part_of_what_is_trained() -> None:
+    """The same training has the same digest, whenever it is done again."""
+    assert experiment(retraining={"margin": 0.5}).digest() == experiment().digest()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": "a/b"}, 'model: expected letters, digits, and within them dots, .* got "a/b"'),
+        ({"model": 3}, "model: expected text, got 3"),
+        ({"modl": "a"}, 'modl: unknown field; did you mean "model"?'),
+        ({"start": "cold"}, 'start: expected "scratch", "warm" or "continue", got "cold"'),
+        ({"margin": -0.1}, "margin: .* greater than or equal to 0"),
+        ({"margin": float("nan")}, "margin: .* finite"),
+        ({"max_lateness_seconds": 0}, "max_lateness_seconds: .* greater than 0"),
+        ({"callback_timeout_seconds": 0}, "callback_timeout_seconds: .* greater than 0"),
+        ({"callback_timeout_seconds": float("inf")}, "callback_timeout_seconds: "),
+        ({"callbacks": ["hooks.tell"]}, 'callbacks.0.: expected "module:function" .*"hooks.tell"'),
+        ({"callbacks": ["../hooks:tell"]}, "callbacks.0.: expected"),
+        ({"schedule": {}}, "schedule: expected either cron or interval_seconds, got neither"),
+        (
+            {"schedule": {"cron": "0 3 * * *", "interval_seconds": 60}},
+            "schedule: expected either cron or interval_seconds, got both",
+        ),
+        ({"schedule": {"interval_seconds": 0}}, "schedule.interval_seconds: .* greater than 0"),
+        ({"schedule": {"interval_seconds": 1e13}}, "schedule.interval_seconds: .* less than"),
+        ({"schedule": {"interval_seconds": float("inf")}}, "schedule.interval_seconds: "),
+        ({"max_lateness_seconds": float("inf")}, "max_lateness_seconds: "),
+        (
+            {"schedule": {"interval_seconds": 60, "timezone": "UTC"}},
+            "schedule.timezone: has no effect without cron",
+        ),
+        ({"on_data_arrived": "yes"}, 'on_data_arrived: expected true or false, got "yes"'),
+    ],
+)
+def test_what_is_refused(given: dict[str, Any], said: str) -> None:
+    """With its path, what was expected and what was seen."""
+    (line,) = problems(retraining=given)
+    assert re.match(rf"retraining\.{said.replace('?', '[?]')}", line), line
+
+
+def test_a_field_a_level_too_high() -> None:
+    """Its place is named."""
+    assert problems(margin=0.1) == ['margin: unknown field; did you mean "retraining.margin"?']
