@@ -120,7 +120,7 @@ def test_the_best_checkpoint() -> None:
         ([saved(7, NAN)], "the challenger's loss is nan, not a number"),
         ([saved(7, NAN), saved(11, 0.5, False)], "the challenger's loss is nan, not a number"),
         ([saved(7, "low")], "the challenger's loss is low, not a number"),
-        ([saved(7, None)], "the challenger's loss is None, not a number"),
+        ([saved(7, None)], "the challenger's validation has no loss"),
     ],
 )
 def test_why_there_is_no_best_one(manifests: list[Manifest], why: str) -> None:
