@@ -190,6 +190,7 @@ def automated(server: PrefectServer) -> Iterator[None]:
                 client.delete_automation(each)
 
 
+@pytest.mark.long
 def test_a_killed_driver_is_started_again(
     prefect_server: PrefectServer, shared_worker: Worker, tmp_path: Path
 ) -> None:
