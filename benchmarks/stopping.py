@@ -223,7 +223,7 @@ def prefect(folder: Path) -> Iterator[str]:
             client.create_work_pool(
                 WorkPoolCreate(name=POOL, type="process", base_job_template=template)
             )
-            for each in automations():
+            for each in automations([POOL]):
                 client.create_automation(each)
         try:
             with LocalWorker(POOL, folder / "worker.log"):

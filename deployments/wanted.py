@@ -5,6 +5,7 @@ here. Nothing in this module speaks to a server; `deployments.on_server` does.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.resources import files
@@ -30,22 +31,19 @@ SILENCE = timedelta(minutes=5)
 START_LIMIT = timedelta(minutes=10)
 # Prefect's shortest.
 SETTLED = timedelta(seconds=10)
-# What tells that a run lives, or has ended, or waits: each event that a trigger expects costs the
-# server's database a look. Not Crashed: the triggers have an eye on that.
-NEWS = (
-    *("heartbeat", "Scheduled", "AwaitingRetry", "Paused", "Suspended"),
-    *("Cancelling", "Cancelled", "Failed", "Completed"),
-)
+# States that a person, or the run itself, has set: it is neither lost nor to be started.
+SETTLED_STATES = ("Cancelling", "Cancelled", "Failed", "Completed")
+WAITING_STATES = ("Scheduled", "AwaitingRetry", "Paused", "Suspended")
+# The state of a run whose start was lost, until it is scheduled again, which is soon.
+START_LOST = "StartLost"
 
 CRASHED_RUNS_GO_ON = "trialflow: crashed runs go on"
 SILENT_RUNS_HAVE_CRASHED = "trialflow: silent runs have crashed"
 LOST_STARTS_ARE_REPEATED = "trialflow: lost starts are repeated"
 
+A_RUN = ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"})
 OURS = ResourceSpecification(
     {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"}
-)
-IN_A_PROCESS = ResourceSpecification(
-    {"prefect.resource.role": "work-pool", "prefect.work-pool.type": "process"}
 )
 
 
@@ -123,9 +121,27 @@ def deployments() -> list[WantedDeployment]:
     ]
 
 
-def automations() -> list[AutomationCore]:
-    """What Prefect does by itself when a run of ours is lost."""
-    return [_crashed_runs_go_on(), _silent_runs_have_crashed(), _lost_starts_are_repeated()]
+def lost_starts_have_crashed(pool: str) -> str:
+    """The name of the automation for the starts of a process work pool's runs."""
+    return f"trialflow: lost starts in {pool} have crashed"
+
+
+def automations(process_pools: Iterable[str]) -> list[AutomationCore]:
+    """What Prefect does by itself when a run of ours is lost; its start only in those work pools.
+
+    A server on SQLite gives an event up if others write while a trigger that waits for something
+    reads before it counts the event, as it does with one that it expects, not with one that comes
+    `after`. So nobody expects Crashed, nor Running, on which Crashed follows, unless there is a
+    crash to be taken up already. Nor does that one expect what it brings about: it would fire
+    again. If news that a run has ended are lost nothing comes of it: without force, it does not
+    become Crashed.
+    """
+    return [
+        _crashed_runs_go_on(),
+        _silent_runs_have_crashed(),
+        *map(_lost_starts_have_crashed, process_pools),
+        _lost_starts_are_repeated(),
+    ]
 
 
 def _crashed_runs_go_on() -> AutomationCore:
@@ -134,32 +150,16 @@ def _crashed_runs_go_on() -> AutomationCore:
         description="A trialflow run that has crashed (killed, out of memory, its machine lost) is "
         "scheduled again under the same id, and goes on from its last committed checkpoint. The "
         "run itself ends as failed when it has crashed more often than its max_restarts.",
-        trigger=EventTrigger(
-            # A process worker reports a crash twice, a second apart. The second report must not
-            # find a run that is scheduled again: it would be left as crashed, or started twice.
-            posture=Posture.Proactive,
-            after={"prefect.flow-run.Crashed"},
-            expect=_events(*NEWS, "Pending", "Running"),
+        # A process worker reports a crash twice, a second apart. The second report must not find a
+        # run that is scheduled again: it would be left as crashed, or started twice.
+        trigger=_nothing_follows(
+            "Crashed",
             within=SETTLED,
-            match=ResourceSpecification(
-                {
-                    "prefect.resource.id": "prefect.flow-run.*",
-                    # It has run before: what cannot be started at all would crash for ever.
-                    "prefect.run-count": [str(count + 1) for count in range(MOST_ATTEMPTS)],
-                }
-            ),
-            match_related=OURS,
-            for_each={"prefect.resource.id"},
-            threshold=1,
+            expect=("heartbeat", "Pending", "Running", *SETTLED_STATES),
+            # It has run before: what cannot be started at all would crash for ever.
+            labels={"prefect.run-count": [str(count + 1) for count in range(MOST_ATTEMPTS)]},
         ),
-        actions=[
-            ChangeFlowRunState(
-                state=StateType.SCHEDULED,
-                name="AwaitingRetry",
-                message=SCHEDULED_AGAIN,
-                force=True,
-            )
-        ],
+        actions=[_schedule_again(SCHEDULED_AGAIN)],
     )
 
 
@@ -169,16 +169,11 @@ def _silent_runs_have_crashed() -> AutomationCore:
         description=f"A trialflow run that says nothing for {SILENCE.seconds // 60} minutes (it "
         "sends a heartbeat every 30 s) is taken for dead: its machine is lost, or its worker was "
         "killed with it.",
-        trigger=EventTrigger(
-            posture=Posture.Proactive,
-            after={"prefect.flow-run.heartbeat"},
-            # A run that has been put back into its queue is silent and well.
-            expect=_events(*NEWS),
+        # A run that has been put back into its queue is silent and well.
+        trigger=_nothing_follows(
+            "heartbeat",
             within=SILENCE,
-            match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
-            match_related=OURS,
-            for_each={"prefect.resource.id"},
-            threshold=1,
+            expect=("heartbeat", *WAITING_STATES, *SETTLED_STATES),
         ),
         actions=[
             ChangeFlowRunState(
@@ -191,33 +186,75 @@ def _silent_runs_have_crashed() -> AutomationCore:
     )
 
 
-def _lost_starts_are_repeated() -> AutomationCore:
+def _lost_starts_have_crashed(pool: str) -> AutomationCore:
+    in_pool = ResourceSpecification(
+        {"prefect.resource.role": "work-pool", "prefect.resource.name": pool}
+    )
     return AutomationCore(
-        name=LOST_STARTS_ARE_REPEATED,
-        description="A trialflow run of a process work pool that has not begun "
-        f"{START_LIMIT.seconds // 60} minutes after a worker has taken it is scheduled again: the "
-        "worker was stopped, or its machine was lost, before the run had sent its first heartbeat.",
-        trigger=EventTrigger(
-            posture=Posture.Proactive,
-            after={"prefect.flow-run.Pending"},
-            # Pending too: it is another start then, which has the whole time again.
-            expect=_events(*NEWS, "Crashed", "Pending", "Running"),
+        name=lost_starts_have_crashed(pool),
+        description=f"The start of a trialflow run of the process work pool {pool} is lost when "
+        f"the run has sent no heartbeat {START_LIMIT.seconds // 60} minutes after a worker has "
+        "taken it: the worker was stopped, or its machine was lost.",
+        # Not a container's: it is Pending while its image is pulled, or a node is found, which may
+        # take any time; a second one would be started beside it. The pool's type is known of what
+        # the server says of a run, but not of its heartbeats; its name is.
+        trigger=_nothing_follows(
+            "Pending",
             within=START_LIMIT,
-            match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
-            # Not a container's: it is Pending while its image is pulled, or a node is found, which
-            # may take any time; a second one would be started beside it.
-            match_related=[OURS, IN_A_PROCESS],
-            for_each={"prefect.resource.id"},
-            threshold=1,
+            # Pending too: it is another start then, which has the whole time again.
+            expect=("heartbeat", "Pending", *SETTLED_STATES),
+            related=(OURS, in_pool),
         ),
         actions=[
             ChangeFlowRunState(
-                state=StateType.SCHEDULED,
-                name="AwaitingRetry",
-                message=f"Its start was lost: nothing for {START_LIMIT.seconds // 60} minutes",
-                force=True,
+                state=StateType.CRASHED,
+                name=START_LOST,
+                message=f"Nothing for {START_LIMIT.seconds // 60} minutes after it was taken",
+                force=False,
             )
         ],
+    )
+
+
+def _lost_starts_are_repeated() -> AutomationCore:
+    return AutomationCore(
+        name=LOST_STARTS_ARE_REPEATED,
+        description="A trialflow run whose start was lost is scheduled again.",
+        trigger=EventTrigger(
+            posture=Posture.Reactive,
+            expect=_events(START_LOST),
+            match=A_RUN,
+            match_related=OURS,
+            for_each={"prefect.resource.id"},
+            threshold=1,
+        ),
+        actions=[_schedule_again("Its start was lost: scheduled again")],
+    )
+
+
+def _nothing_follows(
+    event: str,
+    within: timedelta,
+    expect: Iterable[str],
+    labels: Mapping[str, list[str]] | None = None,
+    related: Iterable[ResourceSpecification] = (OURS,),
+) -> EventTrigger:
+    """Fires for a run of ours when an event is followed by none of the expected in that time."""
+    return EventTrigger(
+        posture=Posture.Proactive,
+        after=_events(event),
+        expect=_events(*expect),
+        within=within,
+        match=ResourceSpecification({**A_RUN.root, **(labels or {})}),
+        match_related=[*related],
+        for_each={"prefect.resource.id"},
+        threshold=1,
+    )
+
+
+def _schedule_again(message: str) -> ChangeFlowRunState:
+    return ChangeFlowRunState(
+        state=StateType.SCHEDULED, name="AwaitingRetry", message=message, force=True
     )
 
 

@@ -178,7 +178,7 @@ def wanted_things(
         Pool(pool, pool_type, overwrite),
         *([GpuLimit(gpus)] if gpus or is_removal else []),
         *(FlowDeployment(each, place) for each in deployments()),
-        *(FixedRule(each) for each in automations()),
+        *(FixedRule(each) for each in automations([pool] if pool_type == "process" else [])),
         *(all_of(models) if is_removal else kept),
         *asked_for(retrainings, place),
     ]

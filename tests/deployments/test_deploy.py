@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import pytest
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -19,8 +21,7 @@ from prefect.client.schemas.actions import (
 )
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.events.schemas.automations import AutomationCore
-from prefect.server.events.schemas.automations import EventTrigger
-from prefect.server.events.schemas.events import ReceivedEvent
+from prefect.types._datetime import now
 
 from deployments.cli.deploy import settle, wanted_things
 from deployments.cli.up import elsewhere
@@ -31,6 +32,8 @@ from deployments.wanted import (
     CRASHED_RUNS_GO_ON,
     LOST_STARTS_ARE_REPEATED,
     SILENT_RUNS_HAVE_CRASHED,
+    TAG,
+    lost_starts_have_crashed,
 )
 from flows.crashes import SCHEDULED_AGAIN, CrashedTooOften, refuse_if_crashed_too_often
 from tests.support.cli import trialflow
@@ -51,6 +54,7 @@ ALL = [
     "deployment retrain/retrain",
     f"automation {CRASHED_RUNS_GO_ON!r}",
     f"automation {SILENT_RUNS_HAVE_CRASHED!r}",
+    f"automation {lost_starts_have_crashed(POOL)!r}",
     f"automation {LOST_STARTS_ARE_REPEATED!r}",
 ]
 
@@ -294,21 +298,6 @@ def report(client: SyncPrefectClient, run: UUID, state: str, force: bool = True)
     )  # fmt: skip
 
 
-def test_a_crashed_run_is_scheduled_again(client: SyncPrefectClient, tmp_path: Path) -> None:
-    """One that has run; one that never came so far stays as it is: it would crash for ever. A
-    second report of the same crash changes nothing."""
-    deploy(client)
-    run, never_ran = a_run(client, tmp_path), a_run(client, tmp_path)
-    report(client, never_ran, "Crashed")
-    report(client, run, "Running")
-    report(client, run, "Crashed")
-    report(client, run, "Crashed", force=False)
-    until(lambda: client.read_flow_run(run).state_name == "AwaitingRetry", "scheduled again")
-    found = sorted(client.read_flow_run_states(run), key=lambda state: state.timestamp)
-    assert [state.name for state in found] == ["Scheduled", "Running", "Crashed", "AwaitingRetry"]
-    assert client.read_flow_run(never_ran).state_name == "Crashed"
-
-
 def test_a_run_that_crashes_again_and_again_is_given_up(
     client: SyncPrefectClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,67 +323,107 @@ def test_a_run_that_crashes_again_and_again_is_given_up(
     refuse_if_crashed_too_often(0)
 
 
-@pytest.mark.long
-def test_a_silent_run_is_crashed(client: SyncPrefectClient, tmp_path: Path) -> None:
-    """Of two runs whose heartbeats end, the one that was put back into its queue is left alone."""
-    from prefect.events import emit_event
-    from prefect.events.worker import EventsWorker
+def heartbeat(client: SyncPrefectClient, run: UUID) -> None:
+    """What a run's process says."""
+    related = [("work-pool", POOL), ("tag", TAG)]
+    event = {
+        "id": str(uuid4()),
+        "occurred": now("UTC").isoformat(),
+        "event": "prefect.flow-run.heartbeat",
+        "resource": {"prefect.resource.id": f"prefect.flow-run.{run}"},
+        "related": [
+            {
+                "prefect.resource.id": f"prefect.{role}.{name}",
+                "prefect.resource.role": role,
+                "prefect.resource.name": name,
+            }
+            for role, name in related
+        ],
+    }
+    client.request("POST", "/events", json=[event])
 
+
+def until_awaited(server: PrefectServer, run: UUID) -> None:
+    """Wait until the server waits for news of a run: what comes earlier it has not to count."""
+    with closing(sqlite3.connect(server.home / "prefect.db", timeout=60)) as database:
+        of_run = "SELECT 1 FROM automation_bucket WHERE bucketing_key LIKE ?"
+        until(lambda: database.execute(of_run, (f"%{run}%",)).fetchall(), "a bucket")
+
+
+def names(client: SyncPrefectClient, run: UUID) -> list[str]:
+    """Of the states that a run has had, in their order."""
+    found = sorted(client.read_flow_run_states(run), key=lambda state: state.timestamp)
+    return [str(state.name) for state in found]
+
+
+def test_a_crashed_run_is_scheduled_again(
+    client: SyncPrefectClient, prefect_server: PrefectServer, tmp_path: Path
+) -> None:
+    """One that has run; one that never came so far stays as it is: it would crash for ever. A
+    second report of the same crash changes nothing."""
+    deploy(client)
+    run, never_ran = a_run(client, tmp_path), a_run(client, tmp_path)
+    report(client, never_ran, "Crashed")
+    report(client, run, "Pending")
+    report(client, run, "Running")
+    heartbeat(client, run)
+    until_awaited(prefect_server, run)
+    report(client, run, "Crashed")
+    report(client, run, "Crashed", force=False)
+    until(lambda: client.read_flow_run(run).state_name == "AwaitingRetry", "scheduled again")
+    assert names(client, run) == ["Scheduled", "Pending", "Running", "Crashed", "AwaitingRetry"]
+    assert client.read_flow_run(never_ran).state_name == "Crashed"
+
+
+@pytest.mark.long
+def test_a_silent_run_is_crashed(
+    client: SyncPrefectClient, prefect_server: PrefectServer, tmp_path: Path
+) -> None:
+    """Of two runs whose heartbeats end, the one that was put back into its queue is left alone."""
     deploy(client)
     make_quick(client, SILENT_RUNS_HAVE_CRASHED)
     dead, waiting = a_run(client, tmp_path), a_run(client, tmp_path)
     for run in (dead, waiting):
         report(client, run, "Running")
-        emit_event(
-            "prefect.flow-run.heartbeat",
-            resource={"prefect.resource.id": f"prefect.flow-run.{run}"},
-            related=[
-                {
-                    "prefect.resource.id": "prefect.tag.trialflow",
-                    "prefect.resource.role": "tag",
-                }
-            ],
-        )
-    EventsWorker.drain_all(timeout=10)
+        heartbeat(client, run)
+        until_awaited(prefect_server, run)
     report(client, waiting, "Scheduled")
-
-    def names(run: UUID) -> set[str]:
-        return {str(state.name) for state in client.read_flow_run_states(run)}
-
-    until(lambda: "Crashed" in names(dead), "crashed")
-    assert "Crashed" not in names(waiting)
+    until(lambda: "Crashed" in names(client, dead), "crashed")
+    assert "Crashed" not in names(client, waiting)
 
 
 @pytest.mark.long
-def test_a_lost_start_is_repeated(client: SyncPrefectClient, tmp_path: Path) -> None:
-    """Of two runs that a worker has taken, the one that has begun is left alone."""
-    deploy(client)
-    make_quick(client, LOST_STARTS_ARE_REPEATED)
-    begun, lost = a_run(client, tmp_path), a_run(client, tmp_path)
-    for run in (begun, lost):
-        report(client, run, "Pending")
-    report(client, begun, "Running")
-    until(lambda: client.read_flow_run(lost).state_name == "AwaitingRetry", "started again")
-    assert client.read_flow_run(begun).state_name == "Running"
-
-
-@pytest.mark.parametrize(("pool_type", "is_repeated"), [("process", True), ("docker", False)])
-def test_a_container_may_wait_for_its_image(
-    client: SyncPrefectClient, tmp_path: Path, pool_type: Any, is_repeated: bool
+def test_a_lost_start_is_repeated(
+    client: SyncPrefectClient, prefect_server: PrefectServer, tmp_path: Path
 ) -> None:
-    """Its start counts as lost at no time: what the server says of it does not match the rule."""
-    list(set_up(wanted_things(pool_type, POOL, None, None), client, False))
-    run = a_run(client, tmp_path)
-    report(client, run, "Pending")
-    of_run = {"resource": {"id": [f"prefect.flow-run.{run}"]}}
-    asked = {"filter": {**of_run, "event": {"name": ["prefect.flow-run.Pending"]}}}
-    (event,) = until(
-        lambda: client.request("POST", "/events/filter", json=asked).json()["events"], "an event"
+    """Of runs that a worker has taken, one that has begun is left alone, and so is one that could
+    not be started: the server refuses to let it crash again."""
+    deploy(client)
+    make_quick(client, lost_starts_have_crashed(POOL))
+    begun, failed, lost = (a_run(client, tmp_path) for _ in range(3))
+    for run in (begun, failed, lost):
+        report(client, run, "Pending")
+        until_awaited(prefect_server, run)
+    report(client, begun, "Running")
+    heartbeat(client, begun)
+    report(client, failed, "Crashed")
+    until(lambda: client.read_flow_run(lost).state_name == "AwaitingRetry", "started again")
+    assert names(client, lost) == ["Scheduled", "Pending", "StartLost", "AwaitingRetry"]
+    refused = {"filter": {"event": {"name": ["prefect.automation.action.failed"]}}}
+    until(
+        lambda: client.request("POST", "/events/filter", json=refused).json()["events"], "refused"
     )
-    (rule,) = client.read_automations_by_name(LOST_STARTS_ARE_REPEATED)
-    trigger = EventTrigger.model_validate(rule.trigger.model_dump())
-    seen = ReceivedEvent.model_validate(event)
-    assert trigger.covers(seen) == is_repeated
+    assert client.read_flow_run(begun).state_name == "Running"
+    assert client.read_flow_run(failed).state_name == "Crashed"
+
+
+@pytest.mark.parametrize(("pool_type", "is_watched"), [("process", True), ("docker", False)])
+def test_a_container_may_wait_for_its_image(
+    client: SyncPrefectClient, pool_type: Any, is_watched: bool
+) -> None:
+    """Its start counts as lost at no time."""
+    list(set_up(wanted_things(pool_type, POOL, None, None), client, False))
+    assert bool(client.read_automations_by_name(lost_starts_have_crashed(POOL))) == is_watched
     for _ in take_down(reversed(wanted_things(pool_type, POOL, None, None)), client, False):
         pass
 

@@ -15,9 +15,12 @@ from typing import Any
 import psutil
 import pytest
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.server.events.schemas.automations import EventTrigger
+from prefect.server.events.schemas.events import ReceivedEvent
 
 from deployments.cli.deploy import wanted_things
 from deployments.on_server import set_up, take_down
+from deployments.wanted import SILENT_RUNS_HAVE_CRASHED, lost_starts_have_crashed
 from tests.support.cli import TRIALFLOW, environment_in
 from tests.support.prefect import PrefectServer, process_worker
 from tests.support.processes import descendants, wait_until_gone
@@ -92,6 +95,7 @@ class Deployed:
         self, server: PrefectServer, client: SyncPrefectClient, folder: Path, pool: str
     ) -> None:
         self.server = server
+        self.client = client
         self.folder = folder
         self.pool = pool
         self.home = {"TRIALFLOW_HOME": str(folder / "home")}
@@ -128,6 +132,13 @@ class Deployed:
         }
         return pid
 
+    def heartbeats(self) -> list[ReceivedEvent]:
+        """What the run's process has said of itself, as the server has it."""
+        of_run = {"resource": {"id": [f"prefect.flow-run.{self.run_id}"]}}
+        asked = {"filter": {**of_run, "event": {"name": ["prefect.flow-run.heartbeat"]}}}
+        found = self.server.query("events/filter", asked)["events"]
+        return [ReceivedEvent.model_validate(each) for each in found]
+
     def end(self) -> None:
         """Nobody takes the run up again."""
         self.server.query(f"flow_runs/{self.run_id}/set_state", {
@@ -150,9 +161,15 @@ def deployed(prefect_server: PrefectServer, tmp_path: Path) -> Iterator[Deployed
 @pytest.mark.long
 def test_a_run_that_is_killed_goes_on_as_the_same_run(deployed: Deployed) -> None:
     """SIGKILL to its driver: the automation has it trained on from its last checkpoint, within
-    seconds."""
+    seconds. What it says while it lives is what the automations wait for."""
     with process_worker(deployed.server, deployed.pool, deployed.home) as worker:
         until(lambda: deployed.saved() >= 20, "a checkpoint")
+        (heartbeat, *_) = until(deployed.heartbeats, "a heartbeat")
+        for name in (SILENT_RUNS_HAVE_CRASHED, lost_starts_have_crashed(deployed.pool)):
+            (rule,) = deployed.client.read_automations_by_name(name)
+            trigger = EventTrigger.model_validate(rule.trigger.model_dump())
+            assert trigger.covers(heartbeat)
+            assert trigger.expects(heartbeat.event)
         trained = len(deployed.seen())
         os.kill(deployed.driver(worker), signal.SIGKILL)
         until(lambda: len(deployed.seen()) > trained + 30, "training again")

@@ -179,10 +179,10 @@ def test_what_was_ended_can_be_resumed(
 
 
 @contextmanager
-def automated(server: PrefectServer) -> Iterator[None]:
-    """The server has the automations that `trialflow deploy` makes."""
+def automated(server: PrefectServer, pool: str) -> Iterator[None]:
+    """The server has the automations that `trialflow deploy` makes for that process work pool."""
     with server.configured(), get_client(sync_client=True) as client:
-        made = [client.create_automation(each) for each in wanted.automations()]
+        made = [client.create_automation(each) for each in wanted.automations([pool])]
         try:
             yield
         finally:
@@ -197,7 +197,7 @@ def test_a_killed_driver_is_started_again(
     """SIGKILL, or out of memory: its ranks are gone within 10 s, it is shown as Crashed, and the
     same run goes on from its last checkpoint."""
     with (
-        automated(prefect_server),
+        automated(prefect_server, shared_worker.pool),
         on_a_worker(prefect_server, shared_worker, tmp_path, **SAVING) as scene,
     ):
         until(scene.store.list, "a checkpoint")
@@ -244,7 +244,10 @@ def test_a_stopped_worker(
     them as running for ever; once nothing was heard of them they go on, by another worker."""
     monkeypatch.setattr(wanted, "SILENCE", timedelta(seconds=45))
     pool = f"pool-{tmp_path.name}"
-    with automated(prefect_server), cleared(Scene(prefect_server, tmp_path, **SAVING)) as scene:
+    with (
+        automated(prefect_server, pool),
+        cleared(Scene(prefect_server, tmp_path, **SAVING)) as scene,
+    ):
         with process_worker(prefect_server, pool) as pid:
             scene.deploy(pool, pid)
             scene.create_run()
