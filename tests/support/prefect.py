@@ -117,7 +117,13 @@ def process_worker(
 
     with _prefect_process(
         ["worker", "start", "--pool", pool, "--type", "process", "--name", f"worker-of-{pool}"],
-        {**server.environment, "PREFECT_WORKER_QUERY_SECONDS": "1", **(variables or {})},
+        {
+            **server.environment,
+            # The command of our work pools is `python …`: this one, as in an activated environment.
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PREFECT_WORKER_QUERY_SECONDS": "1",
+            **(variables or {}),
+        },
         server.home / f"worker-{pool}.log",
         ready=is_online,
     ) as pid:

@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -49,7 +49,7 @@ class FaultyS3:
     plan: Plan = field(default_factory=Plan)
     on_kill: Callable[[Seen], None] = lambda seen: None
     ignored: frozenset[str] = frozenset()
-    _under_way: int = 0
+    _under_way: list[str] = field(default_factory=list)
 
     def server(self, client: str = "") -> S3Server:
         """This endpoint as an S3 server, at an address by which `client` is known."""
@@ -69,19 +69,19 @@ class FaultyS3:
         """Wait until no request is under way: whoever sent some may have been killed."""
         deadline = time.monotonic() + _QUIET_LIMIT_SECONDS
         while self._under_way:
-            assert time.monotonic() < deadline, f"{self._under_way} requests never ended"
+            assert time.monotonic() < deadline, f"never ended: {', '.join(self._under_way)}"
             time.sleep(_POLL_SECONDS)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer one request, or do to it what the plan says."""
-        self._under_way += 1
+        port = request.transport.get_extra_info("sockname")[1] if request.transport else 0
+        client, key = self.addresses.get(port, ""), request.raw_path
+        name = f"{client}: {request.method} {key}"
+        self._under_way.append(name)
         try:
-            port = request.transport.get_extra_info("sockname")[1] if request.transport else 0
-            key = request.raw_path
-            seen = self.plan.next(self.addresses.get(port, ""), request.method, key)
-            return await self._answer(request, seen)
+            return await self._answer(request, self.plan.next(client, request.method, key))
         finally:
-            self._under_way -= 1
+            self._under_way.remove(name)
 
     async def _answer(self, request: web.Request, seen: Seen) -> web.StreamResponse:
         fault = seen.fault
@@ -215,7 +215,11 @@ async def _begin(
 
 
 async def _hang(request: web.Request) -> web.StreamResponse:
-    """Say nothing until the client goes away."""
+    """Take all that the client sends, and say nothing until it goes away."""
+    # That it has gone is only seen behind the last byte of what it has sent.
+    with suppress(ConnectionError):
+        async for _ in request.content.iter_any():
+            pass
     while request.transport is not None and not request.transport.is_closing():
         await asyncio.sleep(_POLL_SECONDS)
     return web.Response()

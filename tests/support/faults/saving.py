@@ -151,6 +151,13 @@ class Site:
         part = {"UploadId": begun["UploadId"], "PartNumber": 1, "Body": b"1"}
         fs.call_s3("upload_part", Bucket=bucket, Key=name, **part)
 
+    def clear(self) -> None:
+        """Drop all that is there: servers keep it in memory, and a session saves it a thousand
+        times."""
+        fs, root = self._raw()
+        if fs.find(root):
+            fs.rm(root, recursive=True)
+
     def _raw(self) -> tuple[S3FileSystem, str]:
         fs = S3FileSystem(**self.endpoint.backend.options, use_listings_cache=False)
         return fs, self.url.removeprefix("s3://")
@@ -205,7 +212,8 @@ def check(site: Site, uuid: str, outcome: Manifest | StorageError | None) -> Non
     """What must hold after a save that ended like this (None: it was killed), and after a sweep.
 
     A save that gave a manifest is listed; what is listed verifies, byte for byte; what is not
-    listed cannot be opened; and a sweep leaves the listed checkpoints and nothing else.
+    listed cannot be opened; and a sweep leaves the listed checkpoints and nothing else. Those are
+    dropped at last.
     """
     store = site.behind
     listed = store.list()
@@ -221,6 +229,7 @@ def check(site: Site, uuid: str, outcome: Manifest | StorageError | None) -> Non
     assert store.list() == listed
     assert site.objects() == keys_of(listed)
     assert site.multipart_uploads() == []
+    site.clear()
 
 
 def keys_of(manifests: Iterable[Manifest]) -> set[str]:

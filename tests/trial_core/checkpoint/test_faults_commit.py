@@ -67,5 +67,5 @@ def test_a_commit_that_never_arrived_is_no_conflict(s3fs_scene: Scene) -> None:
         s3fs_scene.soon(lambda: site.stores()["driver"].commit(manifest)), StorageError
     )
     s3fs_scene.endpoint.new_plan()
-    check(site, manifest.uuid, None)
     assert site.behind.list() == []
+    check(site, manifest.uuid, None)

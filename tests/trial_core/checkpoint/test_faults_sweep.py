@@ -55,6 +55,7 @@ def sweep(scene: Scene, fault: Fault) -> bool:
     site.behind.sweep(TRIAL)
     assert site.objects() == keys_of([manifest]), str(plan)
     assert site.multipart_uploads() == [], str(plan)
+    site.clear()
     return plan.has_struck
 
 

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from http.client import HTTPConnection
+from urllib.parse import urlsplit
+
+from tests.support.faults.plan import Fault
+from tests.support.faults.s3 import faulty_s3
+from tests.support.patience import until
+from tests.support.s3 import S3Server
+
+
+def test_a_hang_ends_when_its_client_does(moto_s3: S3Server) -> None:
+    """Also of a request whose body is larger than what is read without being asked for."""
+    with faulty_s3(moto_s3) as endpoint:
+        plan = endpoint.new_plan(Fault("hang"))
+        client = HTTPConnection(urlsplit(endpoint.server().endpoint_url).netloc)
+        client.request("PUT", "/bucket/key", body=bytes(2**20))
+        until(lambda: plan.has_struck, "the request arrives")
+        client.close()
+        endpoint.wait_until_quiet()
