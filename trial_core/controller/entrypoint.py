@@ -17,6 +17,7 @@ from trial_core.controller.engine import TrialEngine
 from trial_core.controller.state import seed_everything
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.engine import DeepSpeedTrialEngine
+from trial_core.deepspeed.extensions import clear_interrupted_builds
 from trial_core.deepspeed.mpu import forget_model_parallelism
 from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.distributed import DistributedContext
@@ -58,6 +59,8 @@ def build_engine(info: RunInfo, distributed: DistributedContext) -> TrialEngine:
     trial_class = load_trial_class(str(info.experiment["entrypoint"]))
     seed = info.experiment_seed
     claim_accelerator(distributed.get_local_rank())
+    if distributed.get_local_rank() == 0:
+        clear_interrupted_builds()
     if not initialises_by_itself():
         _init_distributed()
         distributed.connect()

@@ -29,6 +29,7 @@ from trial_core.controller.entrypoint import initialises_by_itself
 from trial_core.controller.measured import instruments_in
 from trial_core.controller.state import seed_everything
 from trial_core.deepspeed.context import DeepSpeedTrialContext
+from trial_core.deepspeed.extensions import clear_interrupted_builds
 from trial_core.deepspeed.mpu import forget_model_parallelism
 from trial_core.distributed import ALONE, DistributedContext, is_launched
 from trial_core.runs import trial_id
@@ -101,7 +102,10 @@ def _initialised() -> Iterator[None]:
     the quick ones would find the old meeting point. A process that ends well takes its leave.
     """
     atexit.unregister(_take_leave)
-    claim_accelerator(DistributedContext.from_environment().get_local_rank())
+    local_rank = DistributedContext.from_environment().get_local_rank()
+    claim_accelerator(local_rank)
+    if local_rank == 0:
+        clear_interrupted_builds()
     if not dist.is_initialized() and not initialises_by_itself():
         deepspeed.init_distributed()
         _HERE.append(True)
