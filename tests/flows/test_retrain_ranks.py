@@ -107,9 +107,10 @@ def test_a_driver_that_is_killed_while_it_trains(here: Path, prefect_server: Pre
     )  # fmt: skip
     run = created(prefect_server, config)
     store = CheckpointStore(config.checkpoint_storage.url)
+    firsts = {manifest.uuid for manifest in store.list()}
     with engine(prefect_server, here, run) as driver:
         until(lambda: len(lines(here / "second", "samples", 0)) == 6, "the sixth batch")
-        until(lambda: len(store.list()) > 1, "a checkpoint")
+        until(lambda: {each.uuid for each in store.list()} - firsts, "a checkpoint of the second")
         ranks = descendants(driver)
         os.kill(driver, signal.SIGKILL)
         assert wait_until_gone(ranks, PATIENCE_SECONDS) == []
