@@ -405,9 +405,13 @@ def test_a_lost_start_is_repeated(
         report(client, run, "Pending")
         until_awaited(prefect_server, run)
     report(client, begun, "Running")
-    heartbeat(client, begun)
     report(client, failed, "Crashed")
-    until(lambda: client.read_flow_run(lost).state_name == "AwaitingRetry", "started again")
+
+    def is_started_again() -> bool:
+        heartbeat(client, begun)  # a run lives on, meanwhile
+        return client.read_flow_run(lost).state_name == "AwaitingRetry"
+
+    until(is_started_again, "started again")
     assert names(client, lost) == ["Scheduled", "Pending", "StartLost", "AwaitingRetry"]
     refused = {"filter": {"event": {"name": ["prefect.automation.action.failed"]}}}
     until(

@@ -86,7 +86,7 @@ def test_a_team_on_postgresql(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
                     variables=server.environment,
                 )  # fmt: skip
                 assert told.returncode == 0, told.stderr
-                assert told.stdout.splitlines()[:7] == [f"{verb}: {thing}" for thing in ALL]
+                assert told.stdout.splitlines()[: len(ALL)] == [f"{verb}: {thing}" for thing in ALL]
             config = toy_config(tmp_path, 4, hyperparameters={"record": str(tmp_path)})
             deployment = server.query("deployments/name/train/train")
             run = server.query(

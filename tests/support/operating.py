@@ -20,7 +20,7 @@ import psutil
 
 from deployments.wanted import TAG
 from tests.support.patience import PATIENCE_SECONDS, ask, patiently, until
-from tests.support.prefect import ROOT, PrefectServer
+from tests.support.prefect import ROOT, STANDSTILL_SECONDS, PrefectServer
 from tests.support.processes import wait_until_gone
 from tests.support.slots import lines, toy_config
 from trial_core.checkpoint.store import CheckpointStore
@@ -205,7 +205,7 @@ class Scene:
     def delete(self) -> None:
         """The UI's Delete: there is no flow run any more."""
         url = f"{self.server.api_url}/flow_runs/{self.run_id}"
-        patiently(lambda: httpx.delete(url).raise_for_status())
+        patiently(lambda: httpx.delete(url, timeout=STANDSTILL_SECONDS).raise_for_status())
         self.run_id = ""
 
     def signal_driver(self, number: signal.Signals) -> None:

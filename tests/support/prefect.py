@@ -28,6 +28,8 @@ from tests.support.processes import descendants, wait_until_gone
 
 START_LIMIT_SECONDS = 120.0
 STOP_LIMIT_SECONDS = 15.0
+# On SQLite a server that is written to from several sides may stand still for a minute.
+STANDSTILL_SECONDS = 90.0
 ROOT = Path(__file__).parents[2]
 
 
@@ -51,7 +53,8 @@ class PrefectServer:
     def query(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """What the API answers: to a GET, or to a POST where there is a `body`."""
         url = f"{self.api_url}/{path}"
-        answer = httpx.get(url) if body is None else httpx.post(url, json=dict(body))
+        with httpx.Client(timeout=STANDSTILL_SECONDS) as client:
+            answer = client.get(url) if body is None else client.post(url, json=dict(body))
         return answer.raise_for_status().json()
 
     def prefect(self, *arguments: str, cwd: Path = ROOT) -> str:
