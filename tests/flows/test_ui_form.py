@@ -80,6 +80,7 @@ def form(prefect_server: PrefectServer) -> Iterator[Form]:
                 pass
 
 
+@pytest.mark.long  # as below
 def test_the_form_refuses_what_is_wrong(form: Form) -> None:
     """It has all fields of an experiment. With a number that is too small no run is made, and its
     field says why."""
