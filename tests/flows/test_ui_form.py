@@ -36,6 +36,7 @@ class Form:
         self.browser.wait_for(
             lambda: self._field(label).get_property("value") == value, f"{value} in {label}"
         )
+        self.browser.wait_until_idle()  # what is submitted is what the page has drawn last
 
     def problem(self, label: str) -> str:
         """What the browser has against what is in a field."""

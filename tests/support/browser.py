@@ -69,6 +69,13 @@ class Browser:
         except TimeoutException:
             raise TimeoutException(f"no {what}; the page says:\n{self.text}") from None
 
+    def wait_until_idle(self) -> None:
+        """Wait until the page has dealt with all that was done to it, and drawn it."""
+        self._driver.execute_async_script(
+            "const done = arguments[0];"
+            "requestIdleCallback(() => requestAnimationFrame(() => setTimeout(done)));"
+        )
+
     def save_png(self, path: Path) -> None:
         """Save what the window shows, once it has stopped changing (a run that goes on never does).
 
