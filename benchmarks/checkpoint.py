@@ -35,9 +35,8 @@ from tests.support.faults.plan import Fault
 from tests.support.faults.s3 import FaultyS3, faulty_s3
 from tests.support.s3 import S3Server, ceph_gateway, moto_server
 from trial_core.checkpoint.manifest import FileEntry
-from trial_core.checkpoint.needed import files_needed
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import fetch_files, merge_entries
+from trial_core.deepspeed.shard_selection import files_needed
 from trial_core.errors import StorageError
 from trial_core.messages import (
     BuildLoaders,
@@ -55,6 +54,7 @@ from trial_core.messages import (
     TrialBuilt,
 )
 from trial_core.slots.group import SlotGroup
+from trial_core.transfer.files import fetch_files, merge_entries
 
 MIB, GIB = 2**20, 2**30
 PEERS = ("deepspeed_boto3", "torch_dcp", "torch_dcp_async", "lightning")

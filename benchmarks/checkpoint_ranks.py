@@ -33,7 +33,7 @@ import trial_core.deepspeed as td
 from benchmarks.trial import ShardedTrial
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.controller.snapshot import Snapshots
-from trial_core.deepspeed.engine import DeepSpeedTrialEngine
+from trial_core.deepspeed.deepspeed_engine import DeepSpeedTrialEngine
 
 WIDTH = 1024
 Rest = Callable[[], Any]

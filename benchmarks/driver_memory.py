@@ -136,11 +136,11 @@ def measure(
     """Drive that many workloads through the flow's own tasks; what was seen meanwhile."""
     from prefect import flow  # Prefect reads its settings when it is imported
 
-    from flows.train import follow_schedule
-    from flows.uploads import Uploads
-    from tasks.report import Report
-    from tasks.run import TrialRun
-    from trial_core.observer import Observer
+    from trial_core.run.observer import Observer
+    from trialflow.flows.train import follow_schedule
+    from trialflow.flows.uploads import Uploads
+    from trialflow.tasks.report import Report
+    from trialflow.tasks.run import TrialRun
 
     config = experiment(
         "LoopTrial",
@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--objects", action="store_true", help="also say which objects get more")
     arguments = parser.parse_args()
     with temporary_homes() as folder:
-        from flows.embedded import prefect_api
+        from trialflow.flows.server.embedded import prefect_api
 
         with prefect_api():
             seen = measure(arguments.workloads, arguments.every, folder, arguments.objects)

@@ -20,12 +20,12 @@ import psutil
 from benchmarks.figures import Estimate, conclude
 from benchmarks.ranks import ROOT, case_name, experiment
 from benchmarks.workload import temporary_homes
-from trial_core.observer import Observer
+from trial_core.run.observer import Observer
 
 if TYPE_CHECKING:
-    from tasks.report import Report
-    from tasks.run import TrialRun
     from trial_core.config import ExperimentConfig
+    from trialflow.tasks.report import Report
+    from trialflow.tasks.run import TrialRun
 
 TARGET_RATIO = 1.01
 BATCH_SECONDS = 0.05
@@ -115,7 +115,7 @@ class Turns:
         return Pair(watched, self._turn(is_watched=False))
 
     def _turn(self, is_watched: bool) -> Turn:
-        from tasks.train_workload import train_workload
+        from trialflow.tasks.train_workload import train_workload
 
         if is_watched:
             self._chatty.touch()
@@ -136,12 +136,12 @@ def measure(world_size: int, plan: Plan, folder: Path) -> list[Pair]:
     """Train in turns; the first pair warms up and is not counted."""
     from prefect import flow  # Prefect reads its settings when it is imported
 
-    from flows.train import launch_slots
-    from tasks.build import build_loaders, build_trial
-    from tasks.report import Report
-    from tasks.run import TrialRun
+    from trial_core.checkpoint.resume_point import Start
     from trial_core.checkpoint.store import CheckpointStore
-    from trial_core.start import Start
+    from trialflow.flows.train import launch_slots
+    from trialflow.tasks.build import build_loaders, build_trial
+    from trialflow.tasks.report import Report
+    from trialflow.tasks.run import TrialRun
 
     name = case_name(world_size)
     trial, run_dir, chatty = f"report-{name}", folder / name, folder / f"{name}-chatty"
@@ -219,7 +219,7 @@ def main() -> None:
     plan = Plan(arguments.pairs, arguments.workloads, arguments.batches, arguments.pause)
     figures: dict[str, float] = {}
     with temporary_homes() as folder:
-        from flows.embedded import prefect_api
+        from trialflow.flows.server.embedded import prefect_api
 
         with prefect_api():
             for world_size in arguments.ranks:

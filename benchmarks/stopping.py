@@ -102,7 +102,7 @@ class Run:
         deployment = self._post(
             "/deployments/",
             {
-                "name": name, "flow_id": flow["id"], "entrypoint": "flows.train.train",
+                "name": name, "flow_id": flow["id"], "entrypoint": "trialflow.flows.train.train",
                 "work_pool_name": POOL, "pull_steps": [], "enforce_parameter_schema": False,
                 "tags": ["trialflow"],
             },
@@ -213,9 +213,9 @@ def prefect(folder: Path) -> Iterator[str]:
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import WorkPoolCreate
 
-    from deployments.local_server import LocalServer
-    from deployments.local_worker import LocalWorker
-    from deployments.wanted import automations, job_template
+    from trialflow.deployments.desired_state import automations, job_template
+    from trialflow.deployments.local_worker import LocalWorker
+    from trialflow.flows.server.local_server import LocalServer
 
     template = job_template("process")
     with LocalServer(0, folder / "server.log", PATIENCE_SECONDS) as server:
@@ -235,7 +235,7 @@ def prefect(folder: Path) -> Iterator[str]:
 
 def measure(folder: Path, model: str, ranks: int, rounds: int) -> dict[str, list[float]]:
     """All that is measured, by name, in seconds: so many values each."""
-    from flows.environment import prepare_prefect
+    from trialflow.flows.server.prefect_settings import prepare_prefect
 
     prepare_prefect()
     taken: dict[str, list[float]] = {}

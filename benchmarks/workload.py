@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.figures import conclude, percentile
 from benchmarks.ranks import case_name, experiment
-from trial_core.observer import MetricsKind, Observer, observing
+from trial_core.run.observer import MetricsKind, Observer, observing
 
 TARGET_MS = 100.0
 
@@ -59,7 +59,7 @@ def temporary_homes() -> Iterator[Path]:
 
 def measure(world_size: int, workloads: int, folder: Path) -> list[float]:
     """Run the flow with that many train-workloads; what each cost, in seconds."""
-    from flows.train import train  # Prefect reads its settings when it is imported
+    from trialflow.flows.train import train  # Prefect reads its settings when it is imported
 
     config = experiment(
         "TimedTrial",
@@ -87,7 +87,7 @@ def main() -> None:
     arguments = parser.parse_args()
     figures: dict[str, float] = {}
     with temporary_homes() as folder:
-        from flows.embedded import prefect_api
+        from trialflow.flows.server.embedded import prefect_api
 
         with prefect_api():
             for world_size in arguments.ranks:

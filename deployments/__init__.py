@@ -1,0 +1,1 @@
+"""What starts runs: the command line, deployments, work pools."""

@@ -1,5 +1,5 @@
 """What a Prefect server should have for trialflow: read from the files beside this one, or told
-here. Nothing in this module speaks to a server; `deployments.on_server` does.
+here. Nothing in this module speaks to a server; `trialflow.deployments.resources` does.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 
-from flows.crashes import SCHEDULED_AGAIN
 from trial_core.errors import ConfigError
+from trialflow.flows.lifecycle.crash_limit import SCHEDULED_AGAIN
 
 PoolType = Literal["process", "docker", "kubernetes"]
 

@@ -12,11 +12,11 @@ from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound
 from prefect.flows import Flow
 
-from deployments.on_server import Thing
-from deployments.retrainings import ENTRYPOINT, FLOW, template
-from deployments.wanted import Place, WantedDeployment, deployments
 from trial_core.errors import ConfigError
-from trial_core.words import plural
+from trial_core.text_format import plural
+from trialflow.deployments.desired_state import Place, WantedDeployment, deployments
+from trialflow.deployments.resources import Thing
+from trialflow.deployments.retraining.requests import ENTRYPOINT, FLOW, template
 
 WORKING_FOLDER = "prefect.deployments.steps.set_working_directory"
 A_PAGE = 200

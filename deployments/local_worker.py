@@ -26,9 +26,9 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import State, StateType
 from prefect.states import AwaitingRetry
 
-from deployments import keeper
-from deployments.local_server import STOP_LIMIT_SECONDS, end, start
-from flows.environment import chosen_settings
+from trialflow.deployments import process_reaper
+from trialflow.flows.server.local_server import STOP_LIMIT_SECONDS, end, start
+from trialflow.flows.server.prefect_settings import chosen_settings
 
 POLL_SECONDS = 0.1
 # Prefect's own 10 s are half of what a crashed run may take to train again; and where somebody
@@ -53,7 +53,14 @@ class LocalWorker:
         options: tuple[str, ...] = (),
     ) -> None:
         command = [
-            *(keeper.__file__, str(os.getpid()), sys.executable, "-m", "prefect", "--no-prompt"),
+            *(
+                process_reaper.__file__,
+                str(os.getpid()),
+                sys.executable,
+                "-m",
+                "prefect",
+                "--no-prompt",
+            ),
             *("worker", "start", "--pool", pool, "--type", "process", *options),
         ]
         # The job template's `command` begins with `python`: this one.
@@ -68,7 +75,7 @@ class LocalWorker:
         with contextlib.suppress(ProcessLookupError):
             self._keeper.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._keeper.wait(keeper.GRACE_SECONDS)
+            self._keeper.wait(process_reaper.GRACE_SECONDS)
         end(self._keeper, STOP_LIMIT_SECONDS)
 
     @property

@@ -1,5 +1,5 @@
 """The things that `trialflow deploy` keeps on a Prefect server: each can look whether it is there
-as it should be, put itself there, and remove itself. Deployments are in `deployments.deployment`.
+as it should be, put itself there, and remove itself. Deployments are in `trialflow.deployments.flow_deployment`.
 
 What a person has set there in the meantime stays: schedules, default parameters, job variables, a
 work pool's template, an automation that was paused.
@@ -23,9 +23,9 @@ from prefect.client.schemas.objects import WorkPool
 from prefect.events.schemas.automations import Automation, AutomationCore
 from prefect.exceptions import ObjectNotFound
 
-from deployments.wanted import PoolType, job_template
-from flows.gpu_slots import GPU_LIMIT
 from trial_core.errors import ConfigError
+from trialflow.deployments.desired_state import PoolType, job_template
+from trialflow.flows.lifecycle.gpu_slots import GPU_LIMIT
 
 POOL_DESCRIPTION = "Made by `trialflow deploy`, which removes it again."
 FORGETFUL_LEASE_STORAGE = "prefect.server.concurrency.lease_storage.memory"

@@ -1,0 +1,1 @@
+"""The flows: `train`, `evaluate`, `retrain`, `prune`."""

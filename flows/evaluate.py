@@ -15,15 +15,8 @@ from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
 
-from flows.crashes import refuse_if_crashed_too_often
-from flows.gpu_slots import gpu_slots
-from flows.stopping import StopWatch
-from flows.train import fetch, launch_slots, obeying, patience, refuse_missing_code
-from tasks.build import build_loaders, build_trial
-from tasks.run import TrialRun
-from tasks.validate import validate
-from trial_core.checkpoint.claims import running
 from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.resume_point import Start
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import (
@@ -33,10 +26,17 @@ from trial_core.errors import (
     Stalled,
     Stopped,
 )
-from trial_core.observer import current_observer
-from trial_core.runs import run_folder, slug, trial_id
-from trial_core.start import Start
-from trial_core.stopping import Stopping
+from trial_core.retention.claims import running
+from trial_core.run.observer import current_observer
+from trial_core.run.run_dirs import run_folder, slug, trial_id
+from trial_core.run.stop_request import Stopping
+from trialflow.flows.lifecycle.crash_limit import refuse_if_crashed_too_often
+from trialflow.flows.lifecycle.gpu_slots import gpu_slots
+from trialflow.flows.lifecycle.stop_watch import StopWatch
+from trialflow.flows.train import fetch, launch_slots, obeying, patience, refuse_missing_code
+from trialflow.tasks.build import build_loaders, build_trial
+from trialflow.tasks.run import TrialRun
+from trialflow.tasks.validate import validate
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,15 @@ from typing import get_type_hints
 from prefect import flow
 from prefect.artifacts import create_table_artifact
 
-from flows.crashes import refuse_if_crashed_too_often
-from tasks.prune import delete_checkpoints, plan_prune, plan_sweep, sweep
-from trial_core.checkpoint.leftovers import GIVEN_UP_DAYS, Leftover
-from trial_core.checkpoint.pruning import Plan
-from trial_core.checkpoint.retention import Decision
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import ConfigError
-from trial_core.runs import slug
+from trial_core.retention.leftovers import GIVEN_UP_DAYS, Leftover
+from trial_core.retention.policy import Decision
+from trial_core.retention.pruning import Plan
+from trial_core.run.run_dirs import slug
+from trialflow.flows.lifecycle.crash_limit import refuse_if_crashed_too_often
+from trialflow.tasks.prune import delete_checkpoints, plan_prune, plan_sweep, sweep
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The flow `retrain`: a challenger is trained, and takes the champion's place if it is better.
 
 Read `retrain_model` for the story of a run. Each of its stages notes what it has come to, so that
-a run that was killed goes on behind them; see `trial_core.retraining`.
+a run that was killed goes on behind them; see `trial_core.models.journal`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,20 @@ from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
 from prefect.states import Completed
 
-from flows.alone import FLOW, Overlapping, alone
-from flows.crashes import refuse_if_crashed_too_often
-from flows.evaluate import EvaluateResult, evaluate_checkpoint
-from flows.gpu_slots import gpu_slots
-from flows.retrain_outcome import (
+from trial_core import text_format
+from trial_core.config import ExperimentConfig, home_folder
+from trial_core.errors import CheckpointDamaged, CheckpointNotFound, RankFailed, Stalled, TrialError
+from trial_core.models.journal import REPORT, Challenger, Champion, Decision, Plan
+from trial_core.models.records import Version
+from trial_core.retention.claims import running
+from trial_core.run.searcher_metric import searcher_metric
+from trial_core.run.stop_request import Stopping
+from trialflow.flows.evaluate import EvaluateResult, evaluate_checkpoint
+from trialflow.flows.lifecycle.crash_limit import refuse_if_crashed_too_often
+from trialflow.flows.lifecycle.gpu_slots import gpu_slots
+from trialflow.flows.lifecycle.stop_watch import StopWatch
+from trialflow.flows.retraining.model_lock import FLOW, Overlapping, alone
+from trialflow.flows.retraining.outcome import (
     RetrainResult,
     ending_with_its_time,
     publish_if_it_holds,
@@ -28,10 +37,9 @@ from flows.retrain_outcome import (
     result_of,
     tell_of,
 )
-from flows.stopping import StopWatch
-from flows.train import refuse_missing_code, train_trial
-from tasks.report.comparison import Facts, report_of
-from tasks.retraining import (
+from trialflow.flows.train import refuse_missing_code, train_trial
+from trialflow.tasks.report.retraining_report import Facts, report_of
+from trialflow.tasks.retrain import (
     Retraining,
     carry_out,
     compare,
@@ -39,14 +47,6 @@ from tasks.retraining import (
     register_challenger,
     renew_plan,
 )
-from trial_core import words
-from trial_core.checkpoint.claims import running
-from trial_core.config import ExperimentConfig, home_folder
-from trial_core.errors import CheckpointDamaged, CheckpointNotFound, RankFailed, Stalled, TrialError
-from trial_core.registry.records import Version
-from trial_core.retraining import REPORT, Challenger, Champion, Decision, Plan
-from trial_core.searcher import searcher_metric
-from trial_core.stopping import Stopping
 
 SKIPPED = "Skipped"
 
@@ -58,7 +58,7 @@ def retrain(
     """Train a challenger on fresh data, and promote it if it is better than the champion on that.
 
     Args:
-        config: the experiment. Texts in its `data` are templates: see `trial_core.templating`.
+        config: the experiment. Texts in its `data` are templates: see `trial_core.models.data_templates`.
         data: goes over the experiment's `data`, as it is: what has just arrived, say.
 
     Raises:
@@ -103,7 +103,7 @@ def too_late(retraining: Retraining, scheduled_time: datetime) -> str | None:
         return None
     return (
         f"skipped: scheduled for {scheduled_time:%Y-%m-%d %H:%M:%S %Z}, "
-        f"{words.duration(late_seconds)} ago, and retraining.max_lateness_seconds is {limit:g}"
+        f"{text_format.duration(late_seconds)} ago, and retraining.max_lateness_seconds is {limit:g}"
     )
 
 

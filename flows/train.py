@@ -18,21 +18,8 @@ from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
 
-from flows.crashes import refuse_if_crashed_too_often
-from flows.gpu_slots import gpu_slots
-from flows.restarts import Restarts
-from flows.stopping import LOOK_SECONDS, StopWatch
-from flows.uploads import Uploads
-from tasks.build import build_loaders, build_trial, fetch_checkpoint
-from tasks.callbacks import run_callbacks
-from tasks.checkpoint import checkpoint_save, checkpoint_upload, sweep_leftovers
-from tasks.report import Report
-from tasks.run import TrialRun
-from tasks.run_files import upload_run_files
-from tasks.train_workload import train_workload
-from tasks.validate import validate
-from trial_core.checkpoint.claims import running
 from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.resume_point import Start, none_is_whole
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import (
@@ -42,9 +29,10 @@ from trial_core.errors import (
     Stopped,
     TrialError,
 )
-from trial_core.observer import current_observer
-from trial_core.runs import clear_kept, clear_leftovers, run_folder, trial_id
-from trial_core.sequencer import (
+from trial_core.retention.claims import running
+from trial_core.run.observer import current_observer
+from trial_core.run.run_dirs import clear_kept, clear_leftovers, run_folder, trial_id
+from trial_core.run.sequencer import (
     Checkpoint,
     Finish,
     Train,
@@ -52,11 +40,23 @@ from trial_core.sequencer import (
     has_more_to_do,
     next_workload,
 )
+from trial_core.run.stop_request import Stopping
 from trial_core.slots.accelerators import slots_to_launch
 from trial_core.slots.group import SlotGroup
-from trial_core.start import Start, none_is_whole
-from trial_core.stopping import Stopping
 from trial_core.units import in_batches
+from trialflow.flows.lifecycle.crash_limit import refuse_if_crashed_too_often
+from trialflow.flows.lifecycle.gpu_slots import gpu_slots
+from trialflow.flows.lifecycle.restarts import Restarts
+from trialflow.flows.lifecycle.stop_watch import LOOK_SECONDS, StopWatch
+from trialflow.flows.uploads import Uploads
+from trialflow.tasks.build import build_loaders, build_trial, fetch_checkpoint
+from trialflow.tasks.callbacks import run_callbacks
+from trialflow.tasks.checkpoint import checkpoint_save, checkpoint_upload, sweep_leftovers
+from trialflow.tasks.report import Report
+from trialflow.tasks.run import TrialRun
+from trialflow.tasks.run_files import upload_run_files
+from trialflow.tasks.train_workload import train_workload
+from trialflow.tasks.validate import validate
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from types import TracebackType
 from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 
-from tasks.callbacks import run_callbacks
-from tasks.prune import Pruning
-from tasks.run import TrialRun
 from trial_core.checkpoint.manifest import Manifest
+from trialflow.tasks.callbacks import run_callbacks
+from trialflow.tasks.prune import Pruning
+from trialflow.tasks.run import TrialRun
 
 
 class Uploads:

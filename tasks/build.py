@@ -6,10 +6,8 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
-from tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
-from tasks.run import TrialRun
 from trial_core.checkpoint.manifest import Manifest
-from trial_core.checkpoint.transfer import fetch_files
+from trial_core.checkpoint.resume_point import Restore, Start
 from trial_core.errors import CheckpointDamaged, StorageError
 from trial_core.messages import (
     BuildLoaders,
@@ -19,8 +17,10 @@ from trial_core.messages import (
     LoadersBuilt,
     TrialBuilt,
 )
-from trial_core.start import Restore, Start
+from trial_core.transfer.files import fetch_files
 from trial_core.units import EpochLength
+from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
+from trialflow.tasks.run import TrialRun
 
 
 @task(name="build-trial", task_run_name="build-trial", cache_policy=NO_CACHE)

@@ -13,11 +13,8 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
-from tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
-from tasks.run import TrialRun
-from trial_core.checkpoint.failures import of_rank
 from trial_core.checkpoint.manifest import FileEntry, Manifest
-from trial_core.checkpoint.transfer import upload_files
+from trial_core.checkpoint.staged_checkpoint import StagedCheckpoint
 from trial_core.errors import CheckpointError, SlotsError, StorageError
 from trial_core.messages import (
     Done,
@@ -27,8 +24,11 @@ from trial_core.messages import (
     SaveCheckpoint,
     Saved,
 )
-from trial_core.sequencer import Progress
-from trial_core.staged import StagedCheckpoint
+from trial_core.run.sequencer import Progress
+from trial_core.storage.storage_errors import of_rank
+from trial_core.transfer.files import upload_files
+from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
+from trialflow.tasks.run import TrialRun
 
 
 def sweep_leftovers(run: TrialRun) -> None:

@@ -14,18 +14,18 @@ from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 
-from tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
-from tasks.run import TrialRun
 from trial_core.checkpoint.intents import Swept
-from trial_core.checkpoint.leftovers import (
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.retention.leftovers import (
     Leftover,
     SweptLeftovers,
     find_leftovers,
     sweep_leftovers,
 )
-from trial_core.checkpoint.pruning import Plan, Pruned, described, plan_pruning, prune, prune_trial
-from trial_core.checkpoint.retention import Decision, RetentionPolicy
-from trial_core.checkpoint.store import CheckpointStore
+from trial_core.retention.policy import Decision, RetentionPolicy
+from trial_core.retention.pruning import Plan, Pruned, described, plan_pruning, prune, prune_trial
+from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
+from trialflow.tasks.run import TrialRun
 
 
 class Pruning:

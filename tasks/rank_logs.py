@@ -18,9 +18,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.parallel import Stopped, StopSignal
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.run_files import TENSORBOARD, tensorboard_url
+from trial_core.run.run_files import TENSORBOARD, tensorboard_url
+from trial_core.storage.parallel import Stopped, StopSignal
 
 BURST_LINES = 500
 LINES_PER_SECOND = 5.0

@@ -1,7 +1,7 @@
 """The stages of the flow `retrain` that are not those of `train` and `evaluate`: plan, register,
 compare, move, tell and callbacks.
 
-Each is gone through once a flow run, however often that is killed: see `trial_core.retraining`.
+Each is gone through once a flow run, however often that is killed: see `trial_core.models.journal`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,8 @@ from prefect.client.orchestration import get_client
 from prefect.events.schemas.events import Event, RelatedResource, Resource
 from prefect.logging import get_run_logger
 
-from tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
-from trial_core import calling
 from trial_core.checkpoint.manifest import utc_now
-from trial_core.checkpoint.retention import own_metric
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.comparison import Rule
 from trial_core.config import ExperimentConfig, home_folder
 from trial_core.errors import (
     CheckpointDamaged,
@@ -36,12 +32,16 @@ from trial_core.errors import (
     PromotionRefused,
     TrialflowError,
 )
-from trial_core.registry.records import Version
-from trial_core.registry.registry import Registry
-from trial_core.retraining import Challenger, Champion, Decision, Notebook, Plan
-from trial_core.runs import trial_id
-from trial_core.stopping import Stopping
-from trial_core.templating import checked, merged, rendered
+from trial_core.models import callback_process
+from trial_core.models.comparison import Rule
+from trial_core.models.data_templates import checked, merged, rendered
+from trial_core.models.journal import Challenger, Champion, Decision, Notebook, Plan
+from trial_core.models.records import Version
+from trial_core.models.registry import Registry
+from trial_core.retention.policy import own_metric
+from trial_core.run.run_dirs import trial_id
+from trial_core.run.stop_request import Stopping
+from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
 
 LOGS = "logs"
 PROMOTED, KEPT = "trialflow.model.promoted", "trialflow.model.kept"
@@ -168,7 +168,7 @@ def _find_callbacks(retraining: Retraining) -> None:
     """Refuse callbacks that are not there: else that would be known once all is trained."""
     config = retraining.config
     for number, function in enumerate(retraining.settings.callbacks):
-        problem = calling.call(
+        problem = callback_process.call(
             function, None, code=config.code,
             log=_log_of(function, home_folder() / trial_id(config.name, retraining.run_id) / LOGS),
             environment=config.environment.environment_variables,
@@ -293,7 +293,7 @@ def call_back(
 ) -> str | None:
     """Call one of the experiment's callbacks; what went wrong, None if nothing did."""
     log = _log_of(function, logs)
-    problem = calling.call(
+    problem = callback_process.call(
         function, outcome,
         code=retraining.config.code, log=log,
         environment=retraining.config.environment.environment_variables,

@@ -6,8 +6,8 @@ from typing import Any
 
 from prefect.context import TaskRunContext
 
-from tasks.run import TrialRun
 from trial_core.errors import StorageError
+from trialflow.tasks.run import TrialRun
 
 STORAGE_RETRIES = 2
 STORAGE_RETRY_SECONDS = 5

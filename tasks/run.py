@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trial_core.checkpoint.claims import Running
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
-from trial_core.observer import Observer
+from trial_core.retention.claims import Running
+from trial_core.run.observer import Observer
+from trial_core.run.stop_request import Stopping
 from trial_core.slots.group import SlotGroup
-from trial_core.stopping import Stopping
 from trial_core.units import EpochLength
 
 

@@ -6,11 +6,11 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
-from tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
-from tasks.run import TrialRun
 from trial_core.errors import StorageError
 from trial_core.messages import FinishRunFiles, RunFilesStored
-from trial_core.run_files import TENSORBOARD, RunFiles, tensorboard_url
+from trial_core.run.run_files import TENSORBOARD, RunFiles, tensorboard_url
+from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
+from trialflow.tasks.run import TrialRun
 
 
 @task(

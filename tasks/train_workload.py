@@ -6,9 +6,9 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
-from tasks.lineage import forget_results
-from tasks.run import TrialRun
 from trial_core.messages import TrainBatches, Trained
+from trialflow.tasks.result_memory import forget_results
+from trialflow.tasks.run import TrialRun
 
 
 @task(

@@ -6,9 +6,9 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
-from tasks.run import TrialRun
 from trial_core.messages import RunValidation, Validated
-from trial_core.searcher import searcher_metric
+from trial_core.run.searcher_metric import searcher_metric
+from trialflow.tasks.run import TrialRun
 
 
 @task(name="validate", task_run_name="validate @{batches_trained}", cache_policy=NO_CACHE)

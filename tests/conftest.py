@@ -18,6 +18,7 @@ pytest_plugins = [
     "tests.support.prefect",
     "tests.support.flow",
     "tests.support.faults.scene",
+    "tests.support.stores",
 ]
 
 

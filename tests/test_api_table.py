@@ -25,7 +25,7 @@ def is_there(name: str) -> bool:
     found: Any = trial_core
     for part in name.split("."):
         if found is trial_core.pytorch and part == "samplers":
-            found = importlib.import_module("trial_core.pytorch.samplers")
+            found = importlib.import_module("trial_core.pytorch.data.samplers")
         elif not hasattr(found, part):
             return False
         else:

@@ -124,7 +124,11 @@ def test_the_driver_half_does_not_import_the_rank_half() -> None:
 def test_the_driver_half_loads_neither_torch_nor_deepspeed() -> None:
     """In a fresh interpreter, importing every driver-half module brings in no torch."""
     driver_half = sorted(module for module in MODULES if not is_rank_half(module))
-    assert {"flows.train", "tasks.checkpoint", "trial_core.slots.worker"} <= set(driver_half)
+    assert {
+        "trialflow.flows.train",
+        "trialflow.tasks.checkpoint",
+        "trial_core.slots.worker",
+    } <= set(driver_half)
     program = (
         "import importlib, sys\n"
         f"for module in {driver_half!r}:\n"

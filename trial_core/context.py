@@ -13,10 +13,10 @@ from pydantic import ValidationError
 from typing_extensions import Self
 
 from trial_core.config.determined import hyperparameters
-from trial_core.config.words import explain
+from trial_core.config.error_text import explain
 from trial_core.distributed import DistributedContext
 from trial_core.errors import ConfigError, TrialError
-from trial_core.instruments import Instruments
+from trial_core.run.instruments import Instruments
 from trial_core.units import EpochLength
 
 DEBUGGED_TRIAL = "debug-00000000"

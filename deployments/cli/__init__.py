@@ -1,0 +1,1 @@
+"""`trialflow`, the command line: one module a command."""

@@ -23,7 +23,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from trial_core import words
+from trial_core import text_format
 from trial_core.errors import (
     CheckpointDamaged,
     CommitConflict,
@@ -57,7 +57,7 @@ def warning(text: str) -> None:
 
 def note(text: str) -> None:
     """Print to stderr what belongs to an error or helps with it."""
-    print(words.clean(text), file=sys.stderr, flush=True)
+    print(text_format.clean(text), file=sys.stderr, flush=True)
 
 
 def is_debugging() -> bool:
@@ -85,7 +85,9 @@ def report(failure: TrialflowError, code_folder: Path | None = None) -> None:
 def report_bug(failure: Exception) -> None:
     """Tell the user of an error that nobody foresaw."""
     details = "".join(traceback.format_exception(failure))
-    error(f"this is a bug of trialflow: {type(failure).__name__}: {words.one_line(str(failure))}")
+    error(
+        f"this is a bug of trialflow: {type(failure).__name__}: {text_format.one_line(str(failure))}"
+    )
     if is_debugging():
         note(details)
         return
@@ -126,7 +128,7 @@ OWN_WARNINGS = WarningsOfTrialflow()
 def _say(kind: str, text: str, colour: str) -> None:
     coloured = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     label = f"\x1b[1;{colour}m{kind}:\x1b[0m" if coloured else f"{kind}:"
-    print(f"{label} {words.clean(text)}", file=sys.stderr, flush=True)
+    print(f"{label} {text_format.clean(text)}", file=sys.stderr, flush=True)
 
 
 def _report_rank(failure: RankFailed, code_folder: Path | None) -> None:

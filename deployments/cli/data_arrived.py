@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from deployments.cli import messages
-from deployments.cli.deploy import configured_client
 from trial_core.errors import ConfigError
+from trialflow.deployments.cli import console
+from trialflow.deployments.cli.deploy import configured_client
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -41,10 +41,10 @@ def data_arrived(
     model
         The model's name, as in `retraining.model`.
     """
-    from flows.environment import prepare_prefect
+    from trialflow.flows.server.prefect_settings import prepare_prefect
 
     prepare_prefect()
-    from deployments.retrainings import arrival, resource_id
+    from trialflow.deployments.retraining.requests import arrival, resource_id
 
     _check_name(model)
     data = _data(set_ or [])
@@ -53,7 +53,7 @@ def data_arrived(
         # Not Prefect's emit_event, which does not say whether the server has taken it.
         client.request("POST", "/events", json=[event.model_dump(mode="json")]).raise_for_status()
         if problem := _nobody_listens(client, model):
-            messages.warning(problem)
+            console.warning(problem)
     print(f"sent: {event.event} of {resource_id(model)}")
     return 0
 
@@ -74,7 +74,7 @@ def _data(assignments: list[str]) -> dict[str, Any]:
     Raises:
         ConfigError: an assignment cannot be understood.
     """
-    from trial_core.config.reading import override
+    from trial_core.config.parsing import override
 
     data = override({}, assignments, "--data")
     if not _is_json(data):
@@ -93,7 +93,7 @@ def _is_json(value: Any) -> bool:
 
 def _nobody_listens(client: SyncPrefectClient, model: str) -> str | None:
     """What is said if no automation of ours acts on the event; None: one does."""
-    from deployments.retrainings import rule_name
+    from trialflow.deployments.retraining.requests import rule_name
 
     found = client.read_automations_by_name(rule_name(model))
     if not found:

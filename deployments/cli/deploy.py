@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from deployments.cli import messages
-from deployments.cli.experiment import read_experiment
 from trial_core.errors import ConfigError, TrialflowError
+from trialflow.deployments.cli import console
+from trialflow.deployments.cli.experiment_options import read_experiment
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
-    from deployments.on_server import Done, Thing
-    from deployments.retrainings import Retraining
-    from deployments.wanted import PoolType
+    from trialflow.deployments.desired_state import PoolType
+    from trialflow.deployments.resources import Done, Thing
+    from trialflow.deployments.retraining.requests import Retraining
 
 
 DEFAULT_POOL = "local"
@@ -82,12 +82,12 @@ def deploy(
     files
         Experiment files (YAML) with a `retraining` section.
     """
-    from flows.environment import prepare_prefect
+    from trialflow.flows.server.prefect_settings import prepare_prefect
 
     prepare_prefect()
-    from deployments.deployment import models_on_server
-    from deployments.models import all_of
-    from deployments.on_server import lease_problem, set_up, take_down
+    from trialflow.deployments.flow_deployment import models_on_server
+    from trialflow.deployments.resources import lease_problem, set_up, take_down
+    from trialflow.deployments.retraining.model_resources import all_of
 
     retrainings = read_retrainings(files)
     with configured_client() as client:
@@ -114,7 +114,7 @@ def deploy(
         _print(take_back(retrainings, client, dry_run), dry_run)
         # Whether GPUs are counted or not: limits of deployments have leases as well.
         if problem := lease_problem(client):
-            messages.warning(problem)
+            console.warning(problem)
     if not dry_run:
         worker = "trialflow worker" if pool_type == "process" else "prefect worker start"
         print(f"\nstart a worker where the runs are to be: {worker} --pool {pool_name}")
@@ -129,9 +129,9 @@ def settle(
     Raises:
         ConfigError: no work pool can have that name.
     """
-    from deployments.deployment import found_deployments
-    from deployments.on_server import find_pool
-    from deployments.wanted import check_pool_name
+    from trialflow.deployments.desired_state import check_pool_name
+    from trialflow.deployments.flow_deployment import found_deployments
+    from trialflow.deployments.resources import find_pool
 
     if pool is None:
         used = [each.work_pool_name for each in found_deployments(client) if each.work_pool_name]
@@ -163,11 +163,11 @@ def wanted_things(
         retrainings: what files ask for.
         models: those whose retraining is on the server, by a file that need not be given again.
     """
-    from deployments.deployment import FlowDeployment
-    from deployments.models import all_of, asked_for
-    from deployments.on_server import FixedRule, GpuLimit, Pool
-    from deployments.retrainings import template
-    from deployments.wanted import Place, automations, deployments
+    from trialflow.deployments.desired_state import Place, automations, deployments
+    from trialflow.deployments.flow_deployment import FlowDeployment
+    from trialflow.deployments.resources import FixedRule, GpuLimit, Pool
+    from trialflow.deployments.retraining.model_resources import all_of, asked_for
+    from trialflow.deployments.retraining.requests import template
 
     folder = directory or (Path.cwd() if pool_type == "process" else None)
     where = str(folder.absolute()) if folder else None
@@ -190,7 +190,7 @@ def read_retrainings(files: Sequence[Path]) -> list[Retraining]:
     Raises:
         ConfigError: what is wrong in the first one that cannot be used.
     """
-    from deployments.retrainings import retrainings
+    from trialflow.deployments.retraining.requests import retrainings
 
     return retrainings({path: read_experiment(path, []) for path in files})
 
@@ -199,8 +199,8 @@ def take_back(
     retrainings: Sequence[Retraining], client: SyncPrefectClient, dry_run: bool
 ) -> Iterator[Done]:
     """Remove what files have asked for before, and ask for no more."""
-    from deployments.models import not_asked_for
-    from deployments.on_server import take_down
+    from trialflow.deployments.resources import take_down
+    from trialflow.deployments.retraining.model_resources import not_asked_for
 
     removed = take_down(not_asked_for(retrainings), client, dry_run)
     return (done for done in removed if done.verb != "not there")
@@ -219,7 +219,7 @@ def configured_client() -> Iterator[SyncPrefectClient]:
     from prefect.client.orchestration import get_client
     from prefect.settings import get_current_settings
 
-    from flows.embedded import PrefectServerError, configured_api_problem
+    from trialflow.flows.server.embedded import PrefectServerError, configured_api_problem
 
     if not get_current_settings().api.url:
         raise ConfigError(

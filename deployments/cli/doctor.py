@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from deployments.cli import messages
-from deployments.cli.experiment import ConfigFile, Storage, open_store
-from trial_core import words
+from trial_core import text_format
 from trial_core.errors import TrialflowError
+from trialflow.deployments.cli import console
+from trialflow.deployments.cli.experiment_options import ConfigFile, Storage, open_store
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.store import CheckpointStore
@@ -66,10 +66,10 @@ def doctor(
     for check in examine(config, storage):
         checks.append(check)
         if not json_:
-            print(words.clean(str(check)), flush=True)
+            print(text_format.clean(str(check)), flush=True)
     if json_:
         print(json.dumps([asdict(check) for check in checks], indent=2))
-    return messages.FAILED if any(check.status == "fail" for check in checks) else 0
+    return console.FAILED if any(check.status == "fail" for check in checks) else 0
 
 
 def examine(config: Path | None, storage: str | None) -> Iterator[Check]:
@@ -130,7 +130,7 @@ def accelerators() -> Check:
     count = count_accelerators()
     if count == 0:
         return Check("accelerators", "ok", "none: slots are CPU processes")
-    found = words.plural(count, "accelerator")
+    found = text_format.plural(count, "accelerator")
     try:
         torch_version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -166,8 +166,8 @@ def registry(store: CheckpointStore) -> Check:
 
 def prefect_server() -> Check:
     """Whether the Prefect server that is configured, if one is, answers."""
-    from flows.embedded import configured_api_problem
-    from flows.environment import prepare_prefect
+    from trialflow.flows.server.embedded import configured_api_problem
+    from trialflow.flows.server.prefect_settings import prepare_prefect
 
     prepare_prefect()
     from prefect.settings import get_current_settings

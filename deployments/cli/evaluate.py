@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from deployments.cli import messages
-from deployments.cli.experiment import Overrides, Storage, read_experiment
-from deployments.cli.flow_run import run_flow
-from deployments.cli.signals import Terminated, stoppable
-from deployments.cli.tables import AsJson
-from deployments.cli.terminal import Display, display_for_stdout
-from trial_core import words
+from trial_core import text_format
 from trial_core.errors import Stopped, TrialflowError
+from trialflow.deployments.cli import console
+from trialflow.deployments.cli.experiment_options import Overrides, Storage, read_experiment
+from trialflow.deployments.cli.flow_run import run_flow
+from trialflow.deployments.cli.run_display import Display, display_for_stdout
+from trialflow.deployments.cli.signals import Terminated, stoppable
+from trialflow.deployments.cli.tables import AsJson
 
 if TYPE_CHECKING:
-    from flows.evaluate import EvaluateResult
     from trial_core.config import ExperimentConfig
+    from trialflow.flows.evaluate import EvaluateResult
 
 
 def evaluate(
@@ -52,14 +52,14 @@ def evaluate(
         with stoppable(display.stopping):
             result = _run(experiment, checkpoint, display)
     except KeyboardInterrupt:
-        messages.error("stopped by Ctrl-C")
-        return messages.INTERRUPTED
+        console.error("stopped by Ctrl-C")
+        return console.INTERRUPTED
     except Terminated:
-        messages.error("stopped by SIGTERM")
-        return messages.TERMINATED
+        console.error("stopped by SIGTERM")
+        return console.TERMINATED
     except TrialflowError as failure:
-        messages.report(failure, code_folder=experiment.code)
-        return messages.exit_code(failure)
+        console.report(failure, code_folder=experiment.code)
+        return console.exit_code(failure)
     print(_as_json(result) if json_ else "\n".join(_summary(result)), flush=True)
     return 0
 
@@ -72,8 +72,8 @@ def _run(experiment: ExperimentConfig, checkpoint: str | None, display: Display)
     """
 
     def call() -> EvaluateResult:
-        from flows.evaluate import EvaluateResult
-        from flows.evaluate import evaluate as evaluate_flow
+        from trialflow.flows.evaluate import EvaluateResult
+        from trialflow.flows.evaluate import evaluate as evaluate_flow
 
         result = evaluate_flow(experiment, checkpoint=checkpoint)
         if not isinstance(result, EvaluateResult):
@@ -84,12 +84,12 @@ def _run(experiment: ExperimentConfig, checkpoint: str | None, display: Display)
 
 
 def _summary(result: EvaluateResult) -> list[str]:
-    batches = words.plural(result.batches_trained, "batch")
-    width = max((len(words.clean(name)) for name in result.metrics), default=0)
+    batches = text_format.plural(result.batches_trained, "batch")
+    width = max((len(text_format.clean(name)) for name in result.metrics), default=0)
     return [
         f"checkpoint {result.checkpoint_uuid} of {result.trial}, after {batches}",
         *(
-            f"  {words.clean(name):<{width}}  {words.one_line(words.number(value))}"
+            f"  {text_format.clean(name):<{width}}  {text_format.one_line(text_format.number(value))}"
             for name, value in result.metrics.items()
         ),
     ]

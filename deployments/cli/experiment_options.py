@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from deployments.cli import messages
 from trial_core.errors import ConfigError
+from trialflow.deployments.cli import console
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.store import CheckpointStore
@@ -68,7 +68,7 @@ def read_experiment(
             experiment = load_config(path, overrides)
         finally:
             for ignored in caught:
-                messages.warning(f"{path}: {ignored.message}")
+                console.warning(f"{path}: {ignored.message}")
     if storage is None:
         return experiment
     place = moved(experiment.checkpoint_storage, storage)

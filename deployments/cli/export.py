@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from deployments.cli.experiment import ConfigFile, Storage, open_store
-from deployments.cli.tables import AsJson
-from trial_core import words
+from trial_core import text_format
 from trial_core.errors import CheckpointError, CheckpointNotFound, ConfigError
+from trialflow.deployments.cli.experiment_options import ConfigFile, Storage, open_store
+from trialflow.deployments.cli.tables import AsJson
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.manifest import FileEntry, Manifest
@@ -80,8 +80,8 @@ def export(
         said = {"uuid": manifest.uuid, "file": str(to.absolute()), "names": count}
         print(json.dumps({**said, "size_bytes": size_bytes, "dtype": dtype, "engine": engine}))
     else:
-        names = words.plural(count, "name")
-        print(f"checkpoint {manifest.uuid}: {names}, {words.size(size_bytes)}, in {to}")
+        names = text_format.plural(count, "name")
+        print(f"checkpoint {manifest.uuid}: {names}, {text_format.size(size_bytes)}, in {to}")
     return 0
 
 
@@ -140,9 +140,9 @@ def _is_trusted(config: Path | None) -> bool:
 
 def _export(store: CheckpointStore, wanted: Wanted, to: Path, force: bool) -> tuple[int, int]:
     """Fetch, put together and write; how many names and bytes."""
-    from trial_core.checkpoint.failures import Explainer
-    from trial_core.checkpoint.local_storage import whole_file
-    from trial_core.checkpoint.transfer import fetch_files
+    from trial_core.storage.local import whole_file
+    from trial_core.storage.storage_errors import Explainer
+    from trial_core.transfer.files import fetch_files
 
     entries = _files_of(wanted.manifest, wanted.engine)
     # Tried first: hours of fetching must not end in a file that cannot be written.
@@ -168,8 +168,11 @@ def _convert(folder: Path, wanted: Wanted, made: Path) -> int:
     """Put the weights of fetched files together, and write them; how many names."""
     # DeepSpeed writes its log to stdout, which is for this command's answer.
     with contextlib.redirect_stdout(io.StringIO()):
-        from trial_core.controller.reading import Reader
-        from trial_core.deepspeed.export import export_weights, write_weights
+        from trial_core.controller.safe_load import Reader
+        from trial_core.deepspeed.export.weights_file import (
+            export_weights,
+            write_weights,
+        )
 
         reader = Reader(wanted.trusted)
         weights = export_weights(folder, wanted.engine, wanted.dtype, reader)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from deployments.cli.terminal import Display
 from trial_core.errors import Stopped
+from trialflow.deployments.cli.run_display import Display
 
 Result = TypeVar("Result")
 
@@ -18,14 +18,14 @@ def run_flow(display: Display, call: Callable[[], Result]) -> Result:
         Stopped: somebody has stopped it in Prefect.
         TrialflowError: whatever made it fail.
     """
-    from flows.embedded import PrefectServerError, prefect_api
+    from trialflow.flows.server.embedded import PrefectServerError, prefect_api
 
     display.waiting_for("starting Prefect")
     with display, prefect_api() as api:
         import httpx
         from prefect.exceptions import Abort, CancelledRun, Pause
 
-        from trial_core.observer import observing
+        from trial_core.run.observer import observing
 
         display.waiting_for("starting the ranks")
         try:

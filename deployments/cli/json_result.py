@@ -7,14 +7,14 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from deployments.cli import messages
-from trial_core import words
+from trial_core import text_format
 from trial_core.errors import CheckpointError, Stopped, TrialflowError
-from trial_core.progress import Progress
+from trial_core.run.run_status import Progress
+from trialflow.deployments.cli import console
 
 if TYPE_CHECKING:
-    from flows.train import TrialResult
     from trial_core.checkpoint.store import CheckpointStore
+    from trialflow.flows.train import TrialResult
 
 Status = Literal["completed", "stopped", "failed", "refused"]
 
@@ -22,7 +22,7 @@ Status = Literal["completed", "stopped", "failed", "refused"]
 class Outcome:
     """How a run ended. A context manager around it, at whose end the line is printed.
 
-    The line is an object with the fields of `flows.train.TrialResult`, as far as they are known
+    The line is an object with the fields of `trialflow.flows.train.TrialResult`, as far as they are known
     (null: not), and
 
     - ``status``: ``completed`` (at its end, or where the trial asked to stop), ``stopped`` (by
@@ -65,11 +65,11 @@ class Outcome:
         traceback: TracebackType | None,
     ) -> None:
         if isinstance(error, TrialflowError):
-            self.failed(error, messages.exit_code(error))
+            self.failed(error, console.exit_code(error))
         elif isinstance(error, KeyboardInterrupt):
             self.stopped("Ctrl-C")
         elif error is not None:
-            self._error = (type(error).__name__, words.one_line(str(error)))
+            self._error = (type(error).__name__, text_format.one_line(str(error)))
         if self._is_printed:
             print(self.line(), flush=True)
 
@@ -84,10 +84,10 @@ class Outcome:
 
     def failed(self, failure: TrialflowError, exit_code: int) -> None:
         """It was refused or has failed; or it was stopped, if that is what the failure says."""
-        self.status = "refused" if exit_code == messages.REFUSED else "failed"
+        self.status = "refused" if exit_code == console.REFUSED else "failed"
         if isinstance(failure, Stopped):
             self.status, self.stop_reason = "stopped", str(failure)
-        self._error = (type(failure).__name__, words.one_line(str(failure)))
+        self._error = (type(failure).__name__, text_format.one_line(str(failure)))
 
     def line(self) -> str:
         """All that is known, as one line of JSON."""

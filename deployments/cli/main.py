@@ -1,6 +1,6 @@
 """`trialflow`, the command line: its commands, and what happens to their errors.
 
-Exit codes are listed in `deployments.cli.messages`. Commands import what they need when they run,
+Exit codes are listed in `trialflow.deployments.cli.console`. Commands import what they need when they run,
 so that help answers at once: neither torch nor Prefect nor fsspec is imported here.
 """
 
@@ -15,22 +15,22 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
-from deployments.cli import (
-    checkpoints,
+from trial_core.errors import TrialflowError
+from trialflow.deployments.cli import (
+    console,
     data_arrived,
     deploy,
     doctor,
     evaluate,
-    experiment,
+    experiment_options,
     export,
-    messages,
     models,
     retrain,
     train,
     up,
     worker,
 )
-from trial_core.errors import TrialflowError
+from trialflow.deployments.cli.checkpoints import commands
 
 app = App(
     name="trialflow",
@@ -47,8 +47,8 @@ app = App(
 app.command(train.train)
 app.command(evaluate.evaluate)
 app.command(retrain.retrain)
-app.command(experiment.config)
-app.command(checkpoints.app)
+app.command(experiment_options.config)
+app.command(commands.app)
 app.command(models.app)
 app.command(export.export)
 app.command(up.up)
@@ -65,25 +65,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = app(arguments)
         sys.stdout.flush()
     except CycloptsError as error:
-        messages.error(" ".join(str(error).split()))
+        console.error(" ".join(str(error).split()))
         unused = error.unused_tokens if isinstance(error, UnusedCliTokensError) else None
         if any("=" in token for token in unused or []):
-            messages.note("every key=value needs a --set of its own")
-        messages.note(f"see: {' '.join(['trialflow', *(error.command_chain or [])])} --help")
-        return messages.REFUSED
+            console.note("every key=value needs a --set of its own")
+        console.note(f"see: {' '.join(['trialflow', *(error.command_chain or [])])} --help")
+        return console.REFUSED
     except TrialflowError as error:
-        messages.report(error)
-        return messages.exit_code(error)
+        console.report(error)
+        return console.exit_code(error)
     except KeyboardInterrupt:
-        messages.error("stopped by Ctrl-C")
-        return messages.INTERRUPTED
+        console.error("stopped by Ctrl-C")
+        return console.INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has seen enough. Python would complain when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return messages.FAILED
+        return console.FAILED
     except Exception as error:  # noqa: BLE001 - the process's top frame: told, and written down
-        messages.report_bug(error)
-        return messages.BUG
+        console.report_bug(error)
+        return console.BUG
     return code if isinstance(code, int) else 0
 
 
@@ -91,7 +91,7 @@ def _keep_the_terminal_clean() -> None:
     """Libraries' warnings are no business of the user's, unless -W asks for them."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
-    logging.getLogger("trial_core").addHandler(messages.OWN_WARNINGS)
+    logging.getLogger("trial_core").addHandler(console.OWN_WARNINGS)
     for stream in (sys.stdout, sys.stderr):
         # A terminal that knows no "→" shows a "?" instead of a traceback.
         if hasattr(stream, "reconfigure"):

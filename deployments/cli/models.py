@@ -8,17 +8,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from deployments.cli import messages
-from deployments.cli.experiment import ConfigFile, Storage, open_store, read_experiment
-from deployments.cli.tables import AsJson, local_time, print_table, shortest_unique
-from trial_core import words
+from trial_core import text_format
 from trial_core.errors import ConfigError
+from trialflow.deployments.cli import console
+from trialflow.deployments.cli.experiment_options import (
+    ConfigFile,
+    Storage,
+    open_store,
+    read_experiment,
+)
+from trialflow.deployments.cli.tables import AsJson, local_time, print_table, shortest_unique
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trial_core.registry.records import Move, Version
-    from trial_core.registry.registry import Registry
+    from trial_core.models.records import Move, Version
+    from trial_core.models.registry import Registry
 
 _READ_THREADS = 8
 
@@ -190,7 +195,7 @@ class _Model:
             "what became of it",
         )  # fmt: skip
         rows = [
-            (*self._cells(each, length, there), words.one_line(became))
+            (*self._cells(each, length, there), text_format.one_line(became))
             for each, became in zip(self.versions, self._became(moves), strict=True)
         ]
         print_table(columns, rows)
@@ -219,9 +224,9 @@ class _Model:
 
     def _became(self, moves: list[Move]) -> list[str]:
         """Of each version, why it was promoted or was not, in words."""
-        from trial_core.checkpoint.parallel import StopSignal, in_parallel
         from trial_core.errors import RegistryError
-        from trial_core.retraining import Decision, Notebook
+        from trial_core.models.journal import Decision, Notebook
+        from trial_core.storage.parallel import StopSignal, in_parallel
 
         def became(version: Version, stop: StopSignal) -> str:
             stop.check()
@@ -274,7 +279,7 @@ def _model(registry: Registry, name: str) -> _Model | _Unreadable:
     try:
         return _Model(registry, name)
     except RegistryError as error:
-        messages.warning(f"model {name}: {error}")
+        console.warning(f"model {name}: {error}")
         return _Unreadable(name, str(error))
 
 
@@ -287,7 +292,7 @@ def _place(config: Path | None, storage: str | None) -> str:
 
 
 def _registry(config: Path | None, storage: str | None) -> Registry:
-    from trial_core.registry.registry import Registry
+    from trial_core.models.registry import Registry
 
     return Registry(open_store(config, storage))
 
@@ -295,7 +300,7 @@ def _registry(config: Path | None, storage: str | None) -> Registry:
 def _register(registry: Registry, model: str, checkpoint: str, config: Path | None) -> Version:
     """Make a checkpoint a version, compared by the metric that the experiment names, else by that
     of the model's last version."""
-    from trial_core.checkpoint.retention import own_metric
+    from trial_core.retention.policy import own_metric
 
     manifest = registry.store.open(checkpoint)
     versions = registry.versions(model)
@@ -320,7 +325,7 @@ def _say(move: Move, as_json: bool, place: str, is_new: bool = True) -> None:
     already = "" if is_new else " already"
     print(f"version {move.champion} is champion of model {move.model}{already}{before}")
     if is_new and move.previous is not None:
-        messages.note(f"to go back: trialflow models rollback {move.model}{place}")
+        console.note(f"to go back: trialflow models rollback {move.model}{place}")
 
 
 def _cells_of(move: Move) -> tuple[str, ...]:
@@ -331,11 +336,11 @@ def _cells_of(move: Move) -> tuple[str, ...]:
         str(move.champion),
         "" if move.previous is None else str(move.previous),
         f"run {move.run}" if move.run else move.by,
-        words.one_line(move.why),
+        text_format.one_line(move.why),
     )
 
 
 def _value(version: Version) -> str:
     if version.metric is None or version.value is None:
         return ""
-    return f"{version.metric} {words.number(version.value)}"
+    return f"{version.metric} {text_format.number(version.value)}"

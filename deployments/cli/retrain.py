@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from deployments.cli import messages
-from deployments.cli.experiment import Overrides, Storage, read_experiment
-from deployments.cli.flow_run import run_flow
-from deployments.cli.signals import Terminated, stoppable
-from deployments.cli.tables import AsJson
-from deployments.cli.terminal import display_for_stdout
-from trial_core import words
+from trial_core import text_format
 from trial_core.errors import Stopped, TrialflowError
+from trialflow.deployments.cli import console
+from trialflow.deployments.cli.experiment_options import Overrides, Storage, read_experiment
+from trialflow.deployments.cli.flow_run import run_flow
+from trialflow.deployments.cli.run_display import display_for_stdout
+from trialflow.deployments.cli.signals import Terminated, stoppable
+from trialflow.deployments.cli.tables import AsJson
 
 if TYPE_CHECKING:
-    from flows.retrain_outcome import RetrainResult
     from trial_core.config import ExperimentConfig
+    from trialflow.flows.retraining.outcome import RetrainResult
 
 
 def retrain(
@@ -59,14 +59,14 @@ def retrain(
         with stoppable(display.stopping):
             run_flow(display, run.call)
     except KeyboardInterrupt:
-        messages.error("stopped by Ctrl-C")
-        return messages.INTERRUPTED
+        console.error("stopped by Ctrl-C")
+        return console.INTERRUPTED
     except Terminated:
-        messages.error("stopped by SIGTERM")
-        return messages.TERMINATED
+        console.error("stopped by SIGTERM")
+        return console.TERMINATED
     except TrialflowError as failure:
-        messages.report(failure, code_folder=experiment.code)
-        return messages.exit_code(failure, display.has_trained)
+        console.report(failure, code_folder=experiment.code)
+        return console.exit_code(failure, display.has_trained)
     print(run.as_json() if json_ else "\n".join(run.summary()), flush=True)
     return 0
 
@@ -86,9 +86,9 @@ class _Run:
         Raises:
             Stopped: it ended without a result.
         """
-        from flows.retrain import SKIPPED
-        from flows.retrain import retrain as retrain_flow
-        from flows.retrain_outcome import RetrainResult
+        from trialflow.flows.retrain import SKIPPED
+        from trialflow.flows.retrain import retrain as retrain_flow
+        from trialflow.flows.retraining.outcome import RetrainResult
 
         def note(flow: Any, flow_run: Any, state: Any) -> None:
             if state.name == SKIPPED:
@@ -121,7 +121,7 @@ class _Run:
             ("report", result.report_path),
         ]
         width = max(len(name) for name, _ in facts)
-        lines = [f"  {name:<{width}}  {words.one_line(fact)}" for name, fact in facts if fact]
+        lines = [f"  {name:<{width}}  {text_format.one_line(fact)}" for name, fact in facts if fact]
         return [headline, *lines]
 
     def as_json(self) -> str:
@@ -144,8 +144,8 @@ def _given(assignments: list[str]) -> dict[str, Any]:
     Raises:
         ConfigError: an assignment cannot be understood, or gives what JSON lacks.
     """
-    from trial_core.config.reading import override
-    from trial_core.templating import checked
+    from trial_core.config.parsing import override
+    from trial_core.models.data_templates import checked
 
     return checked(override({}, assignments, "--data"))
 
@@ -156,10 +156,10 @@ def _check_templates(experiment: ExperimentConfig) -> None:
     Raises:
         ConfigError: which, and why.
     """
-    from trial_core.templating import rendered
+    from trial_core.models.data_templates import rendered
 
     rendered(experiment.data, datetime.now(timezone.utc))
 
 
 def _value(metric: str, value: float | None) -> str | None:
-    return None if value is None else f"{words.clean(metric)} {words.number(value)}"
+    return None if value is None else f"{text_format.clean(metric)} {text_format.number(value)}"

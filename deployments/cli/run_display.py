@@ -18,9 +18,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
-from trial_core import words
-from trial_core.observer import MetricsKind
-from trial_core.progress import TRAINING, UPLOAD, Progress
+from trial_core import text_format
+from trial_core.run.observer import MetricsKind
+from trial_core.run.run_status import TRAINING, UPLOAD, Progress
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -65,7 +65,7 @@ class Display(Progress):
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
         self.say(
             f"restart {attempt} of at most {max_restarts}, from the last checkpoint: "
-            f"{words.one_line(reason)}"
+            f"{text_format.one_line(reason)}"
         )
         super().restarting(reason, attempt, max_restarts)
 
@@ -80,7 +80,7 @@ class PlainLines(Display):
         self._ended: dict[str, tuple[str, float]] = {}
 
     def say(self, line: str) -> None:
-        print(words.clean(line), file=self._file, flush=True)
+        print(text_format.clean(line), file=self._file, flush=True)
 
     def stopping(self, why: str) -> None:
         is_known = self._stop_note is not None
@@ -110,27 +110,27 @@ class PlainLines(Display):
         if stage in (TRAINING, "validate", UPLOAD):
             return  # what they lead to is told by itself, and shown with them
         if stage != "callbacks" or seconds >= HARDLY_WORTH_A_LINE_SECONDS:
-            self.say(f"{stage} {detail}".rstrip() + f": {words.duration(seconds)}")
+            self.say(f"{stage} {detail}".rstrip() + f": {text_format.duration(seconds)}")
 
     def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
         super().metrics_reported(kind, batches, metrics)
         stage = TRAINING if kind == "training" else "validate"
         detail, seconds = self._ended.get(stage, (f"@{batches}", 0.0))
-        parts = [words.duration(seconds)]
+        parts = [text_format.duration(seconds)]
         if kind == "training" and seconds > 0:
             samples = (batches - self._workload_begins_at) * self.batch_samples
-            parts.append(words.speed(samples / seconds))
+            parts.append(text_format.speed(samples / seconds))
         if metrics:
-            parts.append(words.metrics_line(metrics))
+            parts.append(text_format.metrics_line(metrics))
         self.say(f"{stage} {detail}: {' · '.join(parts)}")
 
     def checkpoint_committed(self, uuid: str, batches: int, total_bytes: int) -> None:
         super().checkpoint_committed(uuid, batches, total_bytes)
-        parts = [words.size(total_bytes), f"checkpoint {uuid}"]
+        parts = [text_format.size(total_bytes), f"checkpoint {uuid}"]
         # Told while the upload's stage still runs: what was staged is yet to be released.
         upload = self.running(UPLOAD, f"@{batches}")
         if upload is not None:
-            parts.insert(0, words.duration(self.seconds_in(upload)))
+            parts.insert(0, text_format.duration(self.seconds_in(upload)))
         self.say(f"{UPLOAD} @{batches}: {' · '.join(parts)}")
 
 
@@ -164,7 +164,7 @@ class LiveDisplay(Display):
         self._live.stop()
 
     def say(self, line: str) -> None:
-        self._console.print(words.clean(line), markup=False, highlight=False, soft_wrap=True)
+        self._console.print(text_format.clean(line), markup=False, highlight=False, soft_wrap=True)
 
     def run_started(
         self, trial: str, total_batches: int, begins_at: int, batch_samples: int
@@ -175,7 +175,7 @@ class LiveDisplay(Display):
     def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
         super().metrics_reported(kind, batches, metrics)
         if kind == "validation":
-            self.say(f"validate @{batches}: {words.metrics_line(metrics)}")
+            self.say(f"validate @{batches}: {text_format.metrics_line(metrics)}")
 
     def render(self) -> RenderableType:
         """The two lines, as of now."""
@@ -186,7 +186,7 @@ class LiveDisplay(Display):
 
         stage = self.stage
         after: list[RenderableType] = [
-            Text(words.clock(self.seconds_in(stage)), style="dim"),
+            Text(text_format.clock(self.seconds_in(stage)), style="dim"),
         ]
         if self.total_batches:
             after.insert(0, Text(f"{self.batches}/{self.total_batches}"))
@@ -195,7 +195,7 @@ class LiveDisplay(Display):
             width = self._bar_width()
             after.insert(0, ProgressBar(self.total_batches, self.batches, width=width))
             room -= width + 1
-        name = Text(words.clean(str(stage)))
+        name = Text(text_format.clean(str(stage)))
         # Where there is too little room it gives way, and not how far the run is.
         name.truncate(max(1, room), overflow="ellipsis")
         head = Table.grid(padding=(0, 1))
@@ -209,15 +209,15 @@ class LiveDisplay(Display):
     def _facts(self) -> list[str]:
         facts = [self._stop_note] if self._stop_note else []
         if self.samples_per_second is not None:
-            facts.append(words.speed(self.samples_per_second))
-        if training := words.main_metric(self.training, ("loss", *self.preferred)):
-            facts.append(words.metrics_line(dict([training])))
-        if validation := words.main_metric(self.validation, self.preferred):
+            facts.append(text_format.speed(self.samples_per_second))
+        if training := text_format.main_metric(self.training, ("loss", *self.preferred)):
+            facts.append(text_format.metrics_line(dict([training])))
+        if validation := text_format.main_metric(self.validation, self.preferred):
             facts.append(
-                f"validated @{self.validated_at}: {words.metrics_line(dict([validation]))}"
+                f"validated @{self.validated_at}: {text_format.metrics_line(dict([validation]))}"
             )
         if self.seconds_left is not None:
-            facts.append(f"{words.clock(self.seconds_left)} left")
+            facts.append(f"{text_format.clock(self.seconds_left)} left")
         if self.uploads:
             facts += [str(upload) for upload in self.uploads]
         elif self.committed_at is not None:
@@ -226,9 +226,9 @@ class LiveDisplay(Display):
 
 
 def _started(progress: Progress, begins_at: int) -> str:
-    left = words.plural(progress.total_batches, "batch")
+    left = text_format.plural(progress.total_batches, "batch")
     going_on = f", going on from {begins_at}" if begins_at else ""
-    samples = words.plural(progress.batch_samples, "sample")
+    samples = text_format.plural(progress.batch_samples, "sample")
     return f"trial {progress.trial}: {left} of {samples}{going_on}"
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from trial_core import words
+from trial_core import text_format
 
 SHORT_UUID = 8
 # Output that is piped has no width: lines must not be cut for a terminal that is not there.
@@ -46,5 +46,5 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         table.add_column(name, no_wrap=True, justify="right" if name in NUMBERS else "left")
     table.add_column(columns[-1], overflow="fold")
     for row in rows:
-        table.add_row(*(Text(words.clean(cell)) for cell in row))
+        table.add_row(*(Text(text_format.clean(cell)) for cell in row))
     Console(width=None if sys.stdout.isatty() else PIPED_WIDTH).print(table)

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from deployments.cli import messages
-from deployments.cli.experiment import Overrides, Storage, read_experiment
-from deployments.cli.outcome import Outcome
-from deployments.cli.signals import Terminated, stoppable
-from deployments.cli.terminal import Display, PlainLines, display_for_stdout
-from trial_core import words
+from trial_core import text_format
 from trial_core.errors import Stopped, TrialflowError
+from trialflow.deployments.cli import console
+from trialflow.deployments.cli.experiment_options import Overrides, Storage, read_experiment
+from trialflow.deployments.cli.json_result import Outcome
+from trialflow.deployments.cli.run_display import Display, PlainLines, display_for_stdout
+from trialflow.deployments.cli.signals import Terminated, stoppable
 
 if TYPE_CHECKING:
-    from flows.embedded import PrefectApi
-    from flows.train import TrialResult
     from trial_core.checkpoint.store import CheckpointStore
     from trial_core.config import ExperimentConfig
+    from trialflow.flows.server.embedded import PrefectApi
+    from trialflow.flows.train import TrialResult
 
 # Where `prefect server start` serves by default.
 DEFAULT_UI = "http://127.0.0.1:4200"
@@ -86,9 +86,9 @@ class _Command:
             with stoppable(self._display.stopping):
                 self._run(resume)
         except KeyboardInterrupt:
-            return self._stopped("Ctrl-C", messages.INTERRUPTED)
+            return self._stopped("Ctrl-C", console.INTERRUPTED)
         except Terminated:
-            return self._stopped("SIGTERM", messages.TERMINATED)
+            return self._stopped("SIGTERM", console.TERMINATED)
         except TrialflowError as failure:
             return self._failed(failure)
         return 0
@@ -122,11 +122,11 @@ class _Command:
         import httpx
         from prefect.exceptions import Abort, CancelledRun, Pause
 
-        from flows.embedded import PrefectServerError
-        from flows.train import TrialResult
-        from flows.train import train as train_flow
-        from trial_core.observer import observing
-        from trial_core.runs import trial_id
+        from trial_core.run.observer import observing
+        from trial_core.run.run_dirs import trial_id
+        from trialflow.flows.server.embedded import PrefectServerError
+        from trialflow.flows.train import TrialResult
+        from trialflow.flows.train import train as train_flow
 
         def announce(flow: Any, flow_run: Any, state: Any) -> None:
             flow_run_id = self._outcome.flow_run_id = str(flow_run.id)
@@ -154,12 +154,12 @@ class _Command:
     def _summary(self, result: TrialResult, api: PrefectApi) -> list[str]:
         why = result.stop_reason or "as the trial asked"
         how = f"stopped early, {why}," if result.stopped_early else "completed"
-        seconds = words.duration(time.monotonic() - self._began)
-        batches = words.plural(result.batches_trained, "batch")
+        seconds = text_format.duration(time.monotonic() - self._began)
+        batches = text_format.plural(result.batches_trained, "batch")
         # Pairs: a metric may be called "report".
         facts = [
             *(
-                (words.clean(name), words.one_line(words.number(value)))
+                (text_format.clean(name), text_format.one_line(text_format.number(value)))
                 for name, value in result.validation_metrics.items()
             ),
             ("checkpoint", result.checkpoint_url),
@@ -184,17 +184,19 @@ class _Command:
 
     def _failed(self, failure: TrialflowError) -> int:
         """Say why the run failed; the exit code."""
-        messages.report(failure, code_folder=self._experiment.code)
+        console.report(failure, code_folder=self._experiment.code)
         self._say_how_to_go_on()
-        code = messages.exit_code(failure, self._display.has_trained)
+        code = console.exit_code(failure, self._display.has_trained)
         self._outcome.failed(failure, code)
         return code
 
     def _stopped(self, by: str, code: int) -> int:
         """Say that the run was stopped; the exit code."""
         batches = self._display.batches
-        when = f"after {words.plural(batches, 'batch')}" if batches else "before the first batch"
-        messages.error(f"stopped by {by} {when}")
+        when = (
+            f"after {text_format.plural(batches, 'batch')}" if batches else "before the first batch"
+        )
+        console.error(f"stopped by {by} {when}")
         self._say_how_to_go_on()
         self._outcome.stopped(by)
         return code
@@ -202,14 +204,14 @@ class _Command:
     def _say_how_to_go_on(self) -> None:
         committed_at = self._display.committed_at
         if committed_at is not None:
-            messages.note(
+            console.note(
                 f"the last checkpoint is that of batch {committed_at}; to go on from it, give "
                 "--resume"
             )
 
 
 def _prefect_api() -> AbstractContextManager[PrefectApi]:
-    from flows.embedded import prefect_api
+    from trialflow.flows.server.embedded import prefect_api
 
     return prefect_api()
 

@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from deployments.cli import messages
-from deployments.cli.deploy import (
+from trial_core import text_format
+from trial_core.errors import ConfigError, TrialflowError
+from trialflow.deployments.cli import console
+from trialflow.deployments.cli.deploy import (
     DEFAULT_POOL,
     read_retrainings,
     settle,
     take_back,
     wanted_things,
 )
-from deployments.cli.signals import Terminated, stoppable
-from trial_core import words
-from trial_core.errors import ConfigError, TrialflowError
+from trialflow.deployments.cli.signals import Terminated, stoppable
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
-    from deployments.local_server import LocalServer
-    from deployments.retrainings import Retraining
+    from trialflow.deployments.retraining.requests import Retraining
+    from trialflow.flows.server.local_server import LocalServer
 
 DEFAULT_PORT = 4200
 LOOK_SECONDS = 1.0
@@ -71,12 +71,12 @@ def up(
     files
         Experiment files (YAML) with a `retraining` section.
     """
-    from flows.environment import prepare_prefect
+    from trialflow.flows.server.prefect_settings import prepare_prefect
 
     prepare_prefect()
     from prefect.settings import get_current_settings
 
-    from deployments.wanted import check_pool_name
+    from trialflow.deployments.desired_state import check_pool_name
 
     if pool is not None:
         check_pool_name(pool)
@@ -94,9 +94,9 @@ def up(
             limit_seconds = settings.server.ephemeral.startup_timeout_seconds
             _serve(port, pool, retrainings, settings.home, limit_seconds)
     except KeyboardInterrupt:
-        return messages.INTERRUPTED
+        return console.INTERRUPTED
     except Terminated:
-        return messages.TERMINATED
+        return console.TERMINATED
     return 0
 
 
@@ -114,9 +114,9 @@ def _serve(
     start_limit_seconds: float,
 ) -> None:
     """Start all, and stay until a signal, or the end of one of them, ends it."""
-    from deployments.local_server import LocalServer, log_tail
-    from deployments.local_worker import LocalWorker
-    from deployments.only_one import only_one
+    from trialflow.deployments.local_worker import LocalWorker
+    from trialflow.deployments.single_instance import only_one
+    from trialflow.flows.server.local_server import LocalServer, log_tail
 
     print("starting Prefect…", flush=True)
     server_log, worker_log = home / "trialflow-server.log", home / "trialflow-worker.log"
@@ -139,10 +139,10 @@ def _set_up(asked_pool: str | None, retrainings: Sequence[Retraining]) -> str:
     """The work pool, whose name it is, the deployments and the rest; what is new is said."""
     from prefect.client.orchestration import get_client
 
-    from deployments.deployment import models_on_server
-    from deployments.local_worker import put_back_interrupted
-    from deployments.on_server import set_up
     from trial_core.slots.accelerators import count_accelerators
+    from trialflow.deployments.flow_deployment import models_on_server
+    from trialflow.deployments.local_worker import put_back_interrupted
+    from trialflow.deployments.resources import set_up
 
     with get_client(sync_client=True) as client:
         pool_type, pool = settle(client, None, asked_pool)
@@ -163,16 +163,16 @@ def _set_up(asked_pool: str | None, retrainings: Sequence[Retraining]) -> str:
             if done.verb != "unchanged":
                 print(f"{done.verb}: {done.thing}", flush=True)
         for problem in elsewhere(client, pool):
-            messages.warning(problem)
+            console.warning(problem)
         if count := put_back_interrupted(client, pool):
             again = "scheduled again, because their start was interrupted"
-            print(f"{again}: {words.plural(count, 'run')}", flush=True)
+            print(f"{again}: {text_format.plural(count, 'run')}", flush=True)
     return pool
 
 
 def elsewhere(client: SyncPrefectClient, pool: str) -> list[str]:
     """What is said of deployments whose runs are not where a newcomer would look for them."""
-    from deployments.deployment import found_deployments, working_folder
+    from trialflow.deployments.flow_deployment import found_deployments, working_folder
 
     found = found_deployments(client)
     said = [

@@ -7,11 +7,11 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from deployments.cli import messages
-from deployments.cli.deploy import DEFAULT_POOL, configured_client
-from deployments.cli.signals import Terminated, stoppable
-from deployments.cli.up import LOOK_SECONDS, STOP_RUNS_SECONDS, PartEnded, say_stopping
 from trial_core.errors import ConfigError
+from trialflow.deployments.cli import console
+from trialflow.deployments.cli.deploy import DEFAULT_POOL, configured_client
+from trialflow.deployments.cli.signals import Terminated, stoppable
+from trialflow.deployments.cli.up import LOOK_SECONDS, STOP_RUNS_SECONDS, PartEnded, say_stopping
 
 
 def worker(
@@ -30,7 +30,7 @@ def worker(
     """
     from prefect.settings import get_current_settings
 
-    from deployments.local_worker import LocalWorker
+    from trialflow.deployments.local_worker import LocalWorker
 
     if not get_current_settings().api.url:
         raise ConfigError(
@@ -47,9 +47,9 @@ def worker(
                 if not running.has_ended:
                     running.stop_runs(STOP_RUNS_SECONDS)
     except KeyboardInterrupt:
-        return messages.INTERRUPTED
+        return console.INTERRUPTED
     except Terminated:
-        return messages.TERMINATED
+        return console.TERMINATED
     raise PartEnded("the worker has ended by itself")
 
 
@@ -59,8 +59,8 @@ def _refuse_wrong_pool(pool: str) -> None:
     Raises:
         ConfigError: there is no such work pool, or its runs are no processes.
     """
-    from deployments.on_server import find_pool
-    from deployments.wanted import check_pool_name
+    from trialflow.deployments.desired_state import check_pool_name
+    from trialflow.deployments.resources import find_pool
 
     check_pool_name(pool)
     with configured_client() as client:

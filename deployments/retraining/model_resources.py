@@ -11,9 +11,10 @@ from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.objects import DeploymentSchedule
 from prefect.events.schemas.automations import AutomationCore
 
-from deployments.deployment import FlowDeployment, deployment_of
-from deployments.on_server import Rule, Thing
-from deployments.retrainings import (
+from trialflow.deployments.desired_state import Place
+from trialflow.deployments.flow_deployment import FlowDeployment, deployment_of
+from trialflow.deployments.resources import Rule, Thing
+from trialflow.deployments.retraining.requests import (
     FLOW,
     Retraining,
     Schedule,
@@ -22,7 +23,6 @@ from deployments.retrainings import (
     rule_name,
     template,
 )
-from deployments.wanted import Place
 
 # What tells the schedule that the file gives from those that people have made.
 SLUG = "trialflow"

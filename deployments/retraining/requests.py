@@ -1,7 +1,7 @@
 """What the `retraining` sections of experiments ask of a Prefect server: for each a deployment of
 the flow `retrain`, its schedule, and an automation that runs it when data arrives.
 
-Nothing in this module speaks to a server; `deployments.models` does.
+Nothing in this module speaks to a server; `trialflow.deployments.retraining.model_resources` does.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.events.schemas.events import Event, Resource, ResourceSpecification
 from pydantic import ValidationError
 
-from deployments.wanted import WantedDeployment, deployments
 from trial_core.errors import ConfigError
-from trial_core.templating import rendered
+from trial_core.models.data_templates import rendered
+from trialflow.deployments.desired_state import WantedDeployment, deployments
 
 if TYPE_CHECKING:
     from trial_core.config import ExperimentConfig, RetrainingConfig
 
 Schedule = CronSchedule | IntervalSchedule
 
-ENTRYPOINT = "flows.retrain.retrain"
+ENTRYPOINT = "trialflow.flows.retrain.retrain"
 FLOW = "retrain"
 DATA_ARRIVED = "trialflow.data.arrived"
 # Where intervals are counted from: a schedule is the same whenever it is deployed.

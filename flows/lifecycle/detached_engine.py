@@ -1,11 +1,11 @@
 """What lets a flow's process end in its own time when its worker has ended before it.
 
-``python -m flows.engine`` is Prefect's engine, which a worker that is stopped does not kill. A
+``python -m trialflow.flows.lifecycle.detached_engine`` is Prefect's engine, which a worker that is stopped does not kill. A
 process worker ends what it has started by SIGKILL as soon as it is stopped itself, so that its
 flows could not save. As the `command` of a deployment, or of its work pool, this module stands
 between: it is what the worker starts, signals and kills, while the engine runs in a session of its
 own. Signals are handed on; and an engine whose keeper is gone knows that its worker was stopped:
-`flows.stopping` then saves, and puts the run back into its queue.
+`trialflow.flows.lifecycle.stop_watch` then saves, and puts the run back into its queue.
 """
 
 from __future__ import annotations

@@ -15,12 +15,12 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectNotFound
 from prefect.logging import get_run_logger
 
-from flows.leases import holding
-from flows.requeue import waiting_for
 from trial_core.config import ExperimentConfig
 from trial_core.errors import LaunchError
 from trial_core.slots.accelerators import count_accelerators, slots_to_launch
-from trial_core.slots.devices import devices_of_its_own
+from trial_core.slots.device_locks import devices_of_its_own
+from trialflow.flows.lifecycle.leases import holding
+from trialflow.flows.lifecycle.requeue import waiting_for
 
 GPU_LIMIT = "gpu"
 LEASE_LABEL = "trialflow.gpu-lease"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tasks.run import TrialRun
 from trial_core.errors import RankFailed, Stalled
+from trialflow.tasks.run import TrialRun
 
 LONGEST_PAUSE_SECONDS = 60
 

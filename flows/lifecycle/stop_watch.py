@@ -25,11 +25,14 @@ from prefect.exceptions import Abort, ObjectNotFound, Pause, PrefectException
 from prefect.logging import get_run_logger
 from prefect.states import Cancelled
 
-from flows.engine import has_lost_its_keeper, outlive_whoever_reads_the_output
-from flows.requeue import came_from_a_queue, is_back_in_its_queue
 from trial_core.errors import Stopped, Superseded
-from trial_core.observer import current_observer
-from trial_core.stopping import Stopping, Why
+from trial_core.run.observer import current_observer
+from trial_core.run.stop_request import Stopping, Why
+from trialflow.flows.lifecycle.detached_engine import (
+    has_lost_its_keeper,
+    outlive_whoever_reads_the_output,
+)
+from trialflow.flows.lifecycle.requeue import came_from_a_queue, is_back_in_its_queue
 
 T = TypeVar("T")
 

@@ -36,9 +36,9 @@ from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound, PrefectException
 from prefect.logging import get_run_logger
 
-from flows.leases import holding
-from flows.requeue import waiting_for
 from trial_core.errors import TrialflowError
+from trialflow.flows.lifecycle.leases import holding
+from trialflow.flows.lifecycle.requeue import waiting_for
 
 FLOW = "retrain"
 LEASE_LABEL = "trialflow.retrain-lease"

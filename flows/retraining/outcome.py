@@ -13,11 +13,11 @@ import httpx
 from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 
-from tasks.report.comparison import FILE, Facts, publish
-from tasks.retraining import LOGS, CallbackFailed, Retraining, call_back, tell
 from trial_core.errors import RegistryError, Stopped, StorageError, Superseded
-from trial_core.retraining import Decision, Done
-from trial_core.stopping import Stopping
+from trial_core.models.journal import Decision, Done
+from trial_core.run.stop_request import Stopping
+from trialflow.tasks.report.retraining_report import FILE, Facts, publish
+from trialflow.tasks.retrain import LOGS, CallbackFailed, Retraining, call_back, tell
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.environment import chosen_settings, environment, prepare_prefect
 from trial_core.errors import TrialflowError
+from trialflow.flows.server.prefect_settings import chosen_settings, environment, prepare_prefect
 
 HOST = "127.0.0.1"
 FLUSH_LIMIT_SECONDS = 30.0
@@ -160,7 +160,7 @@ def _start(listener: socket.socket, api_url: str, log_path: Path) -> subprocess.
         return subprocess.Popen(
             [
                 sys.executable,
-                str(Path(__file__).with_name("embedded_server.py")),
+                str(Path(__file__).with_name("server_process.py")),
                 str(listener.fileno()),
                 str(os.getpid()),
             ],

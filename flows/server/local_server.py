@@ -1,7 +1,7 @@
 """A Prefect server of a user's own, which goes when the process that started it goes, however that
 ends: SIGKILL included.
 
-It is the one that a single run brings along (`flows.embedded`), with all its services: it
+It is the one that a single run brings along (`trialflow.flows.server.embedded`), with all its services: it
 schedules, cleans up, and acts on automations. It uses the user's own database (PREFECT_HOME).
 """
 
@@ -18,10 +18,10 @@ from pathlib import Path
 
 import httpx
 
-import flows.embedded_server
-from deployments.on_server import LASTING_LEASE_STORAGE
-from flows.embedded import HOST, PrefectServerError
-from flows.environment import chosen_settings, environment
+import trialflow.flows.server.server_process
+from trialflow.deployments.resources import LASTING_LEASE_STORAGE
+from trialflow.flows.server.embedded import HOST, PrefectServerError
+from trialflow.flows.server.prefect_settings import chosen_settings, environment
 
 STOP_LIMIT_SECONDS = 45.0
 POLL_SECONDS = 0.1
@@ -63,7 +63,7 @@ class LocalServer:
                 "PREFECT_UI_API_URL": self.api_url,
                 "PREFECT_UI_URL": self.ui_url,
             }
-            command = [flows.embedded_server.__file__, str(fd), str(os.getpid())]
+            command = [trialflow.flows.server.server_process.__file__, str(fd), str(os.getpid())]
             self._process = start(command, variables, log_path, (fd,))
         self._used = contextlib.ExitStack()
 

@@ -1,4 +1,4 @@
-"""The process that serves Prefect's API and UI to one run; `flows.embedded` starts it, by path.
+"""The process that serves Prefect's API and UI to one run; `trialflow.flows.server.embedded` starts it, by path.
 
 It takes a listening socket from its parent and serves until its standard input ends. The parent
 holds the other end and never writes to it, so asking for a stop and dying, SIGKILL included, look

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tasks.report.live import Report
+from trialflow.tasks.report.live_report import Report
 
 __all__ = ["Report"]

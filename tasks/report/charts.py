@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 from itertools import pairwise
 
-from trial_core import words
+from trial_core import text_format
 
 MAX_STEPS = 60
 # Mermaid's own first colour is nearly white, as is the page.
@@ -23,7 +23,7 @@ def chart(title: str, curve: Sequence[tuple[int, float]]) -> list[str]:
     Args:
         curve: (batches, value), at least two, in the order of batches.
     """
-    quoted = words.one_line(title).replace('"', "'")
+    quoted = text_format.one_line(title).replace('"', "'")
     first, last = curve[0][0], curve[-1][0]
     values = ", ".join(_plain(value) for value in evenly(curve))
     return [

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from trial_core import words
+from trial_core import text_format
 from trial_core.checkpoint.manifest import utc_now
 
 MAX_POINTS = 400
@@ -118,7 +118,7 @@ class Story(msgspec.Struct, kw_only=True):
 
     def add_event(self, batches: int, what: str) -> None:
         """Note that something has happened, now."""
-        self.events.append(Event(at=utc_now(), batches=batches, what=words.one_line(what)))
+        self.events.append(Event(at=utc_now(), batches=batches, what=text_format.one_line(what)))
         if len(self.events) > MAX_EVENTS:
             del self.events[0]
             self.forgotten_events += 1
@@ -145,7 +145,7 @@ class Story(msgspec.Struct, kw_only=True):
 
 
 def _is_drawable(value: Any) -> bool:
-    return words.is_number(value) and math.isfinite(value)
+    return text_format.is_number(value) and math.isfinite(value)
 
 
 def _least_missed(points: list[Point]) -> int:

@@ -17,18 +17,18 @@ import msgspec
 from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 
-from tasks.logs import LogCaps, StoredLogs
-from tasks.report.artifact import ReportArtifact
-from tasks.report.story import SavedCheckpoint, Story
-from tasks.report.text import Facts
-from trial_core import words
+from trial_core import text_format
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import Stopped, TrialflowError
-from trial_core.observer import MetricsKind, Observer
-from trial_core.progress import UPLOAD
-from trial_core.slots.logpump import ALARMING
-from trial_core.stopping import Stopping
+from trial_core.run.observer import MetricsKind, Observer
+from trial_core.run.run_status import UPLOAD
+from trial_core.run.stop_request import Stopping
+from trial_core.slots.log_pump import ALARMING
+from trialflow.tasks.rank_logs import LogCaps, StoredLogs
+from trialflow.tasks.report.artifact import ReportArtifact
+from trialflow.tasks.report.history import SavedCheckpoint, Story
+from trialflow.tasks.report.trial_report import Facts
 
 UPDATE_SECONDS = 5.0
 # For an update that is under way when the run ends; Prefect's client gives up by itself.
@@ -146,7 +146,7 @@ class Report(Observer):
             facts.last[kind] = (batches, metrics)
             facts.story.add_point(kind, batches, metrics)
             metric = metrics.get(facts.searcher_metric)
-            if kind == "validation" and words.is_number(metric) and math.isfinite(metric):
+            if kind == "validation" and text_format.is_number(metric) and math.isfinite(metric):
                 _remember(self._metric_at, batches, float(metric))
         self._observer.metrics_reported(kind, batches, metrics)
 
@@ -185,7 +185,7 @@ class Report(Observer):
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
         with self._changing() as facts:
             batches = facts.progress.batches
-            what = f"restart {attempt} of at most {max_restarts}: {words.one_line(reason)}"
+            what = f"restart {attempt} of at most {max_restarts}: {text_format.one_line(reason)}"
             facts.story.add_event(batches, what)
             facts.progress.restarting(reason, attempt, max_restarts)
         self._observer.restarting(reason, attempt, max_restarts)

@@ -13,13 +13,13 @@ import httpx
 from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 
-from tasks.report.artifact import MarkdownArtifact, ReportArtifact
-from tasks.report.text import said
-from trial_core import words
-from trial_core.comparison import Rule
+from trial_core import text_format
 from trial_core.errors import StorageError
-from trial_core.registry.records import Version
-from trial_core.retraining import REPORT, Challenger, Champion, Decision, Notebook, Plan
+from trial_core.models.comparison import Rule
+from trial_core.models.journal import REPORT, Challenger, Champion, Decision, Notebook, Plan
+from trial_core.models.records import Version
+from trialflow.tasks.report.artifact import MarkdownArtifact, ReportArtifact
+from trialflow.tasks.report.trial_report import said
 
 FILE = "retraining.md"
 STARTS: Mapping[str, str] = {
@@ -147,7 +147,7 @@ class Facts:
         return [
             *([f"- {said(plan.note)}"] if plan.note else []),
             f"- scheduled for {plan.scheduled_at[:19].replace('T', ' ')} UTC, begun "
-            f"{words.duration(plan.lateness_seconds)} later",
+            f"{text_format.duration(plan.lateness_seconds)} later",
             f"- the challenger started {STARTS[self.start]}"
             if self.champion is not None or self.start == "scratch"
             else "- the challenger started with nothing: there was no champion",
@@ -193,6 +193,6 @@ def _shown(value: Any) -> str:
 
 
 def _change(before: Any, after: Any) -> str:
-    if not words.is_number(before) or not words.is_number(after):
+    if not text_format.is_number(before) or not text_format.is_number(after):
         return ""
     return f"{after - before:+.6g}"

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-from tasks.report.charts import chart
-from tasks.report.story import Curve, SavedCheckpoint, Story
-from trial_core import words
-from trial_core.observer import MetricsKind
-from trial_core.progress import Progress
+from trial_core import text_format
+from trial_core.run.observer import MetricsKind
+from trial_core.run.run_status import Progress
+from trialflow.tasks.report.charts import chart
+from trialflow.tasks.report.history import Curve, SavedCheckpoint, Story
 
 BAR_CELLS = 30
 SHOWN_METRICS = 24
@@ -83,18 +83,18 @@ class Facts:
     def _progress(self) -> list[str]:
         progress = self.progress
         if not progress.total_batches:
-            return [] if self.is_over else [f"{words.clean(str(progress.stage))} …", ""]
+            return [] if self.is_over else [f"{text_format.clean(str(progress.stage))} …", ""]
         share = min(1.0, progress.batches / progress.total_batches)
         done = round(share * BAR_CELLS)
         facts = [f"`{'█' * done}{'░' * (BAR_CELLS - done)}` **{share:.0%}**"]
         if progress.samples_per_second is not None:
-            facts.append(words.speed(progress.samples_per_second))
+            facts.append(text_format.speed(progress.samples_per_second))
         if self.is_over:
             return [" · ".join(facts), ""]
         if progress.seconds_left is not None:
-            facts.append(f"{words.duration(progress.seconds_left)} left")
+            facts.append(f"{text_format.duration(progress.seconds_left)} left")
         beside = "".join(f", beside it {upload}" for upload in progress.uploads)
-        return [" · ".join(facts), "", f"now: {words.clean(str(progress.stage))}{beside}", ""]
+        return [" · ".join(facts), "", f"now: {text_format.clean(str(progress.stage))}{beside}", ""]
 
     def _slowest_rank(self) -> list[str]:
         """Which rank the others wait for, as far as it is known: the one that waits for data."""
@@ -114,7 +114,7 @@ class Facts:
         checkpoints, best = self.story.checkpoints, self.story.best(self.smaller_is_better)
         facts = []
         if best is not None:
-            name, value = said(self.searcher_metric), words.number(best.metric)
+            name, value = said(self.searcher_metric), text_format.number(best.metric)
             facts.append(f"best: {name} {value} at batch {best.batches}, checkpoint `{best.uuid}`")
         if checkpoints and checkpoints[-1] is not best:
             latest = checkpoints[-1]
@@ -177,7 +177,7 @@ class Facts:
         cells = [
             str(saved.batches),
             f"`{saved.uuid}`",
-            words.size(saved.total_bytes),
+            text_format.size(saved.total_bytes),
             _seconds(saved.blocked_seconds),
             _seconds(saved.upload_seconds),
             f"**{metric}** (best)" if is_best else metric,
@@ -211,7 +211,7 @@ def waiting_shares(waits: Sequence[tuple[float, Sequence[float]]]) -> list[float
 
 def said(text: str) -> str:
     """Somebody else's words on one line, as Markdown that shows them as they are."""
-    line = words.one_line(text)
+    line = text_format.one_line(text)
     if len(line) > SHOWN_CHARACTERS:
         line = line[:SHOWN_CHARACTERS] + "…"
     for special in ("\\", "|", "*", "`", "["):
@@ -220,4 +220,4 @@ def said(text: str) -> str:
 
 
 def _seconds(seconds: float | None) -> str:
-    return "" if seconds is None else words.duration(seconds)
+    return "" if seconds is None else text_format.duration(seconds)

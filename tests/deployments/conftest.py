@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.deployments.stored import UUIDS
-from tests.trial_core.checkpoint.helpers import FILES, new_manifest, stage
+from tests.deployments.cli.stored import UUIDS
+from tests.support.manifests import FILES, new_manifest, stage
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import upload_files
-from trial_core.sequencer import Progress
+from trial_core.run.sequencer import Progress
+from trial_core.transfer.files import upload_files
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore, EventTrigger
 
-from deployments.wanted import CRASHED_RUNS_GO_ON, automations
+from trialflow.deployments.desired_state import CRASHED_RUNS_GO_ON, automations
 
 ALL = {each.name: each for each in automations(["local"])}
 each_automation = pytest.mark.parametrize("automation", ALL.values(), ids=ALL)

@@ -23,23 +23,27 @@ from prefect.client.schemas.schedules import CronSchedule
 from prefect.events.schemas.automations import AutomationCore
 from prefect.types._datetime import now
 
-from deployments.cli.deploy import settle, wanted_things
-from deployments.cli.up import elsewhere
-from deployments.deployment import working_folder
-from deployments.local_worker import put_back_interrupted
-from deployments.on_server import Done, lease_problem, set_up, take_down
-from deployments.wanted import (
+from tests.support.cli import trialflow
+from tests.support.prefect import PrefectServer
+from tests.support.slots import toy_config
+from trial_core.errors import ConfigError
+from trialflow.deployments.cli.deploy import settle, wanted_things
+from trialflow.deployments.cli.up import elsewhere
+from trialflow.deployments.desired_state import (
     CRASHED_RUNS_GO_ON,
     LOST_STARTS_ARE_REPEATED,
     SILENT_RUNS_HAVE_CRASHED,
     TAG,
     lost_starts_have_crashed,
 )
-from flows.crashes import SCHEDULED_AGAIN, CrashedTooOften, refuse_if_crashed_too_often
-from tests.support.cli import trialflow
-from tests.support.prefect import PrefectServer
-from tests.support.slots import toy_config
-from trial_core.errors import ConfigError
+from trialflow.deployments.flow_deployment import working_folder
+from trialflow.deployments.local_worker import put_back_interrupted
+from trialflow.deployments.resources import Done, lease_problem, set_up, take_down
+from trialflow.flows.lifecycle.crash_limit import (
+    SCHEDULED_AGAIN,
+    CrashedTooOften,
+    refuse_if_crashed_too_often,
+)
 
 pytestmark = pytest.mark.server
 
@@ -193,7 +197,7 @@ def test_what_others_have_made_is_kept(client: SyncPrefectClient) -> None:
         remove(client)
     with pytest.raises(ConfigError, match="somebody else's"):
         deploy(client, gpus=8)
-    client.update_deployment(found.id, DeploymentUpdate(entrypoint="flows.prune.prune"))
+    client.update_deployment(found.id, DeploymentUpdate(entrypoint="trialflow.flows.prune.prune"))
     assert deploy(client) == dict.fromkeys(ALL, "unchanged")
 
 

@@ -17,14 +17,14 @@ from prefect.concurrency.sync import concurrency
 from prefect.exceptions import Abort
 from prefect.flow_engine import run_flow
 
-import trial_core.slots.devices
-from deployments.on_server import GpuLimit
-from flows.embedded import flush
-from flows.gpu_slots import GPU_LIMIT, gpu_slots
+import trial_core.slots.device_locks
 from tests.support.prefect import PrefectServer
 from tests.support.slots import toy_config
 from trial_core.config import ExperimentConfig
 from trial_core.errors import LaunchError
+from trialflow.deployments.resources import GpuLimit
+from trialflow.flows.lifecycle.gpu_slots import GPU_LIMIT, gpu_slots
+from trialflow.flows.server.embedded import flush
 
 pytestmark = pytest.mark.server
 
@@ -40,7 +40,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     monkeypatch.delenv("DS_ACCELERATOR")
-    monkeypatch.setattr(trial_core.slots.devices, "locks_folder", lambda: tmp_path / "locks")
+    monkeypatch.setattr(trial_core.slots.device_locks, "locks_folder", lambda: tmp_path / "locks")
 
 
 @pytest.fixture

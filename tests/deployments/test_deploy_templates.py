@@ -13,9 +13,9 @@ from prefect.server.schemas.actions import validate_base_job_template
 from prefect.utilities.templating import apply_values
 from prefect.workers.process import ProcessJobConfiguration
 
-from deployments.wanted import PoolType, deployments, job_template
-from trial_core.config.stopping import StoppingConfig
-from trial_core.slots.devices import LOCKS
+from trial_core.config.stopping_section import StoppingConfig
+from trial_core.slots.device_locks import LOCKS
+from trialflow.deployments.desired_state import PoolType, deployments, job_template
 
 POOL_TYPES = get_args(PoolType)
 WORKERS = "collections_data/views/aggregate-worker-metadata.json"

@@ -52,7 +52,7 @@ class Folder:
     def train(self, *arguments: str) -> subprocess.Popen[str]:
         """Start `trialflow train` here."""
         return subprocess.Popen(
-            [sys.executable, "-m", "deployments.cli.main", "train",
+            [sys.executable, "-m", "trialflow.deployments.cli.main", "train",
              str(self.path / "experiment.yaml"), *arguments],
             env=self._environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip

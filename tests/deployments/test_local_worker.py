@@ -7,9 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deployments.local_worker import LocalWorker
-from flows.environment import environment
 from tests.support.prefect import isolated
+from trialflow.deployments.local_worker import LocalWorker
+from trialflow.flows.server.prefect_settings import environment
 
 EVERY = "PREFECT_WORKER_QUERY_SECONDS"
 

@@ -12,8 +12,8 @@ import time
 import psutil
 import pytest
 
-from deployments import keeper
 from tests.support.processes import wait_until_gone
+from trialflow.deployments import process_reaper
 
 # Starts a process in a session of its own, as the engine of a run is, and says which.
 WORKER = """
@@ -28,7 +28,14 @@ GONE_SECONDS = 10.0
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere orphans are adopted by init alone")
 def test_runs_of_a_worker_that_was_killed_are_killed() -> None:
     """The worker alone (out of memory): its runs would be nobody's, and go on."""
-    command = [sys.executable, keeper.__file__, str(os.getpid()), sys.executable, "-c", WORKER]
+    command = [
+        sys.executable,
+        process_reaper.__file__,
+        str(os.getpid()),
+        sys.executable,
+        "-c",
+        WORKER,
+    ]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -50,7 +57,7 @@ def test_adopted_orphans_that_have_ended_are_buried() -> None:
     """A worker lives for months: what loses its parent below it must not stay as a zombie."""
     orphan = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'pass'])"
     script = f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {orphan!r}])"
-    command = [sys.executable, keeper.__file__, str(os.getpid()), sys.executable, "-c"]
+    command = [sys.executable, process_reaper.__file__, str(os.getpid()), sys.executable, "-c"]
     with subprocess.Popen(
         [*command, f"{script}; print('started', flush=True); time.sleep(600)"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from deployments.only_one import only_one
 from trial_core.errors import ConfigError
+from trialflow.deployments.single_instance import only_one
 
 HOLD = """
 import pathlib, sys
-from deployments.only_one import only_one
+from trialflow.deployments.single_instance import only_one
 with only_one(pathlib.Path(sys.argv[1])) as say:
     say("http://127.0.0.1:4200/api")
     print("held", flush=True)

@@ -19,12 +19,12 @@ import httpx
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
 
-from deployments.on_server import lease_problem
 from tests.support.cli import TRIALFLOW, environment_in, trialflow
 from tests.support.prefect import isolated
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines, toy_config
 from trial_core.checkpoint.store import CheckpointStore
+from trialflow.deployments.resources import lease_problem
 
 PATIENCE_SECONDS = 120.0
 ENDLESS = 10**6

@@ -11,9 +11,9 @@ import pytest
 import torch
 from prefect.client.schemas.schedules import CronSchedule
 
-from deployments.retrainings import retrainings
 from trial_core.config import load_config
-from trial_core.templating import rendered
+from trial_core.models.data_templates import rendered
+from trialflow.deployments.retraining.requests import retrainings
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt_stdlib"
 sys.path.insert(0, str(EXAMPLE))  # as a rank does with the folder of its trial

@@ -10,7 +10,7 @@ import pytest
 from tests.support.faults.plan import Fault
 from tests.support.faults.saving import ATTEMPT, TRIAL, Site, check
 from tests.support.faults.scene import Scene
-from tests.trial_core.checkpoint.helpers import new_manifest
+from tests.support.manifests import new_manifest
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.errors import CommitConflict, StorageError
 

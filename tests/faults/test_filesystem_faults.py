@@ -14,11 +14,11 @@ import pytest
 from tests.support.faults.filesystem import planned
 from tests.support.faults.plan import Fault, Plan
 from tests.support.faults.saving import CLIENTS, TRIAL, keys_of, save, stage_ranks, within
-from tests.trial_core.checkpoint.helpers import stored_files
+from tests.support.manifests import stored_files
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import fetch_files, find_damage
 from trial_core.errors import CheckpointDamaged, CheckpointNotFound, StorageError
+from trial_core.transfer.files import fetch_files, find_damage
 
 DEADLINE_SECONDS = 30.0
 Kind = Literal["500", "503", "cut request", "lose reply"]

@@ -22,7 +22,7 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.fencing import Token
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import download, verify_files
+from trial_core.transfer.files import download, verify_files
 
 pytestmark = pytest.mark.slots
 

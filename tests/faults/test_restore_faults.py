@@ -15,10 +15,10 @@ import pytest
 from tests.support.faults.plan import Fault, Plan
 from tests.support.faults.saving import Site, rank_files
 from tests.support.faults.scene import Scene
-from tests.trial_core.checkpoint.helpers import stored_files
+from tests.support.manifests import stored_files
 from trial_core.checkpoint.manifest import Manifest
-from trial_core.checkpoint.transfer import fetch_files
 from trial_core.errors import StorageError
+from trial_core.transfer.files import fetch_files
 
 FAULTS = {
     "cut request": Fault("cut request"),

@@ -5,8 +5,8 @@ from urllib.parse import urlsplit
 
 from tests.support.faults.plan import Fault
 from tests.support.faults.s3 import faulty_s3
-from tests.support.patience import until
 from tests.support.s3 import S3Server
+from tests.support.waiting import until
 
 
 def test_a_hang_ends_when_its_client_does(moto_s3: S3Server) -> None:

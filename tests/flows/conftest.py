@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.operating import Scene
 from tests.support.prefect import PrefectServer, process_worker
-from tests.support.ways import Worker, on_a_worker
+from tests.support.prefect_worker import Scene
+from tests.support.ways_to_stop import Worker, on_a_worker
 
 
 @pytest.fixture(scope="session")

@@ -18,14 +18,14 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.server.events.schemas.automations import EventTrigger
 from prefect.server.events.schemas.events import ReceivedEvent
 
-from deployments.cli.deploy import wanted_things
-from deployments.on_server import set_up, take_down
-from deployments.wanted import SILENT_RUNS_HAVE_CRASHED, lost_starts_have_crashed
 from tests.support.cli import TRIALFLOW, environment_in
 from tests.support.prefect import PrefectServer, process_worker
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines, toy_config
 from trial_core.checkpoint.store import CheckpointStore
+from trialflow.deployments.cli.deploy import wanted_things
+from trialflow.deployments.desired_state import SILENT_RUNS_HAVE_CRASHED, lost_starts_have_crashed
+from trialflow.deployments.resources import set_up, take_down
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 

@@ -12,10 +12,10 @@ from tests.support.cli import trialflow, write_experiment
 from tests.support.flow import one_slot, stages, train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import lines
-from trial_core.checkpoint.claims import claims
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import CheckpointDamaged, CheckpointNotFound
+from trial_core.retention.claims import claims
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
@@ -30,8 +30,8 @@ def trained(here: Path) -> tuple[ExperimentConfig, Any]:
 
 
 def evaluate(config: ExperimentConfig, checkpoint: str | None = None) -> Any:
-    from flows.embedded import flush
-    from flows.evaluate import evaluate as flow
+    from trialflow.flows.evaluate import evaluate as flow
+    from trialflow.flows.server.embedded import flush
 
     try:
         return flow(config, checkpoint)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import flows.train
+import trialflow.flows.train
 from tests.support.faults.plan import Fault
 from tests.support.faults.s3 import faulty_s3
 from tests.support.faults.saving import PATIENT, client_options, keys_of
@@ -15,8 +15,8 @@ from tests.support.flow import one_slot, train
 from tests.support.s3 import S3Server
 from tests.support.slots import lines
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import verify_files
 from trial_core.errors import StorageError
+from trial_core.transfer.files import verify_files
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
@@ -27,8 +27,8 @@ def test_an_upload_that_fails_for_good_costs_no_checkpoint(
     """From the second checkpoint on the server refuses optimizer states: the run ends with the
     rank's own words, in the upload's task, after its retries; the first checkpoint is whole; and
     the next run goes on from it, and takes away what the failed uploads had left."""
-    soon = flows.train.checkpoint_upload.with_options(retry_delay_seconds=0)
-    monkeypatch.setattr(flows.train, "checkpoint_upload", soon)
+    soon = trialflow.flows.train.checkpoint_upload.with_options(retry_delay_seconds=0)
+    monkeypatch.setattr(trialflow.flows.train, "checkpoint_upload", soon)
     with faulty_s3(moto_s3) as endpoint:
         options = client_options(endpoint.server("run").options, PATIENT)
         storage = {"url": f"{moto_s3.new_bucket()}/runs", "options": options}

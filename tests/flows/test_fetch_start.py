@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-import flows.train
-from tasks.run import TrialRun
+import trialflow.flows.train
+from tests.support.manifests import new_manifest
 from tests.support.slots import toy_config
-from tests.trial_core.checkpoint.helpers import new_manifest
 from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.resume_point import Start
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import CheckpointDamaged
-from trial_core.observer import Observer
-from trial_core.start import Start
+from trial_core.run.observer import Observer
+from trialflow.tasks.run import TrialRun
 
 TRIAL = "toy-0000beef"
 
@@ -28,7 +28,7 @@ def damaged(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     def fetch(run: TrialRun, start: Start, manifest: Manifest) -> str | None:
         return f"{manifest.uuid} lacks a file" if manifest.uuid in uuids else None
 
-    monkeypatch.setattr(flows.train, "fetch", fetch)
+    monkeypatch.setattr(trialflow.flows.train, "fetch", fetch)
     return uuids
 
 
@@ -48,7 +48,7 @@ def test_the_newest_undamaged_checkpoint(tmp_path: Path, damaged: set[str]) -> N
     run = new_run(tmp_path)
     older, newer = saved(run, 4), saved(run, 8)
     damaged.add(newer.uuid)
-    assert flows.train.fetch_start(run).uuid == older.uuid
+    assert trialflow.flows.train.fetch_start(run).uuid == older.uuid
 
 
 def test_where_all_are_damaged_nothing_begins(tmp_path: Path, damaged: set[str]) -> None:
@@ -63,7 +63,7 @@ def test_where_all_are_damaged_nothing_begins(tmp_path: Path, damaged: set[str])
     older, newer = saved(run, 4), saved(run, 8)
     damaged |= {older.uuid, newer.uuid}
     with pytest.raises(CheckpointDamaged) as refusal:
-        flows.train.fetch_start(run)
+        trialflow.flows.train.fetch_start(run)
     assert str(refusal.value).startswith(
         f"none of the 2 checkpoint(s) that trial {TRIAL} may go on from is whole; of the last that "
         f"was tried: {older.uuid} lacks a file. Put its files back, or begin a new trial"
@@ -72,4 +72,4 @@ def test_where_all_are_damaged_nothing_begins(tmp_path: Path, damaged: set[str])
 
 def test_a_trial_that_has_saved_nothing_begins(tmp_path: Path) -> None:
     """There is nothing to lose."""
-    assert flows.train.fetch_start(new_run(tmp_path)) == Start()
+    assert trialflow.flows.train.fetch_start(new_run(tmp_path)) == Start()

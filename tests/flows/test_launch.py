@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-import flows.evaluate
-import flows.train
-from flows.crashes import CrashedTooOften
-from flows.train import launch_slots
-from tasks.run import TrialRun
+import trialflow.flows.evaluate
+import trialflow.flows.train
 from tests.support.slots import toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import LaunchError
-from trial_core.observer import Observer
+from trial_core.run.observer import Observer
+from trialflow.flows.lifecycle.crash_limit import CrashedTooOften
+from trialflow.flows.train import launch_slots
+from trialflow.tasks.run import TrialRun
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_the_devices_that_a_flow_takes_are_its_runs(
     here: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """From its share of the machine to its ranks."""
-    module: Any = getattr(flows, name)
+    module: Any = getattr(trialflow.flows, name)
 
     @contextmanager
     def devices(config: Any) -> Iterator[dict[str, str]]:
@@ -79,7 +79,7 @@ def test_the_devices_that_a_flow_takes_are_its_runs(
 
     monkeypatch.setattr(module, "gpu_slots", devices)
     monkeypatch.setattr(module, "launch_slots", reached)
-    monkeypatch.setattr(flows.evaluate, "_candidates", lambda *_: [])
+    monkeypatch.setattr(trialflow.flows.evaluate, "_candidates", lambda *_: [])
     with pytest.raises(_Reached) as seen:
         getattr(module, name)(toy_config(here))
     assert seen.value.args == ({"CUDA_VISIBLE_DEVICES": "2,3"},)
@@ -91,7 +91,7 @@ def test_a_flow_that_has_crashed_too_often_takes_nothing(
     here: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """It is refused by its own `max_restarts`, before it waits for accelerators."""
-    module: Any = getattr(flows, name)
+    module: Any = getattr(trialflow.flows, name)
 
     def refuse(max_restarts: int) -> None:
         raise CrashedTooOften(f"more than {max_restarts}")

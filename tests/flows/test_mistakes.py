@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-import flows.evaluate
-import flows.train
-from flows.embedded import flush
+import trialflow.flows.evaluate
+import trialflow.flows.train
 from tests.support.flow import Stage, one_slot, stages, train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import lines
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError, LaunchError, TrialError
+from trialflow.flows.server.embedded import flush
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
@@ -69,13 +69,13 @@ def test_files_that_no_checkpoint_can_have_end_the_run(
     assert [stage.name for stage in seen].count("build-trial") == 1
 
 
-@pytest.mark.parametrize("flow", [flows.train, flows.evaluate])
+@pytest.mark.parametrize("flow", [trialflow.flows.train, trialflow.flows.evaluate])
 def test_code_that_is_not_here_takes_no_accelerators(
     here: Path, prefect_server: PrefectServer, monkeypatch: pytest.MonkeyPatch, flow: Any
 ) -> None:
     """A run that cannot begin waits for none, and says where its code was expected."""
     monkeypatch.setattr(flow, "gpu_slots", lambda config: pytest.fail("it waits for GPUs"))
-    name = flow.__name__.removeprefix("flows.")
+    name = flow.__name__.removeprefix("trialflow.flows.")
     with (
         prefect_server.configured(),
         pytest.raises(LaunchError, match=r"no code folder /nowhere on .* same place"),

@@ -11,19 +11,19 @@ import pytest
 import yaml
 from prefect import flow
 
-from tasks.prune import Pruning
-from tasks.run import TrialRun
 from tests.support.flow import stages
+from tests.support.manifests import leave_an_upload, new_manifest
 from tests.support.prefect import PrefectServer
 from tests.support.slots import toy_config
-from tests.trial_core.checkpoint.helpers import leave_an_upload, new_manifest
 from trial_core.checkpoint.manifest import Manifest
-from trial_core.checkpoint.pins import pin
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import ConfigError, StorageError
-from trial_core.observer import Observer
-from trial_core.sequencer import Progress
+from trial_core.retention.pins import pin
+from trial_core.run.observer import Observer
+from trial_core.run.sequencer import Progress
+from trialflow.tasks.prune import Pruning
+from trialflow.tasks.run import TrialRun
 
 pytestmark = pytest.mark.server
 
@@ -53,8 +53,8 @@ def commit(config: ExperimentConfig, *batches: int) -> list[Manifest]:
 
 def prune(config: ExperimentConfig, **parameters: Any) -> tuple[Any, str]:
     """Run the flow; its result, and the flow run's id."""
-    from flows.embedded import flush
-    from flows.prune import prune as prune_flow
+    from trialflow.flows.prune import prune as prune_flow
+    from trialflow.flows.server.embedded import flush
 
     ids: list[str] = []
     watched = prune_flow.with_options(on_running=[lambda flow, run, state: ids.append(str(run.id))])
@@ -134,7 +134,7 @@ def test_an_experiment_without_rules_is_refused(here: Path) -> None:
 
 def in_a_run(config: ExperimentConfig, act: Any) -> str:
     """Call `act` with the pruning of a trial's run, inside a flow run; the latter's id."""
-    from flows.embedded import flush
+    from trialflow.flows.server.embedded import flush
 
     store = CheckpointStore(config.checkpoint_storage.url)
     run = TrialRun(config, TRIAL, Path(), store, Observer())
@@ -227,10 +227,10 @@ def test_a_prune_that_fails_is_a_warning(
 
 def test_its_deployment_is_a_dry_run() -> None:
     """What is started by a click deletes nothing; a schedule that shall delete says so."""
-    from flows.prune import prune as prune_flow
+    from trialflow.flows.prune import prune as prune_flow
 
     described = yaml.safe_load(Path(__file__).parents[2].joinpath(PREFECT_FILE).read_text())
     (deployment,) = [each for each in described["deployments"] if each["name"] == "prune"]
-    assert deployment["entrypoint"] == "flows.prune.prune"
+    assert deployment["entrypoint"] == "trialflow.flows.prune.prune"
     assert deployment["parameters"] == {"dry_run": True}
     assert prune_flow.parameters.properties["dry_run"]["default"] is True

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-import flows.train
-from flows.restarts import Restarts
+import trialflow.flows.train
 from tests.support.flow import breaking, one_slot, resumption, stages, train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import lines
 from trial_core.errors import RankFailed, Stalled, TrialflowError
-from trial_core.runs import run_folder
+from trial_core.run.run_dirs import run_folder
+from trialflow.flows.lifecycle.restarts import Restarts
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
@@ -23,7 +23,7 @@ def repaired_before_the_retry(
     monkeypatch: pytest.MonkeyPatch, stage: str, repair: Callable[[], None]
 ) -> None:
     """Have `stage` of the flow tried again without delay, after `repair`."""
-    task = getattr(flows.train, stage)
+    task = getattr(trialflow.flows.train, stage)
 
     def condition(task: Any, task_run: Any, state: Any) -> bool:
         repair()
@@ -31,7 +31,7 @@ def repaired_before_the_retry(
 
     original = task.retry_condition_fn
     quick = task.with_options(retry_delay_seconds=0, retry_condition_fn=condition)
-    monkeypatch.setattr(flows.train, stage, quick)
+    monkeypatch.setattr(trialflow.flows.train, stage, quick)
 
 
 def test_a_failed_upload_is_tried_again_with_the_ranks_warm(

@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.slots, pytest.mark.server]
 
 def train(config: Any) -> Any:
     """Run the flow, then send the server all that it has to say of it."""
-    from flows.embedded import flush
-    from flows.train import train as flow
+    from trialflow.flows.server.embedded import flush
+    from trialflow.flows.train import train as flow
 
     try:
         return flow(config)

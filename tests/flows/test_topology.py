@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from flows.train import fetch
 from tests.support.flow import train
+from tests.support.manifests import new_manifest
 from tests.support.slots import lines, toy_config
-from tests.trial_core.checkpoint.helpers import new_manifest
 from trial_core.checkpoint.manifest import Topology
+from trial_core.checkpoint.resume_point import Start
 from trial_core.config import ExperimentConfig
 from trial_core.errors import CheckpointError
-from trial_core.start import Start
+from trialflow.flows.train import fetch
 
 
 @pytest.mark.slots

@@ -23,8 +23,8 @@ from tests.support.slots import lines, toy_config
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import verify_files
 from trial_core.errors import RankFailed, StorageError, TrialError
+from trial_core.transfer.files import verify_files
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 

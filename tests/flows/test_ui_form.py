@@ -12,11 +12,11 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from deployments.cli.deploy import wanted_things
-from deployments.on_server import set_up, take_down
 from tests.support.browser import Browser, chromium
 from tests.support.prefect import PrefectServer
 from trial_core.config import ExperimentConfig
+from trialflow.deployments.cli.deploy import wanted_things
+from trialflow.deployments.resources import set_up, take_down
 
 pytestmark = [pytest.mark.server, pytest.mark.browser]
 

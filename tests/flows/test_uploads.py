@@ -12,19 +12,19 @@ from pathlib import Path
 import pytest
 from prefect.futures import PrefectConcurrentFuture
 
-import flows.uploads
-from flows.environment import environment
-from flows.uploads import Uploads
-from tasks.run import TrialRun
+import trialflow.flows.uploads
 from tests.support.prefect import free_port, isolated
 from tests.support.slots import toy_config
 from trial_core.checkpoint.manifest import FileEntry, Manifest, Topology
+from trial_core.checkpoint.staged_checkpoint import StagedCheckpoint
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.config.checkpointing import CheckpointingConfig
+from trial_core.config.checkpointing_section import CheckpointingConfig
 from trial_core.errors import SlotsError
-from trial_core.observer import Observer
-from trial_core.sequencer import Progress
-from trial_core.staged import StagedCheckpoint
+from trial_core.run.observer import Observer
+from trial_core.run.sequencer import Progress
+from trialflow.flows.server.prefect_settings import environment
+from trialflow.flows.uploads import Uploads
+from trialflow.tasks.run import TrialRun
 
 SKIP = CheckpointingConfig(when_busy="skip")
 
@@ -92,7 +92,7 @@ def test_while_an_upload_is_under_way_only_optional_checkpoints_are_skipped(
     run.config = run.config.model_copy(update={"checkpointing": SKIP})
     future: Future[Manifest] = Future()
     # Outside of a flow run there is no run's logger.
-    monkeypatch.setattr(flows.uploads, "get_run_logger", lambda: logging.getLogger("run"))
+    monkeypatch.setattr(trialflow.flows.uploads, "get_run_logger", lambda: logging.getLogger("run"))
     caplog.set_level(logging.INFO, "run")
     with Uploads(run) as uploads:
         uploads.start(PrefectConcurrentFuture(uuid.uuid4(), future))

@@ -28,7 +28,7 @@ def here(
 
 
 def train(config: Any) -> Any:
-    from flows.train import train as flow
+    from trialflow.flows.train import train as flow
 
     return flow(config)
 
@@ -61,7 +61,7 @@ def test_a_new_trial_starts_from_anothers_checkpoint(here: Path) -> None:
     assert [line[0] for line in lines(here / "own", "samples", 0)] == [0, 1, 2, 3]
     assert result.trial != source.trial
 
-    from flows.train import train as flow
+    from trialflow.flows.train import train as flow
 
     flow(config, result.trial)
     assert told(here, "own", "on_trial_startup")[-1]["uuid"] == result.checkpoint_uuid

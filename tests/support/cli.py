@@ -14,7 +14,7 @@ import yaml
 from tests.support.slots import TOY
 
 ROOT = Path(__file__).parents[2]
-TRIALFLOW = (sys.executable, "-m", "deployments.cli.main")
+TRIALFLOW = (sys.executable, "-m", "trialflow.deployments.cli.main")
 
 
 def environment_in(folder: Path, variables: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -73,8 +73,8 @@ def stages(server: PrefectServer, flow_run_id: str | None, last: str = "") -> li
 
 def train(config: Any, trial: str | None = None, retries: int = 0) -> Any:
     """Run the flow, then send the server all that it has to say of it."""
-    from flows.embedded import flush
-    from flows.train import train as flow
+    from trialflow.flows.server.embedded import flush
+    from trialflow.flows.train import train as flow
 
     try:
         return flow.with_options(retries=retries)(config, trial)

@@ -10,12 +10,12 @@ from typing import Any
 from tests.support.interleaving import VERBS
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.intents import Intent
+from trial_core.checkpoint.json_objects import as_object
 from trial_core.checkpoint.manifest import FileEntry, Manifest, Topology
-from trial_core.checkpoint.notes import as_object
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import upload_files
 from trial_core.errors import StorageError
-from trial_core.sequencer import Progress
+from trial_core.run.sequencer import Progress
+from trial_core.transfer.files import upload_files
 
 LONG_AGO = "2001-05-09T17:04:00.000000Z"
 FILES = {

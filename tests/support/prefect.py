@@ -23,8 +23,8 @@ from typing import Any
 import httpx
 import pytest
 
-from flows.environment import environment
 from tests.support.processes import descendants, wait_until_gone
+from trialflow.flows.server.prefect_settings import environment
 
 START_LIMIT_SECONDS = 120.0
 STOP_LIMIT_SECONDS = 15.0

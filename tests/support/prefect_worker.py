@@ -2,7 +2,7 @@
 
 `Scene` is the run: what the server shows of it, what its ranks have trained, which processes are
 its own (they carry its folder in their environment, so that orphans are found too), and what is
-done to it. `tests.support.ways` has the ways to run it.
+done to it. `tests.support.ways_to_stop` has the ways to run it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 import httpx
 import psutil
 
-from deployments.wanted import TAG
-from tests.support.patience import PATIENCE_SECONDS, ask, patiently, until
 from tests.support.prefect import ROOT, STANDSTILL_SECONDS, PrefectServer
 from tests.support.processes import wait_until_gone
 from tests.support.slots import lines, toy_config
+from tests.support.waiting import PATIENCE_SECONDS, ask, patiently, until
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
+from trialflow.deployments.desired_state import TAG
 
 # What is promised: however a run ends, no process is left so long after it.
 GONE_SECONDS = 10.0
@@ -72,7 +72,7 @@ class Scene:
         self.keeper = keeper
         self._deployment_id = ask(self.server, "deployments/",
             {
-                "name": self.config.name, "flow_id": flow["id"], "entrypoint": "flows.train.train",
+                "name": self.config.name, "flow_id": flow["id"], "entrypoint": "trialflow.flows.train.train",
                 "work_pool_name": pool, "pull_steps": [folder], "enforce_parameter_schema": False,
                 "tags": [TAG], "job_variables": {"env": variables, **job_variables},
             },

@@ -20,22 +20,22 @@ from prefect.client.orchestration import get_client
 from prefect.flow_engine import run_flow
 from prefect.states import Pending
 
-import flows.retrain
-from flows.embedded import flush
-from flows.evaluate import EvaluateResult
-from flows.train import TrialResult
-from tests.support.patience import ask
+import trialflow.flows.retrain
+from tests.support.manifests import FILES, new_manifest, stage
 from tests.support.prefect import PrefectServer
 from tests.support.slots import toy_config
-from tests.trial_core.checkpoint.helpers import FILES, new_manifest, stage
+from tests.support.waiting import ask
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import upload_files
 from trial_core.config import ExperimentConfig
-from trial_core.registry.records import Move
-from trial_core.registry.registry import Registry
-from trial_core.sequencer import Progress
-from trial_core.stopping import Stopping
+from trial_core.models.records import Move
+from trial_core.models.registry import Registry
+from trial_core.run.sequencer import Progress
+from trial_core.run.stop_request import Stopping
+from trial_core.transfer.files import upload_files
+from trialflow.flows.evaluate import EvaluateResult
+from trialflow.flows.server.embedded import flush
+from trialflow.flows.train import TrialResult
 
 RECORD_SECONDS = 30.0
 
@@ -88,8 +88,8 @@ class Bench:
         )  # fmt: skip
 
     def stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(flows.retrain, "train_trial", self._train)
-        monkeypatch.setattr(flows.retrain, "evaluate_checkpoint", self._evaluate)
+        monkeypatch.setattr(trialflow.flows.retrain, "train_trial", self._train)
+        monkeypatch.setattr(trialflow.flows.retrain, "evaluate_checkpoint", self._evaluate)
 
     def damage(self, uuid: str) -> str:
         """Change a byte of a checkpoint's largest file, whose path is returned."""
@@ -167,7 +167,7 @@ class Bench:
             client.set_flow_run_state(run, Pending(), force=True)
             flow_run = client.read_flow_run(run)
         try:
-            return run_flow(flows.retrain.retrain, flow_run=flow_run)
+            return run_flow(trialflow.flows.retrain.retrain, flow_run=flow_run)
         finally:
             flush()
 

@@ -38,7 +38,7 @@ from trial_core.messages import (
     TrialBuilt,
     Validated,
 )
-from trial_core.sequencer import Checkpoint, Finish, Progress, Train, Validate, next_workload
+from trial_core.run.sequencer import Checkpoint, Finish, Progress, Train, Validate, next_workload
 from trial_core.slots.group import SlotGroup
 from trial_core.units import EpochLength
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.s3 import S3Server
-from trial_core.checkpoint.opening import ENGINE_VARIABLE
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.storage.open_storage import ENGINE_VARIABLE
 
 
 @pytest.fixture(params=["s3fs", "obstore"])

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.operating import GONE_SECONDS, Scene, kill
-from tests.support.patience import PATIENCE_SECONDS, ask, until
 from tests.support.prefect import ROOT, PrefectServer, process_worker
+from tests.support.prefect_worker import GONE_SECONDS, Scene, kill
 from tests.support.processes import descendants, wait_until_gone
+from tests.support.waiting import PATIENCE_SECONDS, ask, until
 
 SCRIPTS = Path(__file__).with_name("scripts")
 # A checkpoint now and then, for those that are not let save at their end.
 SAVING = {"scheduling_unit": 20, "min_checkpoint_period": {"batches": 20}}
 STUCK_AT = 50
-KEPT = {"command": f"{sys.executable} -m flows.engine"}
+KEPT = {"command": f"{sys.executable} -m trialflow.flows.lifecycle.detached_engine"}
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def worker_with_a_command(stage: Stage) -> Iterator[Scene]:
 
 @contextmanager
 def kept(stage: Stage) -> Iterator[Scene]:
-    """The worker's command is `flows.engine`, which keeps the flow's process from it."""
+    """The worker's command is `trialflow.flows.lifecycle.detached_engine`, which keeps the flow's process from it."""
     with on_a_worker(stage.server, stage.worker, stage.folder, KEPT) as scene:
         scene.until_trained()
         yield scene

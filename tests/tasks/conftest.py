@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.tasks.reports import new_report, no_artifact, no_server
+from tests.tasks.report.reports import new_report, no_artifact, no_server
 
 __all__ = ["new_report", "no_artifact", "no_server"]

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from tasks.checkpoint import _upload
-from tasks.run import TrialRun
 from tests.support.slots import toy_config
+from trial_core.checkpoint.staged_checkpoint import StagedCheckpoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.messages import Persisted
-from trial_core.observer import Observer
-from trial_core.sequencer import Progress
-from trial_core.staged import StagedCheckpoint
+from trial_core.run.observer import Observer
+from trial_core.run.sequencer import Progress
+from trialflow.tasks.checkpoint import _upload
+from trialflow.tasks.run import TrialRun
 
 
 class OneRank:

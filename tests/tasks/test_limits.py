@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from tasks.build import build_loaders, build_trial, fetch_checkpoint
-from tasks.callbacks import callbacks
-from tasks.checkpoint import checkpoint_save
-from tasks.run import TrialRun
-from tasks.run_files import upload_run_files
-from tasks.train_workload import train_workload
-from tasks.validate import validate
 from tests.support.slots import toy_config
+from trial_core.checkpoint.resume_point import Start
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.observer import Observer
-from trial_core.sequencer import Progress
-from trial_core.start import Start
+from trial_core.run.observer import Observer
+from trial_core.run.sequencer import Progress
+from trialflow.tasks.build import build_loaders, build_trial, fetch_checkpoint
+from trialflow.tasks.callbacks import callbacks
+from trialflow.tasks.checkpoint import checkpoint_save
+from trialflow.tasks.run import TrialRun
+from trialflow.tasks.run_files import upload_run_files
+from trialflow.tasks.train_workload import train_workload
+from trialflow.tasks.validate import validate
 
 BATCHES: dict[str, Callable[[TrialRun], Any]] = {
     "train-workload": lambda run: train_workload.fn(run, 0, 5),

@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tasks.logs import BURST_LINES, LINES_PER_SECOND, SMALL_BYTES, LogCap, LogCaps, StoredLogs
 from trial_core.checkpoint.store import CheckpointStore
+from trialflow.tasks.rank_logs import (
+    BURST_LINES,
+    LINES_PER_SECOND,
+    SMALL_BYTES,
+    LogCap,
+    LogCaps,
+    StoredLogs,
+)
 
 TRIAL = "toy-0000beef"
 
@@ -138,8 +145,10 @@ def test_what_takes_too_long_at_the_end_is_left_out(
     report goes first."""
     logs = logs_of(store, tmp_path / "run", **{"rank-0": ""})
     os.truncate(tmp_path / "run" / "logs" / "rank-0.log", 4 * 2**30)  # sparse: seconds to digest
-    monkeypatch.setattr("tasks.logs.shutil.copyfile", lambda source, to: os.link(source, to) or to)
-    monkeypatch.setattr("tasks.logs.HURRIED_SECONDS", 0.2)
+    monkeypatch.setattr(
+        "trialflow.tasks.rank_logs.shutil.copyfile", lambda source, to: os.link(source, to) or to
+    )
+    monkeypatch.setattr("trialflow.tasks.rank_logs.HURRIED_SECONDS", 0.2)
     logs.store_last(is_in_a_hurry=True)
     assert stored(store) == {"report.md": 8}
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from tasks.retraining import Retraining, out_of_time
+from tests.support.manifests import new_manifest
 from tests.support.slots import toy_config
-from tests.trial_core.checkpoint.helpers import new_manifest
-from trial_core.registry.records import Version
-from trial_core.retraining import Plan
-from trial_core.stopping import Stopping
+from trial_core.models.journal import Plan
+from trial_core.models.records import Version
+from trial_core.run.stop_request import Stopping
+from trialflow.tasks.retrain import Retraining, out_of_time
 
 PLAN = Plan(
     trial="toy-1", scheduled_at="2026-03-01T03:00:00Z", begun_at="2026-03-01T03:00:00Z",

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from prefect.context import TaskRunContext
 
-from tasks.retrying import STORAGE_RETRY_SECONDS, storage_failed
-from tasks.run import TrialRun
 from tests.support.slots import toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import CheckpointError, StorageError
-from trial_core.observer import Observer
-from trial_core.stopping import Stopping
+from trial_core.run.observer import Observer
+from trial_core.run.stop_request import Stopping
+from trialflow.tasks.retrying import STORAGE_RETRY_SECONDS, storage_failed
+from trialflow.tasks.run import TrialRun
 
 FAILED = SimpleNamespace(data=StorageError("503 SlowDown"))
 

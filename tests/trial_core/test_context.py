@@ -18,7 +18,7 @@ from trial_core.context import RunInfo, TrialContext
 from trial_core.deepspeed import DeepSpeedTrialContext, ModelParallelUnit
 from trial_core.distributed import DistributedContext
 from trial_core.errors import ConfigError, TrialError
-from trial_core.instruments import Instruments
+from trial_core.run.instruments import Instruments
 from trial_core.units import EpochLength
 
 EXPERIMENT = {

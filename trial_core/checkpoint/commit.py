@@ -27,10 +27,10 @@ import logging
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.intents import Intent, read_intent
+from trial_core.checkpoint.json_objects import as_object
 from trial_core.checkpoint.manifest import Manifest, is_void, utc_now
-from trial_core.checkpoint.notes import as_object
-from trial_core.checkpoint.storage import Storage
 from trial_core.errors import CheckpointDamaged, CommitConflict, StorageError
+from trial_core.storage.base import Storage
 
 _TRIES = 20
 

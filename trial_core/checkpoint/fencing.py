@@ -20,10 +20,10 @@ from collections.abc import Iterator
 import msgspec
 
 from trial_core.checkpoint import layout
+from trial_core.checkpoint.json_objects import as_object, this_user
 from trial_core.checkpoint.manifest import utc_now
-from trial_core.checkpoint.notes import as_object, this_user
-from trial_core.checkpoint.storage import Storage
 from trial_core.errors import CommitConflict, StorageError, Superseded
+from trial_core.storage.base import Storage
 
 KEPT = 8
 """How many attempts at a trial stay written down; older ones tell nobody anything."""

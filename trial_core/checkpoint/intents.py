@@ -17,7 +17,7 @@ import msgspec
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Count, is_json, is_void, void
-from trial_core.checkpoint.storage import Storage
+from trial_core.storage.base import Storage
 
 
 class Intent(msgspec.Struct, frozen=True, kw_only=True):

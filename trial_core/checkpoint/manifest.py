@@ -19,7 +19,7 @@ import msgspec
 
 from trial_core.checkpoint import layout
 from trial_core.errors import CheckpointDamaged, CheckpointError
-from trial_core.sequencer import Progress
+from trial_core.run.sequencer import Progress
 from trial_core.units import EpochLength
 
 SCHEMA_VERSION = 1

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from trial_core.checkpoint.manifest import FileEntry, Manifest, Topology, utc_now
-from trial_core.checkpoint.transfer import merge_entries
 from trial_core.config import ExperimentConfig
-from trial_core.sequencer import Progress
+from trial_core.run.sequencer import Progress
+from trial_core.transfer.files import merge_entries
 from trial_core.units import EpochLength
 
 

@@ -14,20 +14,20 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.committing import begin, commit
+from trial_core.checkpoint.commit import begin, commit
 from trial_core.checkpoint.fencing import Fence, take_over
 from trial_core.checkpoint.intents import Swept, sweep
 from trial_core.checkpoint.manifest import Manifest, is_void
-from trial_core.checkpoint.moving import DELETED_IN_VAIN
-from trial_core.checkpoint.opening import open_storage
-from trial_core.checkpoint.parallel import StopSignal, in_parallel
-from trial_core.checkpoint.storage import StorageSpec
 from trial_core.errors import (
     CheckpointDamaged,
     CheckpointError,
     CheckpointNotFound,
     StorageError,
 )
+from trial_core.storage.base import StorageSpec
+from trial_core.storage.chunks import DELETED_IN_VAIN
+from trial_core.storage.open_storage import open_storage
+from trial_core.storage.parallel import StopSignal, in_parallel
 
 __all__ = ["CheckpointStore", "StorageSpec"]
 
@@ -240,7 +240,7 @@ class CheckpointStore:
             CheckpointDamaged: files are missing or differ: which, whose, expected and seen.
         """
         # Late: it needs this module.
-        from trial_core.checkpoint.transfer import refuse_if_deleted, verify_files
+        from trial_core.transfer.files import refuse_if_deleted, verify_files
 
         manifest = self.open(uuid)
         try:

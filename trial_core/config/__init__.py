@@ -16,16 +16,16 @@ understood in files and in Python, but a Prefect server that checks parameters r
 
 from __future__ import annotations
 
+from trial_core.config.checkpoint_storage import StorageConfig, home_folder
+from trial_core.config.error_text import IgnoredFieldWarning, explain
 from trial_core.config.experiment import ExperimentConfig, load_config
-from trial_core.config.retraining import RetrainingConfig, ScheduleConfig
+from trial_core.config.retraining_section import RetrainingConfig, ScheduleConfig
 from trial_core.config.sections import (
     EnvironmentConfig,
     ReproducibilityConfig,
     ResourcesConfig,
     SearcherConfig,
 )
-from trial_core.config.storage import StorageConfig, home_folder
-from trial_core.config.words import IgnoredFieldWarning, explain
 
 __all__ = [
     "EnvironmentConfig",

@@ -14,7 +14,7 @@ from pydantic.functional_validators import ModelWrapValidatorHandler
 from pydantic_core import ErrorDetails
 from typing_extensions import Self
 
-from trial_core.config.words import (
+from trial_core.config.error_text import (
     Problem,
     did_you_mean,
     in_words,

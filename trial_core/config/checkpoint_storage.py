@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
-from trial_core.checkpoint.failures import without_credentials
-from trial_core.checkpoint.retention import RetentionPolicy
 from trial_core.config.base import Section
+from trial_core.config.error_text import did_you_mean, refusal, shown
 from trial_core.config.lengths import Period
 from trial_core.config.values import Count, PlainMapping, Text
-from trial_core.config.words import did_you_mean, refusal, shown
+from trial_core.retention.policy import RetentionPolicy
+from trial_core.storage.storage_errors import without_credentials
 
 # What the others are as soon as one of them is given, which are Determined's defaults.
 _KEPT = RetentionPolicy()

@@ -6,9 +6,9 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from trial_core.checkpoint.persister_watch import STALL_SECONDS
 from trial_core.config.base import Section
 from trial_core.config.values import Flag
+from trial_core.transfer.stall_watch import STALL_SECONDS
 
 
 class CheckpointingConfig(Section):

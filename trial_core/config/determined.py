@@ -7,8 +7,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from trial_core.config.values import as_plain
-from trial_core.config.words import (
+from trial_core.config.error_text import (
     Location,
     Problem,
     kind,
@@ -17,6 +16,7 @@ from trial_core.config.words import (
     shown,
     warn_ignored,
 )
+from trial_core.config.values import as_plain
 
 _CLUSTER = "there is no cluster to choose or divide; work pools and queues do that"
 _CONTAINER = "a slot is a process of its machine, not a container"

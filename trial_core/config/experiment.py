@@ -12,27 +12,27 @@ from typing import Annotated, Any, ClassVar, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, Strict, ValidationError
 from typing_extensions import Self
 
-from trial_core.checkpoint.retention import RetentionPolicy
 from trial_core.config import determined
 from trial_core.config.base import Section
-from trial_core.config.checkpointing import CheckpointingConfig
+from trial_core.config.checkpoint_storage import StorageConfig
+from trial_core.config.checkpointing_section import CheckpointingConfig
+from trial_core.config.error_text import explain
 from trial_core.config.lengths import Period
-from trial_core.config.reading import override, read_mapping
-from trial_core.config.retraining import RetrainingConfig
+from trial_core.config.parsing import override, read_mapping
+from trial_core.config.retraining_section import RetrainingConfig
 from trial_core.config.sections import (
     EnvironmentConfig,
     ReproducibilityConfig,
     ResourcesConfig,
     SearcherConfig,
 )
-from trial_core.config.stopping import StoppingConfig
-from trial_core.config.storage import StorageConfig
+from trial_core.config.stopping_section import StoppingConfig
 from trial_core.config.values import Count, Flag, PlainMapping, Positive, Text
-from trial_core.config.words import explain
 from trial_core.errors import ConfigError
-from trial_core.sequencer import CheckpointPolicy, Schedule
+from trial_core.retention.policy import RetentionPolicy
+from trial_core.run.sequencer import CheckpointPolicy, Schedule
+from trial_core.text_format import slug
 from trial_core.units import Batch
-from trial_core.words import slug
 
 _NOT_WHAT_IS_TRAINED = {
     "code", "checkpoint_storage", "checkpointing", "stopping", "retraining", "environment"

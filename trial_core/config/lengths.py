@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer, PlainValidator, WithJsonSchema
 
-from trial_core.config.words import did_you_mean, refusal, shown
+from trial_core.config.error_text import did_you_mean, refusal, shown
 from trial_core.units import Batch, Epoch, TrainUnit
 
 _UNITS: dict[str, type[Batch] | type[Epoch]] = {"batches": Batch, "epochs": Epoch}

@@ -17,7 +17,7 @@ import yaml
 from yaml.constructor import ConstructorError
 from yaml.nodes import MappingNode, ScalarNode, SequenceNode
 
-from trial_core.config.words import shown
+from trial_core.config.error_text import shown
 from trial_core.errors import ConfigError
 
 _LENGTHS = (("searcher", "max_length"), ("min_validation_period",), ("min_checkpoint_period",))

@@ -8,8 +8,8 @@ from pydantic import BeforeValidator, Field
 
 from trial_core.checkpoint.layout import is_name
 from trial_core.config.base import Section
+from trial_core.config.error_text import refusal, shown
 from trial_core.config.values import Flag, Text
-from trial_core.config.words import refusal, shown
 
 Start = Literal["scratch", "warm", "continue"]
 

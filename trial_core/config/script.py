@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trial_core.config.error_text import shown
 from trial_core.config.experiment import ExperimentConfig
-from trial_core.config.words import shown
 from trial_core.errors import ConfigError
 from trial_core.units import Batch, TrainUnit
 

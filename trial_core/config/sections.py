@@ -9,9 +9,9 @@ from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from trial_core.config import determined
 from trial_core.config.base import Section
+from trial_core.config.error_text import refusal, shown
 from trial_core.config.lengths import Length
 from trial_core.config.values import Flag, Seed, Text
-from trial_core.config.words import refusal, shown
 
 
 def _slots(value: Any) -> int | str:

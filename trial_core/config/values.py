@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Le
 from pydantic import BeforeValidator, Strict, StringConstraints
 
-from trial_core.config.words import Location, Problem, kind, refusal, refusals, shown
+from trial_core.config.error_text import Location, Problem, kind, refusal, refusals, shown
 
 
 def _integer(words: str, at_least: int, at_most: int | None = None) -> BeforeValidator:

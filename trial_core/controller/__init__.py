@@ -1,0 +1,1 @@
+"""What runs in every rank: one controller for all kinds of trial."""

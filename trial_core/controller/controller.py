@@ -18,15 +18,15 @@ from typing import Any, TypeVar
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.context import RunInfo
-from trial_core.controller.engine import TrialEngine
+from trial_core.controller.data.loaders import Loaders, build_loaders
 from trial_core.controller.entrypoint import build_engine
 from trial_core.controller.evaluation import validate
-from trial_core.controller.loaders import Loaders, build_loaders
-from trial_core.controller.measured import Measured, instruments_in
-from trial_core.controller.redistributed import Move
+from trial_core.controller.rank_state import capture_rng, restore_rng
+from trial_core.controller.resharded_state import Move
+from trial_core.controller.run_file_upload import Measured, instruments_in
 from trial_core.controller.snapshot import Snapshots
-from trial_core.controller.state import capture_rng, restore_rng
 from trial_core.controller.training import Ticker, train_batches
+from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
 from trial_core.errors import CheckpointDamaged, CheckpointError, SlotsError, StorageError
 from trial_core.messages import (
@@ -56,7 +56,7 @@ from trial_core.messages import (
     Validated,
 )
 from trial_core.pytorch.callback import HOOKS, overridden_hooks
-from trial_core.slots.brake import Brake
+from trial_core.slots.stop_barrier import Brake
 
 T = TypeVar("T")
 

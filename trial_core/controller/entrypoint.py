@@ -13,12 +13,12 @@ from typing import Any
 
 from trial_core.context import RunInfo
 from trial_core.controller.device import claim_accelerator
-from trial_core.controller.engine import TrialEngine
-from trial_core.controller.state import seed_everything
+from trial_core.controller.rank_state import seed_everything
+from trial_core.controller.trial_engine import TrialEngine
 from trial_core.deepspeed.context import DeepSpeedTrialContext
-from trial_core.deepspeed.engine import DeepSpeedTrialEngine
-from trial_core.deepspeed.extensions import clear_interrupted_builds
+from trial_core.deepspeed.deepspeed_engine import DeepSpeedTrialEngine
 from trial_core.deepspeed.mpu import forget_model_parallelism
+from trial_core.deepspeed.op_builds import clear_interrupted_builds
 from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError

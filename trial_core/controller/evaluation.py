@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-from trial_core.controller.engine import TrialEngine
-from trial_core.controller.loaders import Loaders
+from trial_core.controller.data.loaders import Loaders
+from trial_core.controller.data.validation_set import ValidationSet
 from trial_core.controller.reduction import reduce_metrics
 from trial_core.controller.training import Ticker
-from trial_core.controller.validation_set import ValidationSet
+from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
 from trial_core.pytorch.reducer import BatchMetrics, Reducer
-from trial_core.slots.brake import Brake
+from trial_core.slots.stop_barrier import Brake
 
 
 class _BrokenOff(Exception):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from trial_core.controller.reading import Reader, unreadable_classes
+from trial_core.controller.safe_load import Reader, unreadable_classes
 from trial_core.errors import CheckpointDamaged
 from trial_core.pytorch.callback import PyTorchCallback
 

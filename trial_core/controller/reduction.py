@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trial_core.controller.engine import TrialEngine
+from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
-from trial_core.observer import MetricsKind
 from trial_core.pytorch.reducer import BatchMetrics, Reducer, combine
+from trial_core.run.observer import MetricsKind
 
 
 def reduce_metrics(

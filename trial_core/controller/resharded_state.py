@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from trial_core.checkpoint.manifest import Topology
-from trial_core.controller.engine import TrialEngine
-from trial_core.controller.reading import Reader
-from trial_core.controller.state import (
+from trial_core.checkpoint.resume_point import Restore
+from trial_core.controller.rank_state import (
     capture_rng,
     has_rank_state,
     read_rank_state,
     restore_rng,
     seed_everything,
 )
+from trial_core.controller.safe_load import Reader
+from trial_core.controller.trial_engine import TrialEngine
 from trial_core.errors import CheckpointError
 from trial_core.pytorch.seeding import derive_seed
-from trial_core.start import Restore
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.context import RunInfo
 from trial_core.errors import StorageError
-from trial_core.instruments import Instruments
 from trial_core.messages import RunFilesStored
-from trial_core.run_files import RunFiles, rank_folder
+from trial_core.run.instruments import Instruments
+from trial_core.run.run_files import RunFiles, rank_folder
 
 logger = logging.getLogger(__name__)
 

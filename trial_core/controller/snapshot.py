@@ -13,26 +13,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trial_core.checkpoint.images import GIB, Images, default_limit_bytes, is_image
 from trial_core.checkpoint.manifest import FileEntry
-from trial_core.checkpoint.persister import Persister
-from trial_core.checkpoint.persister_process import StagedFile
-from trial_core.checkpoint.persister_watch import STALL_SECONDS
-from trial_core.checkpoint.staging import staged_files
+from trial_core.checkpoint.resume_point import Restore
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import fetch_files, upload_files
-from trial_core.controller.engine import TrialEngine
-from trial_core.controller.reading import Reader
-from trial_core.controller.redistributed import Move, read_redistributed
-from trial_core.controller.state import (
+from trial_core.controller.rank_state import (
     rank_state,
     read_rank_state,
     restore_callbacks,
     write_rank_state,
 )
+from trial_core.controller.resharded_state import Move, read_redistributed
+from trial_core.controller.safe_load import Reader
+from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
-from trial_core.runs import KEPT
-from trial_core.start import Restore
+from trial_core.run.run_dirs import KEPT
+from trial_core.transfer.files import fetch_files, upload_files
+from trial_core.transfer.memory_files import GIB, Images, default_limit_bytes, is_image
+from trial_core.transfer.persister import Persister
+from trial_core.transfer.persister_process import StagedFile
+from trial_core.transfer.staging import staged_files
+from trial_core.transfer.stall_watch import STALL_SECONDS
 
 
 class Snapshots:

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from trial_core.context import RunInfo
-from trial_core.controller.engine import TrialEngine
-from trial_core.controller.loaders import MicroBatches
+from trial_core.controller.data.loaders import MicroBatches
 from trial_core.controller.reduction import reduce_metrics
+from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
 from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.pytorch.reducer import BatchMetrics
-from trial_core.slots.brake import Brake
+from trial_core.slots.stop_barrier import Brake
 from trial_core.units import EpochLength
 
 TICK_SECONDS = 0.2

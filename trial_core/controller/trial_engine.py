@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from trial_core.checkpoint.images import Images
 from trial_core.checkpoint.manifest import FileEntry, Topology
-from trial_core.controller.reading import Reader
+from trial_core.checkpoint.resume_point import Restore
+from trial_core.controller.safe_load import Reader
 from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.pytorch.reducer import Reducer, ReducerRegistry
-from trial_core.start import Restore
+from trial_core.transfer.memory_files import Images
 
 
 class TrialEngine(Protocol):

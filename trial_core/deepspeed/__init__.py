@@ -13,9 +13,9 @@ if TYPE_CHECKING:
         make_data_parallel_mpu,
         make_deepspeed_mpu,
     )
-    from trial_core.deepspeed.script import init
-    from trial_core.deepspeed.trainer import Trainer
     from trial_core.deepspeed.trial import DeepSpeedTrial
+    from trial_core.trainer.init import init
+    from trial_core.trainer.trainer import Trainer
 
 _HOMES = {
     "DeepSpeedTrial": "trial",

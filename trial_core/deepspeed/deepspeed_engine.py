@@ -8,20 +8,20 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from trial_core.checkpoint.images import Images
 from trial_core.checkpoint.manifest import FileEntry, Topology
-from trial_core.checkpoint.needed import files_needed
-from trial_core.controller.reading import Reader
+from trial_core.checkpoint.resume_point import Restore
+from trial_core.controller.safe_load import Reader
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.mpu import check_mpu
-from trial_core.deepspeed.reads import read_by_load, read_by_load_weights
-from trial_core.deepspeed.shards import shard_files
+from trial_core.deepspeed.reshard.reshard import reshaped
+from trial_core.deepspeed.restore_reads import read_by_load, read_by_load_weights
+from trial_core.deepspeed.shard_files import shard_files
+from trial_core.deepspeed.shard_selection import files_needed
 from trial_core.deepspeed.trial import DeepSpeedTrial
-from trial_core.deepspeed.universal import reshaped
 from trial_core.errors import CheckpointError, TrialError
 from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.pytorch.reducer import Reducer
-from trial_core.start import Restore
+from trial_core.transfer.memory_files import Images
 
 ZERO_STAGE_WEIGHTS = 3
 

@@ -1,6 +1,6 @@
 """Which of a checkpoint's files the engines of one machine's ranks read to restore it.
 
-`trial_core.checkpoint.needed` goes by names alone. The engines tell more: the weights alone seldom
+`trial_core.deepspeed.shard_selection` goes by names alone. The engines tell more: the weights alone seldom
 take the optimizers' shards, and a stage of a pipeline reads its own layers. This is for DeepSpeed's
 way to load: what a trial's own reads, nobody knows.
 """
@@ -14,7 +14,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from trial_core.checkpoint.manifest import FileEntry, Topology
-from trial_core.checkpoint.needed import files_needed, is_rank_state
+from trial_core.deepspeed.shard_selection import files_needed, is_rank_state
 from trial_core.deepspeed.weights import reads_shards
 
 _OPTIMIZER = re.compile(r"\w+_optim_states\.pt")

@@ -18,8 +18,8 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils.serialization import config as serialization
 
-from trial_core.checkpoint.images import Images
-from trial_core.controller.reading import Reader
+from trial_core.controller.safe_load import Reader
+from trial_core.transfer.memory_files import Images
 
 
 class ShardFiles(TorchCheckpointEngine):

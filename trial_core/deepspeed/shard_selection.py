@@ -3,7 +3,7 @@
 DeepSpeed's shards are known by their names: those of a data-parallel rank are needed by the very
 rank that wrote them, as long as there are as many ranks, with the same ZeRO stage. After that each
 rank puts its own together out of all of them. Files of any other name may be needed by any rank,
-as far as names tell: the ranks know more (see `trial_core.deepspeed.reads`).
+as far as names tell: the ranks know more (see `trial_core.deepspeed.restore_reads`).
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from trial_core.deepspeed.export import export_weights
-from trial_core.deepspeed.shards import reader_of
+from trial_core.deepspeed.export.weights_file import export_weights
+from trial_core.deepspeed.shard_files import reader_of
 from trial_core.errors import CheckpointError, TrialError
 
 _PART = re.compile(r"zero_pp_rank_.*_model_states\.pt")

@@ -60,7 +60,7 @@ class BatchesValidated(Message):
 
 
 class Hold(Message):
-    """Begin no further step, and say how far you are; see `trial_core.slots.brake`."""
+    """Begin no further step, and say how far you are; see `trial_core.slots.stop_barrier`."""
 
 
 class Held(Message):

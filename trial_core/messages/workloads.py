@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from trial_core.checkpoint.manifest import FileEntry, Topology
+from trial_core.checkpoint.resume_point import Restore
 from trial_core.checkpoint.store import StorageSpec
-from trial_core.start import Restore
 from trial_core.units import EpochLength
 
 Lane = Literal["compute", "io"]

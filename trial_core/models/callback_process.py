@@ -1,4 +1,4 @@
-"""The process that calls one function of a code folder: ``python -m trial_core.calling mod:fn``.
+"""The process that calls one function of a code folder: ``python -m trial_core.models.callback_process mod:fn``.
 
 Its standard input is one line of JSON, the function's argument, and stays open for as long as the
 process is to live: with the end of it the process is gone, so it outlives nobody. That the function
@@ -22,7 +22,7 @@ from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
-from trial_core import words
+from trial_core import text_format
 
 LOOK_SECONDS = 0.1
 TAIL_BYTES = 2000
@@ -57,7 +57,7 @@ def call(
     try:
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "trial_core.calling", function, str(says)],
+                [sys.executable, "-m", "trial_core.models.callback_process", function, str(says)],
                 cwd=code, env=_environment(environment or {}), pass_fds=[says],
                 stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
@@ -82,7 +82,7 @@ def _environment(given: Mapping[str, str]) -> dict[str, str]:
     """This process's variables with those that are given; this very package can be found in any
     case, from wherever it runs."""
     merged = {**os.environ, **given}
-    path = [str(Path(__file__).parents[1]), *filter(None, [merged.get("PYTHONPATH")])]
+    path = [str(Path(__file__).parents[2]), *filter(None, [merged.get("PYTHONPATH")])]
     return {**merged, "PYTHONPATH": os.pathsep.join(path)}
 
 
@@ -121,7 +121,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _what_went_wrong(code: int, log: Path) -> str:
-    lines = [line for line in words.clean(_tail(log)).splitlines() if line.strip()]
+    lines = [line for line in text_format.clean(_tail(log)).splitlines() if line.strip()]
     said = lines[-1].strip() if lines else "it said nothing"
     if code == 0:
         said = "it ended its process (sys.exit, os._exit) instead of returning"

@@ -22,8 +22,8 @@ from zoneinfo import ZoneInfo
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from trial_core.config.error_text import Problem, dotted, shown
 from trial_core.config.values import as_plain
-from trial_core.config.words import Problem, dotted, shown
 from trial_core.errors import ConfigError
 
 _MARKS = ("{{", "{%", "{#")

@@ -16,13 +16,13 @@ from typing import Generic, TypeVar
 import msgspec
 
 from trial_core.checkpoint import layout
+from trial_core.checkpoint.json_objects import as_object
 from trial_core.checkpoint.manifest import is_json
-from trial_core.checkpoint.notes import as_object
-from trial_core.checkpoint.parallel import StopSignal, in_parallel
-from trial_core.checkpoint.storage import Storage
 from trial_core.errors import RegistryError
-from trial_core.registry.lock import locked
-from trial_core.registry.records import Numbered
+from trial_core.models.records import Numbered
+from trial_core.models.storage_lock import locked
+from trial_core.storage.base import Storage
+from trial_core.storage.parallel import StopSignal, in_parallel
 
 _READ_THREADS = 8
 

@@ -24,11 +24,9 @@ import uuid as uuids
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from trial_core.checkpoint import pins
+from trial_core.checkpoint.json_objects import this_user
 from trial_core.checkpoint.layout import ManifestName
 from trial_core.checkpoint.manifest import utc_now
-from trial_core.checkpoint.notes import this_user
-from trial_core.checkpoint.pins import Hold
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import (
     CheckpointDamaged,
@@ -39,8 +37,10 @@ from trial_core.errors import (
     RegistryError,
     StorageError,
 )
-from trial_core.registry.log import Log
-from trial_core.registry.records import Kind, Move, Version
+from trial_core.models.numbered_log import Log
+from trial_core.models.records import Kind, Move, Version
+from trial_core.retention import pins
+from trial_core.retention.pins import Hold
 
 _logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ import logging
 import math
 from dataclasses import dataclass
 
-from trial_core.checkpoint import layout, pins
+from trial_core.checkpoint import layout
+from trial_core.checkpoint.json_objects import this_user
 from trial_core.checkpoint.manifest import Manifest, utc_now
-from trial_core.checkpoint.notes import this_user
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import (
     CheckpointNotFound,
@@ -20,9 +20,10 @@ from trial_core.errors import (
     PromotionRefused,
     RegistryError,
 )
-from trial_core.registry.log import Entry, Log
-from trial_core.registry.moving import ANY, InsteadOf, Wish, move_aliases
-from trial_core.registry.records import Alias, Move, Version
+from trial_core.models.numbered_log import Entry, Log
+from trial_core.models.promotion import ANY, InsteadOf, Wish, move_aliases
+from trial_core.models.records import Alias, Move, Version
+from trial_core.retention import pins
 
 __all__ = ["ANY", "Held", "InsteadOf", "Registry"]
 

@@ -25,10 +25,10 @@ from datetime import datetime, timedelta, timezone
 
 import msgspec
 
+from trial_core.checkpoint.json_objects import as_object, this_user
 from trial_core.checkpoint.manifest import utc_now
-from trial_core.checkpoint.notes import as_object, this_user
-from trial_core.checkpoint.storage import Storage
 from trial_core.errors import StorageError
+from trial_core.storage.base import Storage
 
 LOCK_STALE = timedelta(minutes=10)
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trial_core import deepspeed
-    from trial_core.pytorch import samplers
     from trial_core.pytorch.callback import PyTorchCallback
-    from trial_core.pytorch.dataloader import DataLoader
+    from trial_core.pytorch.data import samplers
+    from trial_core.pytorch.data.dataloader import DataLoader
     from trial_core.pytorch.metrics import Reducer
     from trial_core.pytorch.reducer import MetricReducer
     from trial_core.pytorch.to_device import TorchData
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Batch": "trial_core.units",
-    "DataLoader": "trial_core.pytorch.dataloader",
+    "DataLoader": "trial_core.pytorch.data.dataloader",
     "Epoch": "trial_core.units",
     "MetricReducer": "trial_core.pytorch.reducer",
     "PyTorchCallback": "trial_core.pytorch.callback",
@@ -45,7 +45,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "samplers":
-        return importlib.import_module("trial_core.pytorch.samplers")
+        return importlib.import_module("trial_core.pytorch.data.samplers")
     if name == "deepspeed":  # for ``from determined.pytorch import deepspeed``
         return importlib.import_module("trial_core.deepspeed")
     if name not in _HOMES:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from trial_core.errors import TrialError
-from trial_core.pytorch.values import Array, Value, numbers, plain, to_host, type_of
+from trial_core.pytorch.metric_values import Array, Value, numbers, plain, to_host, type_of
 
 __all__ = ["BatchMetrics", "Partial", "Partials", "Reducer", "Value", "combine", "numbers", "plain"]
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
 from trial_core.errors import TrialError
-from trial_core.observer import MetricsKind
 from trial_core.pytorch.metrics import BatchMetrics, Reducer, combine, numbers, plain
+from trial_core.run.observer import MetricsKind
 
 __all__ = [
     "BatchMetrics",

@@ -24,8 +24,8 @@ import msgspec
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.intents import read_intent
+from trial_core.checkpoint.json_objects import as_object, is_older, this_user
 from trial_core.checkpoint.manifest import Timestamp, utc_now
-from trial_core.checkpoint.notes import as_object, is_older, this_user
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
 

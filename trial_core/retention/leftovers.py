@@ -18,12 +18,12 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.claims import ABANDONED, Claim, claims
 from trial_core.checkpoint.fencing import last_attempts, take_over
 from trial_core.checkpoint.intents import Intent, Swept, intents
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CommitConflict, ConfigError
+from trial_core.retention.claims import ABANDONED, Claim, claims
 
 GIVEN_UP_DAYS = 7.0
 """After so long without a sign of life a trial is taken for dead: longer than any upload takes, and

@@ -3,7 +3,7 @@
 They are objects in the storage, so everybody's rules see them::
 
     pins/{uuid}.json                               who has pinned it, when and why
-    pins/{uuid}/{model}/{move:06d}-{unique}.json   the registry holds it; see `trial_core.registry`
+    pins/{uuid}/{model}/{move:06d}-{unique}.json   the registry holds it; see `trial_core.models`
     deletions/{uuid}.json                          the checkpoint is being deleted; see `pruning`
 
 Pinning and deleting may meet. Whoever deletes first says so and then looks for a pin; whoever pins
@@ -19,9 +19,9 @@ from datetime import timedelta
 import msgspec
 
 from trial_core.checkpoint import layout
+from trial_core.checkpoint.json_objects import as_object, is_older, this_user
 from trial_core.checkpoint.layout import ManifestName
 from trial_core.checkpoint.manifest import Timestamp, utc_now
-from trial_core.checkpoint.notes import as_object, is_older, this_user
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound, CommitConflict
 

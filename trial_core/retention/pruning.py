@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.claims import Claim, claims, uploading
+from trial_core.checkpoint.json_objects import as_object, is_older, this_user
 from trial_core.checkpoint.manifest import Manifest, utc_now
-from trial_core.checkpoint.notes import as_object, is_older, this_user
-from trial_core.checkpoint.pins import (
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.errors import CheckpointError
+from trial_core.retention.claims import Claim, claims, uploading
+from trial_core.retention.pins import (
     DELETIONS,
     STALE,
     Deletion,
@@ -26,9 +28,7 @@ from trial_core.checkpoint.pins import (
     read_deletion,
     why_kept,
 )
-from trial_core.checkpoint.retention import Decision, RetentionPolicy, decide
-from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import CheckpointError
+from trial_core.retention.policy import Decision, RetentionPolicy, decide
 
 _logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trial_core.errors import TrialError, TrialflowError
-from trial_core.observer import MetricsKind
+from trial_core.run.observer import MetricsKind
 
 
 class Instruments:

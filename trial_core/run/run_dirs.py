@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from trial_core.config import home_folder
 from trial_core.errors import TrialflowError
-from trial_core.words import slug as slug  # part of every trial's id
+from trial_core.text_format import slug as slug  # part of every trial's id
 
 LOCK = "lock"
 LOOK_SECONDS = 0.2

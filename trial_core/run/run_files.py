@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.failures import Explainer
-from trial_core.checkpoint.parallel import StopSignal
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.storage.parallel import StopSignal
+from trial_core.storage.storage_errors import Explainer
 
 _logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trial_core.observer import MetricsKind, Observer
+from trial_core.run.observer import MetricsKind, Observer
 
 TRAINING = "train-workload"
 UPLOAD = "checkpoint-upload"

@@ -1,0 +1,1 @@
+"""Rank processes on this machine, and the channel between them and the driver."""

@@ -43,12 +43,12 @@ from trial_core.messages import (
     Shutdown,
     StopRequested,
 )
-from trial_core.slots.brake import Braking, Position
 from trial_core.slots.channel import Channel
-from trial_core.slots.failures import Failures, FirstCause, how_it_ended
 from trial_core.slots.launcher import RankProcess, launch_ranks
 from trial_core.slots.pending import Pending, PendingRequests
-from trial_core.slots.signs import Signs
+from trial_core.slots.progress_monitor import Signs
+from trial_core.slots.rank_failures import Failures, FirstCause, how_it_ended
+from trial_core.slots.stop_barrier import Braking, Position
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class SlotGroup:
             expect: the type of result that this request leads to.
             timeout_seconds: a deadline; None where the workload's length is the user's business.
             stall_seconds: how long there may be no sign that ranks get on (see
-                `trial_core.slots.signs`); None: for ever.
+                `trial_core.slots.progress_monitor`); None: for ever.
 
         Raises:
             RankFailed: a rank died, or its workload raised.

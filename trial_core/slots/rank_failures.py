@@ -17,7 +17,7 @@ from trial_core.errors import DeadlineExceeded, RankFailed, Stalled
 from trial_core.messages import Answer, Peer
 from trial_core.slots.launcher import RankProcess
 from trial_core.slots.pending import Pending, PendingRequests
-from trial_core.slots.signs import has_batches
+from trial_core.slots.progress_monitor import has_batches
 from trial_core.slots.stacks import log_stacks
 
 # How long, after a failure is noticed, others may report theirs.

@@ -43,11 +43,11 @@ from trial_core.messages import (
     StopRequested,
     decode_from_driver,
 )
-from trial_core.slots.brake import Brake, Position
 from trial_core.slots.connection import RankConnection
 from trial_core.slots.framing import ProtocolError
-from trial_core.slots.logpump import LogPump
+from trial_core.slots.log_pump import LogPump
 from trial_core.slots.stacks import dump_stacks_when_asked
+from trial_core.slots.stop_barrier import Brake, Position
 
 if TYPE_CHECKING:
     from trial_core.controller.controller import Controller

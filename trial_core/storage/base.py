@@ -18,12 +18,12 @@ import msgspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from trial_core.checkpoint import probing
-from trial_core.checkpoint.failures import Explainer, service_code, storage_exceptions
-from trial_core.checkpoint.moving import DELETED_IN_VAIN, Cleared, Piece, changed, chunks
-from trial_core.checkpoint.parallel import StopSignal, in_parallel
-from trial_core.checkpoint.window import Window
 from trial_core.errors import StorageError
+from trial_core.storage import probing
+from trial_core.storage.buffer_pool import Window
+from trial_core.storage.chunks import DELETED_IN_VAIN, Cleared, Piece, changed, chunks
+from trial_core.storage.parallel import StopSignal, in_parallel
+from trial_core.storage.storage_errors import Explainer, service_code, storage_exceptions
 
 # AWS's answer to two conditional writes at once is that neither counts: "try again".
 _TRY_AGAIN_CODES = ("ConditionalRequestConflict", "OperationAborted")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
 
-from trial_core.checkpoint.parallel import StopSignal
+from trial_core.storage.parallel import StopSignal
 
 PIECE_BYTES = 16 * 2**20
 """Size of a part of an upload, and of a ranged read."""

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-from trial_core.checkpoint.parallel import Stopped, StopSignal
+from trial_core.storage.parallel import Stopped, StopSignal
 
 Result = TypeVar("Result")
 

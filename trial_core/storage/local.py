@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.moving import Cleared, Piece, chunks
-from trial_core.checkpoint.parallel import StopSignal
-from trial_core.checkpoint.storage import Storage
+from trial_core.storage.base import Storage
+from trial_core.storage.chunks import Cleared, Piece, chunks
+from trial_core.storage.parallel import StopSignal
 
 _TEMPORARY = re.compile(r"(^|/)\.[0-9a-f]{32}\.part$")
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)

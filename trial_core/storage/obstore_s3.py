@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import obstore
 from obstore.exceptions import GenericError
 
-from trial_core.checkpoint import window
-from trial_core.checkpoint.failures import service_code
-from trial_core.checkpoint.moving import Piece, changed
-from trial_core.checkpoint.obstore_options import UntranslatableError, s3_store
-from trial_core.checkpoint.parallel import StopSignal
-from trial_core.checkpoint.s3_requests import ETAG, VERSION
-from trial_core.checkpoint.s3_storage import S3Storage
-from trial_core.checkpoint.s3_upload import end_uploads
-from trial_core.checkpoint.storage import StorageSpec
 from trial_core.errors import StorageError
+from trial_core.storage import buffer_pool
+from trial_core.storage.base import StorageSpec
+from trial_core.storage.chunks import Piece, changed
+from trial_core.storage.obstore_options import UntranslatableError, s3_store
+from trial_core.storage.parallel import StopSignal
+from trial_core.storage.s3 import S3Storage
+from trial_core.storage.s3_requests import ETAG, VERSION
+from trial_core.storage.s3_upload import end_uploads
+from trial_core.storage.storage_errors import service_code
 
 if TYPE_CHECKING:
     from obstore import GetOptions
@@ -94,8 +94,8 @@ class ObstoreS3Storage(S3Storage):
 
     def _store_file(self, source: Path, size_bytes: int, key: str, stop: StopSignal) -> str:
         stores = self._stores()
-        step = window.PIECE_BYTES
-        if stores is None or window.piece_bytes(size_bytes) > step:
+        step = buffer_pool.PIECE_BYTES
+        if stores is None or buffer_pool.piece_bytes(size_bytes) > step:
             return super()._store_file(source, size_bytes, key, stop)
         digest = hashlib.sha256()
         with open(source, "rb", buffering=0) as file, self.window.in_use():
@@ -109,7 +109,7 @@ class ObstoreS3Storage(S3Storage):
                 obstore.put(store, name, piece(0), use_multipart=False)
                 return digest.hexdigest()
             pieces = (piece(start) for start in range(0, size_bytes, step))
-            at_once = window.WINDOW_PIECES
+            at_once = buffer_pool.WINDOW_PIECES
             try:
                 obstore.put(store, name, pieces, chunk_size=step, max_concurrency=at_once)
             except BaseException:
@@ -133,7 +133,7 @@ class ObstoreS3Storage(S3Storage):
         give_back = weakref.finalize(view, self.window.give_back, buffer)
         give_back.atexit = False
         try:
-            if not window.read_piece(file, start, view):
+            if not buffer_pool.read_piece(file, start, view):
                 raise changed(source)
             digest.update(view)
         except BaseException:

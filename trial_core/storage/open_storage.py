@@ -11,10 +11,10 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import known_implementations, registry
 
-from trial_core.checkpoint.failures import Explainer
-from trial_core.checkpoint.local_storage import LocalStorage, MemoryStorage
-from trial_core.checkpoint.storage import Storage, StorageSpec
 from trial_core.errors import StorageError
+from trial_core.storage.base import Storage, StorageSpec
+from trial_core.storage.local import LocalStorage, MemoryStorage
+from trial_core.storage.storage_errors import Explainer
 
 ENGINE_VARIABLE = "TRIALFLOW_STORAGE_ENGINE"
 """Environment variable that says what moves the bytes of files to and from S3."""
@@ -96,10 +96,10 @@ def _s3_storage(spec: StorageSpec, fs: Any, root: str) -> Storage:
     with Explainer(spec.url, spec.options).explaining("use"):
         uses_checksums = _uses_checksums(spec.options)
     if engine == "s3fs" or not has_obstore:
-        from trial_core.checkpoint.s3_storage import S3Storage
+        from trial_core.storage.s3 import S3Storage
 
         return S3Storage(spec, fs, root, uses_checksums)
-    from trial_core.checkpoint.obstore_s3 import ObstoreS3Storage
+    from trial_core.storage.obstore_s3 import ObstoreS3Storage
 
     return ObstoreS3Storage(spec, fs, root, uses_checksums, is_required=engine == "obstore")
 

@@ -13,7 +13,7 @@ from trial_core.checkpoint import layout
 from trial_core.errors import StorageError
 
 if TYPE_CHECKING:
-    from trial_core.checkpoint.storage import Storage
+    from trial_core.storage.base import Storage
 
 _SEND_CONDITIONS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 """Protocols whose file systems have the server decide, not the client."""

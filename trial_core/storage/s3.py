@@ -16,13 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trial_core.checkpoint.moving import Piece, changed
-from trial_core.checkpoint.on_loop import LoopTask
-from trial_core.checkpoint.parallel import StopSignal
-from trial_core.checkpoint.s3_requests import S3Requests
-from trial_core.checkpoint.s3_upload import MultipartUpload
-from trial_core.checkpoint.storage import Storage, StorageSpec
-from trial_core.checkpoint.window import piece_bytes, read_piece
+from trial_core.storage.base import Storage, StorageSpec
+from trial_core.storage.buffer_pool import piece_bytes, read_piece
+from trial_core.storage.chunks import Piece, changed
+from trial_core.storage.event_loop import LoopTask
+from trial_core.storage.parallel import StopSignal
+from trial_core.storage.s3_requests import S3Requests
+from trial_core.storage.s3_upload import MultipartUpload
 
 _logger = logging.getLogger(__name__)
 

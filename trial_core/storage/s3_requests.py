@@ -14,8 +14,8 @@ from typing import Any
 
 from s3fs.core import S3_RETRYABLE_ERRORS
 
-from trial_core.checkpoint.failures import service_code, storage_exceptions
-from trial_core.checkpoint.moving import Piece
+from trial_core.storage.chunks import Piece
+from trial_core.storage.storage_errors import service_code, storage_exceptions
 
 _STEP_BYTES = 256 * 2**10
 _END_ATTEMPTS = 3

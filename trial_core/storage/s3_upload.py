@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from trial_core.checkpoint.failures import Explainer, storage_exceptions
-from trial_core.checkpoint.on_loop import LoopTask
-from trial_core.checkpoint.parallel import StopSignal
-from trial_core.checkpoint.s3_requests import S3Requests
+from trial_core.storage.event_loop import LoopTask
+from trial_core.storage.parallel import StopSignal
+from trial_core.storage.s3_requests import S3Requests
+from trial_core.storage.storage_errors import Explainer, storage_exceptions
 
 _logger = logging.getLogger(__name__)
 

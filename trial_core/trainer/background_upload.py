@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
-from trial_core.controller.together import Outcome
+from trial_core.controller.collective_errors import Outcome
 from trial_core.errors import StorageError
 
 T = TypeVar("T")

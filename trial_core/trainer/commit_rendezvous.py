@@ -15,11 +15,11 @@ import msgspec
 from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
-from trial_core.checkpoint.failures import of_rank
 from trial_core.checkpoint.manifest import FileEntry
-from trial_core.controller.together import Outcome, attempt, raise_error
+from trial_core.controller.collective_errors import Outcome, attempt, raise_error
 from trial_core.distributed import DistributedContext
 from trial_core.errors import DeadlineExceeded, SlotsError
+from trial_core.storage.storage_errors import of_rank
 
 # By how much the ends of different ranks' uploads of one checkpoint may differ.
 PATIENCE_SECONDS = 3600.0

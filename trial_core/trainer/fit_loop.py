@@ -1,7 +1,7 @@
 """A whole run in a script of the user's own: every rank takes the same decisions, none is driven.
 
-`follow_schedule` is the story of `flows.train`, told by ranks that have no driver; a test holds the
-two together. The stages are in `trial_core.controller.fit`.
+`follow_schedule` is the story of `trialflow.flows.train`, told by ranks that have no driver; a test holds the
+two together. The stages are in `trial_core.trainer.fit_stages`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from trial_core.controller.fit import Fit
+from trial_core.checkpoint.resume_point import Start
 from trial_core.errors import TrialError
-from trial_core.sequencer import (
+from trial_core.run.sequencer import (
     Checkpoint,
     Finish,
     Progress,
@@ -21,7 +21,7 @@ from trial_core.sequencer import (
     has_more_to_do,
     next_workload,
 )
-from trial_core.start import Start
+from trial_core.trainer.fit_stages import Fit
 from trial_core.units import Batch
 
 

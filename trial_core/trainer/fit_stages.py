@@ -12,23 +12,21 @@ from collections.abc import Callable
 from logging import ERROR, INFO, WARNING
 from typing import Any
 
-from trial_core.checkpoint.claims import Running
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.manifest import FileEntry, Manifest
-from trial_core.checkpoint.pruning import prune_trial
+from trial_core.checkpoint.resume_point import Restore, Start, none_is_whole
+from trial_core.checkpoint.staged_checkpoint import StagedCheckpoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.context import RunInfo
-from trial_core.controller.controller import Controller
-from trial_core.controller.meeting import Meeting
-from trial_core.controller.together import (
+from trial_core.controller.collective_errors import (
     Outcome,
     attempt,
     on_every_rank,
     on_the_first_rank,
     raise_error,
 )
-from trial_core.controller.upload import Upload, persistently
+from trial_core.controller.controller import Controller
 from trial_core.distributed import DistributedContext
 from trial_core.errors import CheckpointError, StorageError
 from trial_core.messages import (
@@ -44,10 +42,12 @@ from trial_core.messages import (
     TrainBatches,
     TrialBuilt,
 )
-from trial_core.searcher import searcher_metric
-from trial_core.sequencer import Progress
-from trial_core.staged import StagedCheckpoint
-from trial_core.start import Restore, Start, none_is_whole
+from trial_core.retention.claims import Running
+from trial_core.retention.pruning import prune_trial
+from trial_core.run.searcher_metric import searcher_metric
+from trial_core.run.sequencer import Progress
+from trial_core.trainer.background_upload import Upload, persistently
+from trial_core.trainer.commit_rendezvous import Meeting
 from trial_core.units import EpochLength
 
 logger = logging.getLogger(__name__)

@@ -26,13 +26,13 @@ from trial_core.config.script import script_config
 from trial_core.context import RunInfo
 from trial_core.controller.device import claim_accelerator
 from trial_core.controller.entrypoint import initialises_by_itself
-from trial_core.controller.measured import instruments_in
-from trial_core.controller.state import seed_everything
+from trial_core.controller.rank_state import seed_everything
+from trial_core.controller.run_file_upload import instruments_in
 from trial_core.deepspeed.context import DeepSpeedTrialContext
-from trial_core.deepspeed.extensions import clear_interrupted_builds
 from trial_core.deepspeed.mpu import forget_model_parallelism
+from trial_core.deepspeed.op_builds import clear_interrupted_builds
 from trial_core.distributed import ALONE, DistributedContext, is_launched
-from trial_core.runs import trial_id
+from trial_core.run.run_dirs import trial_id
 
 _HERE: list[bool] = []
 """Not empty when torch.distributed was initialised here, and not by the script."""

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from trial_core.distributed import DistributedContext
-from trial_core.slots.brake import TO_THE_END, Brake, Position
+from trial_core.slots.stop_barrier import TO_THE_END, Brake, Position
 
 LOOK_SECONDS = 1.0
 AGREE_SECONDS = 0.01

@@ -9,27 +9,27 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, get_args
 
-from trial_core.checkpoint.claims import Running, running
 from trial_core.checkpoint.fencing import Fence
+from trial_core.checkpoint.resume_point import Start
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig, home_folder
 from trial_core.config.script import named_metric, script_config
 from trial_core.context import RunInfo
+from trial_core.controller.collective_errors import on_every_rank, on_the_first_rank
 from trial_core.controller.controller import Controller
 from trial_core.controller.entrypoint import engine_of
-from trial_core.controller.fit import Fit
-from trial_core.controller.story import FitResult, follow_schedule
-from trial_core.controller.termination import Termination
-from trial_core.controller.together import on_every_rank, on_the_first_rank
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.distributed import DistributedContext
 from trial_core.errors import ConfigError, StorageError, TrialError
-from trial_core.run_files import rank_folder
-from trial_core.runs import clear_kept, prepare_run_dir, run_folder
-from trial_core.sequencer import CheckpointPolicy, Schedule
-from trial_core.slots.brake import Brake
-from trial_core.start import Start
+from trial_core.retention.claims import Running, running
+from trial_core.run.run_dirs import clear_kept, prepare_run_dir, run_folder
+from trial_core.run.run_files import rank_folder
+from trial_core.run.sequencer import CheckpointPolicy, Schedule
+from trial_core.slots.stop_barrier import Brake
+from trial_core.trainer.fit_loop import FitResult, follow_schedule
+from trial_core.trainer.fit_stages import Fit
+from trial_core.trainer.termination import Termination
 from trial_core.units import Batch, Epoch, TrainUnit
 
 logger = logging.getLogger(__name__)

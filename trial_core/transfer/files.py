@@ -18,15 +18,15 @@ from pathlib import Path
 from threading import Lock
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.failures import Explainer
-from trial_core.checkpoint.local_storage import whole_file
 from trial_core.checkpoint.manifest import FileEntry, Manifest
-from trial_core.checkpoint.moving import READ_BYTES
-from trial_core.checkpoint.parallel import StopSignal, in_parallel
-from trial_core.checkpoint.reading import READ_THREADS, Damage, StoredFile, read_files
-from trial_core.checkpoint.staging import staged_files
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
+from trial_core.storage.chunks import READ_BYTES
+from trial_core.storage.local import whole_file
+from trial_core.storage.parallel import StopSignal, in_parallel
+from trial_core.storage.storage_errors import Explainer
+from trial_core.transfer.staging import staged_files
+from trial_core.transfer.verified_read import READ_THREADS, Damage, StoredFile, read_files
 
 _logger = logging.getLogger(__name__)
 

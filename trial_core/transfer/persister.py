@@ -18,9 +18,11 @@ from pathlib import Path
 
 import msgspec
 
-from trial_core.checkpoint import persister_process
 from trial_core.checkpoint.manifest import FileEntry
-from trial_core.checkpoint.persister_process import (
+from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
+from trial_core.storage.base import StorageSpec
+from trial_core.transfer import persister_process
+from trial_core.transfer.persister_process import (
     Failed,
     Fetch,
     Finished,
@@ -30,9 +32,7 @@ from trial_core.checkpoint.persister_process import (
     Stored,
     Upload,
 )
-from trial_core.checkpoint.persister_watch import STALL_SECONDS, StallWatch
-from trial_core.checkpoint.storage import StorageSpec
-from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
+from trial_core.transfer.stall_watch import STALL_SECONDS, StallWatch
 
 _logger = logging.getLogger(__name__)
 

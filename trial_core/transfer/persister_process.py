@@ -22,10 +22,10 @@ from typing import Literal
 import msgspec
 
 from trial_core.checkpoint.manifest import FileEntry
-from trial_core.checkpoint.storage import StorageSpec
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import Source, fetch_files, upload_sources
 from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
+from trial_core.storage.base import StorageSpec
+from trial_core.transfer.files import Source, fetch_files, upload_sources
 
 _logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.failures import Explainer
-from trial_core.checkpoint.images import is_image
 from trial_core.errors import CheckpointError
+from trial_core.storage.storage_errors import Explainer
+from trial_core.transfer.memory_files import is_image
 
 _logger = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition, Lock
 
-from trial_core.checkpoint import window
-from trial_core.checkpoint.local_storage import PartFile
 from trial_core.checkpoint.manifest import FileEntry
-from trial_core.checkpoint.moving import Piece
-from trial_core.checkpoint.parallel import StopSignal, in_parallel
-from trial_core.checkpoint.storage import Storage
+from trial_core.storage import buffer_pool
+from trial_core.storage.base import Storage
+from trial_core.storage.chunks import Piece
+from trial_core.storage.local import PartFile
+from trial_core.storage.parallel import StopSignal, in_parallel
 
-READ_THREADS = window.WINDOW_PIECES
+READ_THREADS = buffer_pool.WINDOW_PIECES
 """Ranges read at once. Each has a piece of the storage's window in memory, and no more."""
 
 
@@ -78,7 +78,7 @@ class StoredFile:
 
     def ranges(self) -> Iterator[Range]:
         """Where its ranges begin and end; at least one, be it empty."""
-        step = window.PIECE_BYTES
+        step = buffer_pool.PIECE_BYTES
         for start in range(0, max(self.entry.size_bytes, 1), step):
             yield self, start, min(start + step, self.entry.size_bytes)
 

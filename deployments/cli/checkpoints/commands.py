@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from deployments.cli import pins, prune, verify
-from deployments.cli.experiment import ConfigFile, Storage, open_store
-from deployments.cli.tables import AsJson, local_time, print_table, shortest_unique
-from deployments.cli.terminal import is_interactive
-from trial_core import words
+from trial_core import text_format
+from trialflow.deployments.cli.checkpoints import pin, prune, verify
+from trialflow.deployments.cli.experiment_options import ConfigFile, Storage, open_store
+from trialflow.deployments.cli.run_display import is_interactive
+from trialflow.deployments.cli.tables import AsJson, local_time, print_table, shortest_unique
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.manifest import Manifest
     from trial_core.checkpoint.store import CheckpointStore
-    from trial_core.registry.registry import Held
+    from trial_core.models.registry import Held
 
 app = App(
     name="checkpoints",
@@ -27,8 +27,8 @@ app = App(
     "--config or --storage says, else in the folder of runs.",
 )
 app.command(verify.verify)
-app.command(pins.pin)
-app.command(pins.unpin)
+app.command(pin.pin)
+app.command(pin.unpin)
 app.command(prune.prune)
 
 
@@ -41,8 +41,8 @@ def list_(
     json_: AsJson = False,
 ) -> int:
     """List checkpoints, oldest first."""
-    from trial_core.checkpoint.pins import pins
-    from trial_core.registry.registry import Registry
+    from trial_core.models.registry import Registry
+    from trial_core.retention.pins import pins
 
     store = open_store(config, storage)
     manifests = store.list(trial)
@@ -79,8 +79,8 @@ def show(
     uuid
         The checkpoint's uuid, or its beginning.
     """
-    from trial_core.checkpoint.pins import read_pin
-    from trial_core.registry.registry import Registry
+    from trial_core.models.registry import Registry
+    from trial_core.retention.pins import read_pin
 
     store = open_store(config, storage)
     manifest = store.open(uuid)
@@ -90,7 +90,7 @@ def show(
         pin = read_pin(store, manifest.uuid)
         held = Registry(store).held().get(manifest.uuid, [])
         why = [str(each) for each in (pin, *held) if each is not None]
-        print("\n".join(words.clean(line) for line in description(store, manifest, why)))
+        print("\n".join(text_format.clean(line) for line in description(store, manifest, why)))
     return 0
 
 
@@ -111,7 +111,7 @@ def download(
     uuid
         The checkpoint's uuid, or its beginning.
     """
-    from trial_core.checkpoint.transfer import download as fetch
+    from trial_core.transfer.files import download as fetch
 
     store = open_store(config, storage)
     if is_interactive(sys.stderr):
@@ -124,8 +124,10 @@ def download(
     if json_:
         print(json.dumps({**summary(store, manifest), "folder": str(to.absolute())}, indent=2))
     else:
-        files = words.plural(len(manifest.files), "file")
-        print(f"checkpoint {manifest.uuid}: {files}, {words.size(manifest.total_bytes)}, in {to}")
+        files = text_format.plural(len(manifest.files), "file")
+        print(
+            f"checkpoint {manifest.uuid}: {files}, {text_format.size(manifest.total_bytes)}, in {to}"
+        )
     return 0
 
 
@@ -153,20 +155,20 @@ def description(store: CheckpointStore, manifest: Manifest, kept: list[str]) -> 
         "trial": f"{manifest.trial} (experiment {manifest.experiment}, {manifest.entrypoint})",
         "batches": str(manifest.progress.batches_trained),
         "saved": local_time(manifest.created_at),
-        "kept": "; ".join(map(words.one_line, kept)),
-        "training": words.metrics_line(manifest.metrics.get("training", {})),
-        "validation": words.metrics_line(manifest.metrics.get("validation", {})),
+        "kept": "; ".join(map(text_format.one_line, kept)),
+        "training": text_format.metrics_line(manifest.metrics.get("training", {})),
+        "validation": text_format.metrics_line(manifest.metrics.get("validation", {})),
         "ranks": f"{topology.world_size} (data {topology.data_parallel_size}, pipeline "
         f"{topology.pipeline_parallel_size}, model {topology.model_parallel_size}), "
         f"ZeRO stage {topology.zero_stage}",
         "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
         "hyperparameters": json.dumps(manifest.hyperparameters, ensure_ascii=False),
-        "files": f"{len(manifest.files)}, {words.size(manifest.total_bytes)}, in "
+        "files": f"{len(manifest.files)}, {text_format.size(manifest.total_bytes)}, in "
         f"{store.files_url(manifest.uuid)}",
     }
     width = max(map(len, facts))
     lines = [f"{name:<{width}}  {fact}" for name, fact in facts.items() if fact]
-    sizes = [words.size(file.size_bytes) for file in manifest.files]
+    sizes = [text_format.size(file.size_bytes) for file in manifest.files]
     margin = max(map(len, sizes), default=0)
     files = zip(sizes, manifest.files, strict=True)
     return lines + [f"  {size:>{margin}}  rank {file.rank}  {file.path}" for size, file in files]
@@ -188,9 +190,9 @@ def _print_table(manifests: list[Manifest], kept: dict[str, list[str]]) -> None:
             manifest.trial,
             str(manifest.progress.batches_trained),
             local_time(manifest.created_at),
-            words.size(manifest.total_bytes),
+            text_format.size(manifest.total_bytes),
         ]
         if are_kept:
             cells.append(", ".join(kept.get(manifest.uuid, [])))
-        rows.append([*cells, words.metrics_line(manifest.metrics.get("validation", {}))])
+        rows.append([*cells, text_format.metrics_line(manifest.metrics.get("validation", {}))])
     print_table([*columns, *(["kept"] if are_kept else []), "validation"], rows)

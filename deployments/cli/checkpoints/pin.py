@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from deployments.cli import messages
-from deployments.cli.experiment import ConfigFile, Storage, open_store
-from deployments.cli.tables import AsJson
-from trial_core import words
+from trial_core import text_format
 from trial_core.errors import ConfigError
+from trialflow.deployments.cli import console
+from trialflow.deployments.cli.experiment_options import ConfigFile, Storage, open_store
+from trialflow.deployments.cli.tables import AsJson
 
 if TYPE_CHECKING:
-    from trial_core.checkpoint.pins import Pin
     from trial_core.checkpoint.store import CheckpointStore
+    from trial_core.retention.pins import Pin
 
 
 def pin(
@@ -33,7 +33,7 @@ def pin(
     uuids
         The checkpoints' uuids, or how they begin.
     """
-    from trial_core.checkpoint import pins
+    from trial_core.retention import pins
 
     store = _store_for(uuids, config, storage)
     _say([pins.pin(store, uuid, reason) for uuid in uuids], "pinned", json_)
@@ -50,14 +50,14 @@ def unpin(
     uuids
         The checkpoints' uuids, or how they begin.
     """
-    from trial_core.checkpoint import pins
+    from trial_core.retention import pins
 
     store = _store_for(uuids, config, storage)
     gone = [pins.unpin(store, uuid) for uuid in uuids]
     _say(gone, "unpinned", json_)
     for each in gone:
         if why := pins.why_kept(store, each.uuid):
-            messages.note(f"{each.uuid} stays, {words.one_line(why)}: {pins.WHAT_FREES}")
+            console.note(f"{each.uuid} stays, {text_format.one_line(why)}: {pins.WHAT_FREES}")
     return 0
 
 
@@ -73,5 +73,5 @@ def _say(pins: list[Pin], done: str, as_json: bool) -> None:
         print(json.dumps(said, indent=2))
         return
     for each in pins:
-        reason = f" ({words.one_line(each.reason)})" if each.reason else ""
+        reason = f" ({text_format.one_line(each.reason)})" if each.reason else ""
         print(f"{done} {each.uuid}{reason}")

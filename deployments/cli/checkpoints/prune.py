@@ -10,23 +10,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from deployments.cli import leftovers, messages
-from deployments.cli.experiment import (
+from trial_core import text_format
+from trial_core.errors import CheckpointNotFound, ConfigError
+from trialflow.deployments.cli import console
+from trialflow.deployments.cli.checkpoints import prune_leftovers
+from trialflow.deployments.cli.experiment_options import (
     ConfigFile,
     Overrides,
     Storage,
     open_store,
     read_experiment,
 )
-from deployments.cli.tables import AsJson, local_time, print_table, shortest_unique
-from trial_core import words
-from trial_core.errors import CheckpointNotFound, ConfigError
+from trialflow.deployments.cli.tables import AsJson, local_time, print_table, shortest_unique
 
 if TYPE_CHECKING:
-    from trial_core.checkpoint.leftovers import Leftover, SweptLeftovers
-    from trial_core.checkpoint.pruning import Plan, Pruned
-    from trial_core.checkpoint.retention import Decision, RetentionPolicy
     from trial_core.checkpoint.store import CheckpointStore
+    from trial_core.retention.leftovers import Leftover, SweptLeftovers
+    from trial_core.retention.policy import Decision, RetentionPolicy
+    from trial_core.retention.pruning import Plan, Pruned
 
 
 @Parameter(name="*")
@@ -76,8 +77,8 @@ def prune(
     rules: Rules | None = None,
     dry_run: Annotated[bool, Parameter(help="Only say what would be deleted, and why.")] = False,
     yes: Annotated[bool, Parameter(name=["--yes", "-y"], help="Delete without asking.")] = False,
-    leftovers_only: leftovers.Only = False,
-    leftovers_after_days: leftovers.AfterDays = leftovers.AFTER_DAYS,
+    leftovers_only: prune_leftovers.Only = False,
+    leftovers_after_days: prune_leftovers.AfterDays = prune_leftovers.AFTER_DAYS,
     config: ConfigFile = None,
     set_: Overrides = None,
     storage: Storage = None,
@@ -103,7 +104,7 @@ def prune(
             "checkpoint_storage of --config, or here (--save-trial-latest 1, …; see --help); or "
             "--leftovers-only"
         )
-    left = leftovers.find(store, leftovers_after_days, trial, experiment or name)
+    left = prune_leftovers.find(store, leftovers_after_days, trial, experiment or name)
     plans = []
     if policy is not None and not leftovers_only:
         plans = _plan(store, policy, experiment or name, trial, is_known=bool(left))
@@ -114,7 +115,7 @@ def prune(
     pruned, swept = None, None
     if not dry_run and (yes or _confirmed(plans, left)):
         pruned = _delete(store, plans, is_silent=json_)
-        swept = leftovers.delete(store, left, leftovers_after_days, is_silent=json_)
+        swept = prune_leftovers.delete(store, left, leftovers_after_days, is_silent=json_)
     if json_:
         print(json.dumps(_as_json(policy, plans, left, pruned, swept), indent=2))
     return 0
@@ -166,7 +167,7 @@ def _plan(
     Raises:
         CheckpointNotFound: nothing there is called so.
     """
-    from trial_core.checkpoint.pruning import experiments, plan_pruning
+    from trial_core.retention.pruning import experiments, plan_pruning
 
     there = experiments(store)
     if experiment is not None and experiment not in there:
@@ -190,7 +191,7 @@ def _print_plans(plans: list[Plan], left: list[Leftover]) -> None:
     if plans and left:
         print()
     if left:
-        leftovers.show(left)
+        prune_leftovers.show(left)
 
 
 def _print_decisions(plans: list[Plan]) -> None:
@@ -210,15 +211,15 @@ def _cells(decision: Decision, length: int) -> tuple[str, ...]:
         manifest.trial,
         str(manifest.progress.batches_trained),
         local_time(manifest.created_at),
-        words.size(manifest.total_bytes),
+        text_format.size(manifest.total_bytes),
         decision.why,
     )
 
 
 def _total(plans: list[Plan]) -> str:
     count = sum(len(plan.decisions) for plan in plans)
-    size = words.size(sum(plan.freed_bytes for plan in plans))
-    return f"to delete: {_deletions(plans)} of {words.plural(count, 'checkpoint')}, {size}"
+    size = text_format.size(sum(plan.freed_bytes for plan in plans))
+    return f"to delete: {_deletions(plans)} of {text_format.plural(count, 'checkpoint')}, {size}"
 
 
 def _deletions(plans: list[Plan]) -> int:
@@ -232,7 +233,7 @@ def _confirmed(plans: list[Plan], left: list[Leftover]) -> bool:
         ConfigError: there is nobody to ask.
     """
     counts = {"checkpoint": _deletions(plans), "leftover": sum(not each.keep for each in left)}
-    shown = " and ".join(words.plural(count, noun) for noun, count in counts.items() if count)
+    shown = " and ".join(text_format.plural(count, noun) for noun, count in counts.items() if count)
     if not shown:
         return True  # what others have begun to delete is finished
     if not sys.stdin.isatty():
@@ -243,12 +244,12 @@ def _confirmed(plans: list[Plan], left: list[Leftover]) -> bool:
         answer = ""
     if answer.strip().lower() in ("y", "yes"):
         return True
-    messages.note("nothing was deleted")
+    console.note("nothing was deleted")
     return False
 
 
 def _delete(store: CheckpointStore, plans: list[Plan], is_silent: bool) -> list[Pruned]:
-    from trial_core.checkpoint.pruning import prune as carry_out
+    from trial_core.retention.pruning import prune as carry_out
 
     def say(decision: Decision) -> None:
         if not is_silent:
@@ -256,7 +257,7 @@ def _delete(store: CheckpointStore, plans: list[Plan], is_silent: bool) -> list[
 
     pruned = [carry_out(store, plan, say) for plan in plans]
     for decision in (decision for each in pruned for decision in each.spared):
-        messages.warning(f"{decision.manifest.uuid} stays: {decision.why}")
+        console.warning(f"{decision.manifest.uuid} stays: {decision.why}")
     return pruned
 
 

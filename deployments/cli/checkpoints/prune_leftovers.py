@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from deployments.cli import messages
-from deployments.cli.tables import local_time, print_table, shortest_unique
-from trial_core import words
+from trial_core import text_format
+from trialflow.deployments.cli import console
+from trialflow.deployments.cli.tables import local_time, print_table, shortest_unique
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.intents import Swept
-    from trial_core.checkpoint.leftovers import Leftover, SweptLeftovers
     from trial_core.checkpoint.store import CheckpointStore
+    from trial_core.retention.leftovers import Leftover, SweptLeftovers
 
 AFTER_DAYS = 7.0
-"""As `trial_core.checkpoint.leftovers.GIVEN_UP_DAYS`, which is not imported to show a help."""
+"""As `trial_core.retention.leftovers.GIVEN_UP_DAYS`, which is not imported to show a help."""
 
 Only = Annotated[
     bool,
@@ -35,7 +35,7 @@ def find(
     store: CheckpointStore, after_days: float, trial: str | None, experiment: str | None
 ) -> list[Leftover]:
     """What was begun to upload and is not committed; see `find_leftovers`."""
-    from trial_core.checkpoint.leftovers import find_leftovers
+    from trial_core.retention.leftovers import find_leftovers
 
     return find_leftovers(store, after_days=after_days, trial=trial, experiment=experiment)
 
@@ -47,15 +47,15 @@ def show(left: list[Leftover]) -> None:
     columns = ("action", "uuid", "trial", "begun", "files", "size", "why")
     print_table(columns, (_cells(each, length) for each in left))
     gone = [each for each in left if not each.keep]
-    size = words.size(sum(each.size_bytes for each in gone))
-    print(f"\nto delete: {len(gone)} of {words.plural(len(left), 'leftover')}, {size}")
+    size = text_format.size(sum(each.size_bytes for each in gone))
+    print(f"\nto delete: {len(gone)} of {text_format.plural(len(left), 'leftover')}, {size}")
 
 
 def delete(
     store: CheckpointStore, left: list[Leftover], after_days: float, is_silent: bool
 ) -> SweptLeftovers:
     """Delete those that need not be kept; see `sweep_leftovers`."""
-    from trial_core.checkpoint.leftovers import sweep_leftovers
+    from trial_core.retention.leftovers import sweep_leftovers
 
     def say(swept: Swept) -> None:
         if not is_silent:
@@ -63,7 +63,7 @@ def delete(
 
     done = sweep_leftovers(store, left, after_days=after_days, on_swept=say)
     for trial, why in done.spared.items():
-        messages.warning(f"what is left of trial {trial} stays: {why}")
+        console.warning(f"what is left of trial {trial} stays: {why}")
     return done
 
 
@@ -74,6 +74,6 @@ def _cells(leftover: Leftover, length: int) -> tuple[str, ...]:
         leftover.trial,
         local_time(leftover.begun_at) if leftover.begun_at else "?",
         str(leftover.files),
-        words.size(leftover.size_bytes),
+        text_format.size(leftover.size_bytes),
         leftover.why,
     )

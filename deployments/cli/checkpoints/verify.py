@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from deployments.cli import messages
-from deployments.cli.experiment import ConfigFile, Storage, open_store
-from deployments.cli.tables import AsJson, print_table, shortest_unique
-from deployments.cli.terminal import is_interactive
-from trial_core import words
+from trial_core import text_format
 from trial_core.errors import (
     CheckpointError,
     CheckpointNotFound,
     ConfigError,
     StorageError,
 )
+from trialflow.deployments.cli import console
+from trialflow.deployments.cli.experiment_options import ConfigFile, Storage, open_store
+from trialflow.deployments.cli.run_display import is_interactive
+from trialflow.deployments.cli.tables import AsJson, print_table, shortest_unique
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.layout import ManifestName
     from trial_core.checkpoint.manifest import Manifest
-    from trial_core.checkpoint.reading import Damage
     from trial_core.checkpoint.store import CheckpointStore
+    from trial_core.transfer.verified_read import Damage
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def verify(
     else:
         _print(store, found)
     if not all(each.is_whole for each in found):
-        return messages.FAILED
+        return console.FAILED
     if uuids and (gone := {name.uuid for name in names} - {each.name.uuid for each in found}):
         raise CheckpointNotFound(f"{', '.join(sorted(gone))} has been deleted meanwhile")
     return 0
@@ -138,7 +138,7 @@ def _all(store: CheckpointStore, trial: str | None) -> list[ManifestName]:
 
 
 def _verify(store: CheckpointStore, names: list[ManifestName]) -> Iterator[Verified]:
-    from trial_core.checkpoint.transfer import find_damage, refuse_if_deleted
+    from trial_core.transfer.files import find_damage, refuse_if_deleted
 
     for count, name in enumerate(names, start=1):
         try:
@@ -176,9 +176,9 @@ def _print(store: CheckpointStore, found: list[Verified]) -> None:
     for each in damaged:
         problems = [each.problem] if each.problem else map(str, each.damage)
         print(f"\n{each.name.uuid} of {each.name.trial} is damaged:")
-        print("\n".join(f"  {words.clean(problem)}" for problem in problems))
+        print("\n".join(f"  {text_format.clean(problem)}" for problem in problems))
     if damaged:
-        print(f"\n{len(damaged)} of {words.plural(len(found), 'checkpoint')} damaged")
+        print(f"\n{len(damaged)} of {text_format.plural(len(found), 'checkpoint')} damaged")
 
 
 def _cells(found: Verified, length: int) -> tuple[str, ...]:
@@ -189,5 +189,5 @@ def _cells(found: Verified, length: int) -> tuple[str, ...]:
         found.name.trial,
         str(found.name.batches),
         "?" if manifest is None else str(len(manifest.files)),
-        "?" if manifest is None else words.size(manifest.total_bytes),
+        "?" if manifest is None else text_format.size(manifest.total_bytes),
     )

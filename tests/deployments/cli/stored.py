@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deployments.cli.main import main
+from trialflow.deployments.cli.main import main
 
 UUIDS = ("aaaaaaaa-0000-4000-8000-000000000001", "aaaaaaab-0000-4000-8000-000000000002")
 

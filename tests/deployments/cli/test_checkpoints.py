@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from deployments.cli.main import main
-from deployments.cli.tables import shortest_unique
-from tests.deployments.stored import UUIDS, run
+from tests.deployments.cli.stored import UUIDS, run
 from tests.support.cli import write_experiment
-from tests.trial_core.checkpoint.helpers import FILES, stored_files
-from trial_core.checkpoint import transfer
+from tests.support.manifests import FILES, stored_files
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.transfer import files
+from trialflow.deployments.cli.main import main
+from trialflow.deployments.cli.tables import shortest_unique
 
 
 def test_list_is_a_table(
@@ -133,13 +133,13 @@ def test_download_of_one_that_is_pruned_meanwhile(
 ) -> None:
     """It is not called damaged."""
     store = CheckpointStore(str(tmp_path / "storage"))
-    fetch = transfer.fetch_files
+    fetch = files.fetch_files
 
     def delete_first(*arguments: Any) -> int:
         store.delete(stored[0])
         return fetch(*arguments)
 
-    monkeypatch.setattr(transfer, "fetch_files", delete_first)
+    monkeypatch.setattr(files, "fetch_files", delete_first)
     assert run(tmp_path, "download", "aaaaaaaa", "--to", str(tmp_path / "here")) == 2
     message = capsys.readouterr().err
     assert f"{UUIDS[0]} has been deleted meanwhile" in message

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from deployments.cli.messages import exit_code, report
 from trial_core.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -19,6 +18,7 @@ from trial_core.errors import (
     TrialError,
     TrialflowError,
 )
+from trialflow.deployments.cli.console import exit_code, report
 
 TRACEBACK = """\
 Traceback (most recent call last):

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from deployments.cli import doctor
 from tests.support.cli import trialflow, write_experiment
 from tests.support.faults.s3 import faulty_s3
 from tests.support.prefect import free_port, isolated
 from tests.support.s3 import S3Server
+from trialflow.deployments.cli import doctor
 
 
 def examined(folder: Path, *arguments: str, **variables: str) -> tuple[int, dict[str, Any]]:

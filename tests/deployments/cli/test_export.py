@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from deployments.cli.main import main
 from tests.support.cli import trialflow
+from tests.support.manifests import FILES, new_manifest, upload
 from tests.support.slots import drive, toy_config
-from tests.trial_core.checkpoint.helpers import FILES, new_manifest, upload
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.slots.group import SlotGroup
+from trialflow.deployments.cli.main import main
 
 pytestmark = pytest.mark.slots
 EXPERIMENT = """

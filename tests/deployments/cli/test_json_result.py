@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from deployments.cli.main import main
-from deployments.cli.outcome import Outcome
-from flows.train import TrialResult
 from tests.support.cli import write_experiment
 from trial_core.errors import CheckpointDamaged, RankFailed, Stopped, TrialflowError
+from trialflow.deployments.cli.json_result import Outcome
+from trialflow.deployments.cli.main import main
+from trialflow.flows.train import TrialResult
 
 FIELDS = {field.name for field in dataclasses.fields(TrialResult)}
 

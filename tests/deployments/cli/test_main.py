@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from deployments.cli import experiment
-from deployments.cli.main import main
 from tests.support.cli import ROOT, TRIALFLOW, environment_in, trialflow, write_experiment
 from trial_core.config import ExperimentConfig, load_config
+from trialflow.deployments.cli import experiment_options
+from trialflow.deployments.cli.main import main
 
 HEAVY = ("torch", "deepspeed", "prefect", "fsspec", "s3fs", "numpy", "pydantic")
 
@@ -22,7 +22,7 @@ def test_help_loads_nothing_heavy() -> None:
     """Help answers at once because it loads neither torch nor Prefect nor a storage library."""
     program = (
         "import sys\n"
-        "from deployments.cli.main import main\n"
+        "from trialflow.deployments.cli.main import main\n"
         "codes = [main([*words, '--help']) for words in ([], ['train'], ['checkpoints', 'list'])]\n"
         f"print(codes, [module for module in {HEAVY!r} if module in sys.modules])\n"
     )
@@ -53,15 +53,30 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("train x.yaml --sett a=1", "Unknown option: --sett. Did you mean --set?"),
         ("train x.yaml --set a=1 b=2", "every key=value needs a --set of its own"),
         ("train experiment.yml", "no such file; did you mean experiment.yaml?"),
-        ("train experiment.yaml --set max_restarts", "--set max_restarts: expected key=value"),
-        ("train experiment.yaml --set name.first=x", "--set name.first: name is not a mapping"),
+        (
+            "train experiment.yaml --set max_restarts",
+            "--set max_restarts: expected key=value",
+        ),
+        (
+            "train experiment.yaml --set name.first=x",
+            "--set name.first: name is not a mapping",
+        ),
         (
             "train experiment.yaml --set sercher=1",
             'sercher: unknown field; did you mean "searcher"',
         ),
-        ("train experiment.yaml --storage s4://b/p", '--storage: unknown kind of storage "s4"'),
-        ("train experiment.yaml --storage experiment.yaml/x", "part of the path is a file"),
-        ("config experiment.yaml --set max_restarts=-1", "max_restarts: expected an integer of at"),
+        (
+            "train experiment.yaml --storage s4://b/p",
+            '--storage: unknown kind of storage "s4"',
+        ),
+        (
+            "train experiment.yaml --storage experiment.yaml/x",
+            "part of the path is a file",
+        ),
+        (
+            "config experiment.yaml --set max_restarts=-1",
+            "max_restarts: expected an integer of at",
+        ),
         ("checkpoints show 0123", "begins with '0123'; there is none at all"),
         ("checkpoints list --config nowhere.yaml", "nowhere.yaml: no such file"),
         ("checkpoints download 01", "parameter --to requires an argument"),
@@ -137,7 +152,7 @@ def break_(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def fail(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr(experiment, "read_experiment", fail)
+    monkeypatch.setattr(experiment_options, "read_experiment", fail)
 
 
 def test_a_bug_is_written_down(

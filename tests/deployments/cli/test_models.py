@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from deployments.cli.main import main
-from tests.deployments.stored import UUIDS
+from tests.deployments.cli.stored import UUIDS
 from tests.support.cli import write_experiment
-from tests.trial_core.checkpoint.helpers import FILES, new_manifest, stage
+from tests.support.manifests import FILES, new_manifest, stage
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import upload_files
-from trial_core.registry.registry import Registry
-from trial_core.retraining import Decision, Notebook
+from trial_core.models.journal import Decision, Notebook
+from trial_core.models.registry import Registry
+from trial_core.transfer.files import upload_files
+from trialflow.deployments.cli.main import main
 
 
 def models(tmp_path: Path, *arguments: str) -> int:

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from deployments.cli.main import main
-from tests.deployments.stored import run
+from tests.deployments.cli.stored import run
 from tests.support.cli import write_experiment
-from tests.trial_core.checkpoint.helpers import leave_an_upload
+from tests.support.manifests import leave_an_upload
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest, utc_now
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.registry.registry import Registry
+from trial_core.models.registry import Registry
+from trialflow.deployments.cli.main import main
 
 RULES = ("--save-trial-latest", "1", "--metric", "loss")
 

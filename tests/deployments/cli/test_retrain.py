@@ -11,13 +11,13 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 from prefect.states import Running
 
-from deployments.cli.main import main
-from flows.alone import MODEL_LABEL, limit_of
-from flows.embedded import prefect_api
-from flows.environment import environment
-from flows.retrain import retrain
 from tests.support.cli import trialflow, write_experiment
 from tests.support.prefect import PrefectServer
+from trialflow.deployments.cli.main import main
+from trialflow.flows.retrain import retrain
+from trialflow.flows.retraining.model_lock import MODEL_LABEL, limit_of
+from trialflow.flows.server.embedded import prefect_api
+from trialflow.flows.server.prefect_settings import environment
 
 
 @pytest.fixture

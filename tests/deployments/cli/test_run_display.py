@@ -8,7 +8,7 @@ import re
 import pytest
 from rich.console import Console
 
-from deployments.cli.terminal import Display, LiveDisplay, PlainLines, is_interactive
+from trialflow.deployments.cli.run_display import Display, LiveDisplay, PlainLines, is_interactive
 
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7])[;m]")
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")

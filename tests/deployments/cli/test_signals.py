@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from deployments.cli.signals import Terminated, stoppable
 from tests.support.cli import ROOT
+from trialflow.deployments.cli.signals import Terminated, stoppable
 
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
@@ -30,7 +30,7 @@ def test_a_signal_ends_the_block(number: signal.Signals, expected: type[BaseExce
 
 ECHOED = """
 import os, signal
-from deployments.cli.signals import stoppable
+from trialflow.deployments.cli.signals import stoppable
 with stoppable(print):
     try:
         os.kill(os.getpid(), signal.SIGINT)
@@ -58,7 +58,7 @@ def test_handlers_are_put_back() -> None:
 
 STUCK = """
 import os, signal, sys
-from deployments.cli import signals
+from trialflow.deployments.cli import signals
 signals.SAME_REQUEST_SECONDS = 0.0
 with signals.stoppable(lambda why: print(why, flush=True)):
     try:

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import pytest
 
-from flows.stopping import SAME_REQUEST_SECONDS
 from tests.support.cli import TRIALFLOW, environment_in, trialflow, write_experiment
 from tests.support.prefect import PrefectServer, isolated
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines as seen
+from trialflow.flows.lifecycle.stop_watch import SAME_REQUEST_SECONDS
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 

@@ -15,15 +15,15 @@ from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule
 
-from deployments.cli.deploy import take_back, wanted_things
-from deployments.deployment import models_on_server
-from deployments.models import SLUG, all_of
-from deployments.on_server import set_up, take_down
-from deployments.retrainings import Retraining, retrainings, rule_name
 from tests.support.cli import trialflow, write_experiment
-from tests.support.patience import until
 from tests.support.prefect import PrefectServer
 from tests.support.slots import toy_config
+from tests.support.waiting import until
+from trialflow.deployments.cli.deploy import take_back, wanted_things
+from trialflow.deployments.flow_deployment import models_on_server
+from trialflow.deployments.resources import set_up, take_down
+from trialflow.deployments.retraining.model_resources import SLUG, all_of
+from trialflow.deployments.retraining.requests import Retraining, retrainings, rule_name
 
 pytestmark = pytest.mark.server
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
 
-from deployments.retrainings import retrainings
 from tests.support.cli import trialflow, write_experiment
 from tests.support.slots import toy_config
 from trial_core.errors import ConfigError
+from trialflow.deployments.retraining.requests import retrainings
 
 FILE = Path("toy.yaml")
 

@@ -18,14 +18,14 @@ import yaml
 
 from tests.deployments.test_up import Up, up
 from tests.support.cli import trialflow
-from tests.support.patience import until
 from tests.support.prefect import isolated
+from tests.support.waiting import until
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.registry.registry import Registry
+from trial_core.models.registry import Registry
 
 pytestmark = [pytest.mark.long, pytest.mark.server, pytest.mark.slots]
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt_stdlib"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "gpt_stdlib"
 MODEL = "gpt-daily"
 A_DAY_A_MINUTE = (
     "{% set t = scheduled_time %}{{ (t + timedelta(days=60 * t.hour + t.minute)).date() }}"

@@ -19,13 +19,13 @@ from prefect.exceptions import Abort, CancelledRun, Pause, TerminationSignal
 from prefect.flow_engine import run_flow
 from prefect.states import Cancelling, Crashed, Failed, Scheduled, Suspended
 
-import flows.stopping
-import flows.train
-from flows.train import TrialResult
+import trialflow.flows.lifecycle.stop_watch
+import trialflow.flows.train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import toy_config
 from trial_core.errors import StorageError
-from trial_core.stopping import Stopping
+from trial_core.run.stop_request import Stopping
+from trialflow.flows.train import TrialResult
 
 pytestmark = pytest.mark.server
 
@@ -75,9 +75,9 @@ class Stage:
 
     def train(self) -> tuple[UUID, Any]:
         """Run `train`, of a deployment: its id, and what it returned or raised."""
-        run = self.run(flows.train.train, {"config": self.config.model_dump(mode="json")})
+        run = self.run(trialflow.flows.train.train, {"config": self.config.model_dump(mode="json")})
         try:
-            return run, self.execute(flows.train.train, run)
+            return run, self.execute(trialflow.flows.train.train, run)
         except (Abort, CancelledRun, Pause, TerminationSignal) as end:
             return run, end
 
@@ -87,8 +87,8 @@ def stage(
     prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Stage]:
     stage = Stage(prefect_server, tmp_path)
-    monkeypatch.setattr(flows.train, "train_trial", stage.train_trial)
-    monkeypatch.setattr(flows.stopping, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(trialflow.flows.train, "train_trial", stage.train_trial)
+    monkeypatch.setattr(trialflow.flows.lifecycle.stop_watch, "LOOK_SECONDS", 0.1)
     # Prefect hands the signal on, in the end, to whoever had it before: here, these tests.
     before = signal.signal(signal.SIGTERM, lambda number, frame: None)
     with prefect_server.configured():
@@ -167,7 +167,7 @@ def test_signals_and_prefect_are_as_they_were(stage: Stage) -> None:
 @flow(name="pipeline")
 def pipeline(config: dict[str, Any]) -> None:
     """Trains, and goes on."""
-    flows.train.train(config)
+    trialflow.flows.train.train(config)
     go_on()
 
 
@@ -208,7 +208,11 @@ def test_the_time_budget_needs_no_server(stage: Stage, monkeypatch: pytest.Monke
 
     def out_of_time(flow_run: UUID, stopping: Stopping) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(flows.stopping.StopWatch, "_look", lambda self: stopping.wait(WAIT))
+            patch.setattr(
+                trialflow.flows.lifecycle.stop_watch.StopWatch,
+                "_look",
+                lambda self: stopping.wait(WAIT),
+            )
             assert stopping.wait(WAIT)
             asked.append(str(stopping.asked))
 

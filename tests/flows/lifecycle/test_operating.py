@@ -33,17 +33,16 @@ import psutil
 import pytest
 from prefect.client.orchestration import get_client
 
-from deployments import wanted
-from tests.support.operating import (
+from tests.support.prefect import PrefectServer, process_worker
+from tests.support.prefect_worker import (
     Scene,
     assert_closed,
     assert_nothing_left,
     assert_saved_where_it_ended,
 )
-from tests.support.patience import PATIENCE_SECONDS, until
-from tests.support.prefect import PrefectServer, process_worker
 from tests.support.processes import wait_until_gone
-from tests.support.ways import (
+from tests.support.waiting import PATIENCE_SECONDS, until
+from tests.support.ways_to_stop import (
     KEPT,
     SAVING,
     STUCK_AT,
@@ -61,6 +60,7 @@ from tests.support.ways import (
     worker,
     worker_with_a_command,
 )
+from trialflow.deployments import desired_state
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
@@ -182,7 +182,7 @@ def test_what_was_ended_can_be_resumed(
 def automated(server: PrefectServer, pool: str) -> Iterator[None]:
     """The server has the automations that `trialflow deploy` makes for that process work pool."""
     with server.configured(), get_client(sync_client=True) as client:
-        made = [client.create_automation(each) for each in wanted.automations([pool])]
+        made = [client.create_automation(each) for each in desired_state.automations([pool])]
         try:
             yield
         finally:
@@ -242,7 +242,7 @@ def test_a_stopped_worker(
 ) -> None:
     """SIGTERM to the worker (a service that is stopped) ends its flows unsaved, and Prefect shows
     them as running for ever; once nothing was heard of them they go on, by another worker."""
-    monkeypatch.setattr(wanted, "SILENCE", timedelta(seconds=45))
+    monkeypatch.setattr(desired_state, "SILENCE", timedelta(seconds=45))
     pool = f"pool-{tmp_path.name}"
     with (
         automated(prefect_server, pool),
@@ -265,7 +265,7 @@ def test_a_stopped_worker(
 def test_a_stopped_worker_whose_runs_are_kept(
     prefect_server: PrefectServer, tmp_path: Path
 ) -> None:
-    """With `flows.engine` as its command, a worker that is stopped leaves its flows the time to
+    """With `trialflow.flows.lifecycle.detached_engine` as its command, a worker that is stopped leaves its flows the time to
     save; they go back into their queue, and go on by another worker."""
     pool = f"pool-{tmp_path.name}"
     with cleared(Scene(prefect_server, tmp_path)) as scene:

@@ -12,17 +12,17 @@ from prefect.client.orchestration import get_client
 from prefect.flow_runs import resume_flow_run
 from prefect.states import Suspended
 
-import flows.stopping
+import trialflow.flows.lifecycle.stop_watch
 from tests.support.flow import train
-from tests.support.operating import (
+from tests.support.prefect_worker import (
     ENDLESS,
     Scene,
     assert_nothing_left,
     assert_saved_where_it_ended,
 )
-from tests.support.patience import PATIENCE_SECONDS, until
 from tests.support.processes import wait_until_gone
 from tests.support.slots import toy_config
+from tests.support.waiting import PATIENCE_SECONDS, until
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import Stopped
 
@@ -66,7 +66,7 @@ def test_a_suspended_run_stays_so_until_it_is_resumed(scene: Scene) -> None:
 def test_a_time_budget_that_is_over(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run saves and ends as one that has completed, to be resumed; before there is anything
     to save, it ends at once and says so."""
-    monkeypatch.setattr(flows.stopping, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(trialflow.flows.lifecycle.stop_watch, "LOOK_SECONDS", 0.1)
 
     def within(seconds: float) -> Any:
         return toy_config(

@@ -16,11 +16,17 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitUpdate
 from prefect.states import Crashed, Running
 
-import flows.alone
-from flows.alone import BEAT_LABEL, LEASE_LABEL, MODEL_LABEL, SILENCE, limit_of
+import trialflow.flows.retraining.model_lock
 from tests.support.prefect import PrefectServer
 from tests.support.retraining import Bench
-from trial_core.stopping import Stopping
+from trial_core.run.stop_request import Stopping
+from trialflow.flows.retraining.model_lock import (
+    BEAT_LABEL,
+    LEASE_LABEL,
+    MODEL_LABEL,
+    SILENCE,
+    limit_of,
+)
 
 pytestmark = pytest.mark.server
 
@@ -33,13 +39,13 @@ def bench(
 ) -> Iterator[Bench]:
     """A model without versions, whose limit is there."""
     monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(flows.alone, "SAYING_SECONDS", 0.5)
-    monkeypatch.setattr(flows.alone, "WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(trialflow.flows.retraining.model_lock, "SAYING_SECONDS", 0.5)
+    monkeypatch.setattr(trialflow.flows.retraining.model_lock, "WAIT_SECONDS", 0.2)
     bench = Bench(prefect_server, tmp_path)
     bench.stand_in(monkeypatch)
     with prefect_server.configured():
         with get_client(sync_client=True) as client:
-            flows.alone._make(client, limit_of(bench.model), 1)
+            trialflow.flows.retraining.model_lock._make(client, limit_of(bench.model), 1)
         yield bench
 
 
@@ -76,7 +82,7 @@ def at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         client.update_global_concurrency_limit(
             limit_of(bench.model), GlobalConcurrencyLimitUpdate(limit=2)
         )
-    original, both = flows.alone._has_taken, threading.Barrier(2)
+    original, both = trialflow.flows.retraining.model_lock._has_taken, threading.Barrier(2)
     waited: set[int] = set()
 
     def taking(taken: ExitStack, model: str) -> bool:
@@ -85,7 +91,7 @@ def at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
             both.wait(WAIT_SECONDS)
         return original(taken, model)
 
-    monkeypatch.setattr(flows.alone, "_has_taken", taking)
+    monkeypatch.setattr(trialflow.flows.retraining.model_lock, "_has_taken", taking)
 
 
 def say(run: UUID, **labels: Any) -> None:
@@ -150,7 +156,7 @@ def test_a_limit_that_is_just_being_replaced(bench: Bench, monkeypatch: pytest.M
     with get_client(sync_client=True) as client:
         client.delete_global_concurrency_limit_by_name(limit_of(bench.model))
     with ExitStack() as taken:
-        assert not flows.alone._has_taken(taken, bench.model)
+        assert not trialflow.flows.retraining.model_lock._has_taken(taken, bench.model)
 
 
 @pytest.mark.parametrize(
@@ -191,8 +197,8 @@ def test_a_run_that_prefect_shows_as_running_for_ever(bench: Bench, is_silent: b
 @pytest.mark.long
 def test_a_run_says_so_again_and_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that trains for longer than silence is borne is not taken for dead."""
-    monkeypatch.setattr(flows.alone, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(flows.alone, "SILENCE", timedelta(seconds=2))
+    monkeypatch.setattr(trialflow.flows.retraining.model_lock, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(trialflow.flows.retraining.model_lock, "SILENCE", timedelta(seconds=2))
     second = bench.create()
 
     def work(stopping: Stopping) -> None:

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-import flows.evaluate
-import flows.retrain
-from tasks.retraining import CallbackFailed
+import trialflow.flows.evaluate
+import trialflow.flows.retrain
 from tests.support.prefect import PrefectServer
 from tests.support.retraining import Bench, Killed
 from trial_core.errors import CheckpointDamaged, ConfigError, RankFailed
-from trial_core.runs import run_folder, trial_id
-from trial_core.stopping import Stopping
+from trial_core.run.run_dirs import run_folder, trial_id
+from trial_core.run.stop_request import Stopping
+from trialflow.tasks.retrain import CallbackFailed
 
 pytestmark = pytest.mark.server
 
@@ -155,7 +155,9 @@ def test_ranks_that_die_while_the_champion_is_validated(bench: Bench) -> None:
 def test_two_runs_race_for_the_alias(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past the guard against overlapping: one wins, the other's report says that it came too late,
     and to whom."""
-    monkeypatch.setattr(flows.retrain, "alone", lambda model, waits: contextlib.nullcontext())
+    monkeypatch.setattr(
+        trialflow.flows.retrain, "alone", lambda model, waits: contextlib.nullcontext()
+    )
     bench.promote()
     both_have_trained = threading.Barrier(2)
     bench.act = lambda stopping: both_have_trained.wait(WAIT_SECONDS)
@@ -204,15 +206,15 @@ def test_the_champion_is_validated_once_its_dead_attempt_is_gone(
         raise Begun
 
     monkeypatch.setenv("PREFECT__RUNTIME__DEPLOYMENT__ID", "by-a-worker")
-    monkeypatch.setattr(flows.evaluate, "launch_slots", begin)
-    monkeypatch.setattr(flows.evaluate, "get_run_logger", lambda: None)
+    monkeypatch.setattr(trialflow.flows.evaluate, "launch_slots", begin)
+    monkeypatch.setattr(trialflow.flows.evaluate, "get_run_logger", lambda: None)
     config, checkpoint = bench.config(), bench.save("trial", 0.5).uuid
     folder = run_folder(trial_id(f"{config.name} evaluation", "unique"))
     folder.__enter__()
     end = threading.Timer(0.5, folder.__exit__, (None, None, None))
     end.start()
     with pytest.raises(Begun), Stopping(1.0) as stopping:
-        flows.evaluate.evaluate_checkpoint(config, checkpoint, "unique", stopping, {})
+        trialflow.flows.evaluate.evaluate_checkpoint(config, checkpoint, "unique", stopping, {})
     end.join()
 
 

@@ -11,16 +11,16 @@ import httpx
 import pytest
 from prefect.exceptions import Abort
 
-import flows.retrain
-import flows.retrain_outcome
-from tasks.retraining import CallbackFailed
-from tests.support.patience import ask
+import trialflow.flows.retrain
+import trialflow.flows.retraining.outcome
 from tests.support.prefect import PrefectServer
 from tests.support.retraining import Bench
 from tests.support.s3 import S3Server
+from tests.support.waiting import ask
 from trial_core.errors import CheckpointDamaged, Stopped, StorageError, Superseded
-from trial_core.retraining import Notebook
-from trial_core.stopping import Stopping
+from trial_core.models.journal import Notebook
+from trial_core.run.stop_request import Stopping
+from trialflow.tasks.retrain import CallbackFailed
 
 pytestmark = pytest.mark.server
 
@@ -142,7 +142,7 @@ def test_time_is_over_while_the_champion_is_validated(
 
     run = bench.create()
     with monkeypatch.context() as patch:
-        patch.setattr(flows.retrain, "evaluate_checkpoint", validate)
+        patch.setattr(trialflow.flows.retrain, "evaluate_checkpoint", validate)
         result = bench.execute(run)
     assert (result.promoted, result.stop_reason) == (False, "time budget (60 s are over)")
     assert bench.state(run)[0] == "Completed"
@@ -194,7 +194,7 @@ def test_callbacks_do_not_need_the_event(bench: Bench, monkeypatch: pytest.Monke
         raise httpx.ConnectError("no server")
 
     with monkeypatch.context() as patch:
-        patch.setattr(flows.retrain_outcome, "tell", refuse)
+        patch.setattr(trialflow.flows.retraining.outcome, "tell", refuse)
         with pytest.raises(httpx.ConnectError):
             bench.execute(run)
     assert (code / "calls").read_text().split() == ["called"]

@@ -15,9 +15,9 @@ import pytest
 from tests.support.prefect import PrefectServer
 from tests.support.retraining import Bench, Killed
 from trial_core.errors import PromotionConflict
-from trial_core.registry.registry import Registry
-from trial_core.retraining import Notebook
-from trial_core.runs import trial_id
+from trial_core.models.journal import Notebook
+from trial_core.models.registry import Registry
+from trial_core.run.run_dirs import trial_id
 
 pytestmark = pytest.mark.server
 

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from tests.support.flow import train
-from tests.support.patience import PATIENCE_SECONDS, ask, until
 from tests.support.prefect import ROOT, PrefectServer
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines, toy_config
-from tests.support.ways import python_process
+from tests.support.waiting import PATIENCE_SECONDS, ask, until
+from tests.support.ways_to_stop import python_process
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
-from trial_core.registry.registry import Registry
+from trial_core.models.registry import Registry
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
@@ -37,8 +37,8 @@ def experiment(here: Path, run: str, batches: int, **changes: Any) -> Experiment
 
 
 def retrain(config: ExperimentConfig, data: dict[str, Any] | None = None) -> Any:
-    from flows.embedded import flush
-    from flows.retrain import retrain as flow
+    from trialflow.flows.retrain import retrain as flow
+    from trialflow.flows.server.embedded import flush
 
     try:
         return flow(config, data)
@@ -140,7 +140,7 @@ def created(server: PrefectServer, config: ExperimentConfig) -> str:
     folder = {"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}
     deployment = ask(server, "deployments/",
         {
-            "name": name, "flow_id": flow["id"], "entrypoint": "flows.retrain.retrain",
+            "name": name, "flow_id": flow["id"], "entrypoint": "trialflow.flows.retrain.retrain",
             "work_pool_name": pool["name"], "pull_steps": [folder],
             "enforce_parameter_schema": False,
         },

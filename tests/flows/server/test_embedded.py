@@ -17,15 +17,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.embedded import PrefectServerError, prefect_api
-from flows.environment import environment
 from tests.support.browser import chromium
 from tests.support.prefect import PrefectServer, isolated, running_server
 from tests.support.processes import wait_until_gone
+from trialflow.flows.server.embedded import PrefectServerError, prefect_api
+from trialflow.flows.server.prefect_settings import environment
 
 pytestmark = pytest.mark.server
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "tests/support/scripts/embedded_flow.py"
 # More than the server writes down while they run, so that some is left for its stop.
 TASKS = 60
@@ -236,7 +236,7 @@ def test_settings_that_the_user_has_chosen_win(tmp_path: Path) -> None:
         'PREFECT_SERVER_ANALYTICS_ENABLED = "true"\n'
     )
     program = (
-        "from flows.environment import prepare_prefect; prepare_prefect()\n"
+        "from trialflow.flows.server.prefect_settings import prepare_prefect; prepare_prefect()\n"
         "from prefect import get_client; from prefect.logging import get_logger\n"
         "from prefect.settings import get_current_settings\n"
         "get_logger().info('to the console')\n"

@@ -20,13 +20,14 @@ import pytest
 from s3fs import S3FileSystem
 
 from tests.support.faults.s3 import FaultyS3
-from tests.trial_core.checkpoint.helpers import new_manifest, stage
-from trial_core.checkpoint import layout, window
+from tests.support.manifests import new_manifest, stage
+from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import FileEntry, Manifest
-from trial_core.checkpoint.opening import ENGINE_VARIABLE
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import find_damage, merge_entries, upload_files
 from trial_core.errors import CheckpointNotFound, StorageError
+from trial_core.storage import buffer_pool
+from trial_core.storage.open_storage import ENGINE_VARIABLE
+from trial_core.transfer.files import find_damage, merge_entries, upload_files
 
 Result = TypeVar("Result")
 
@@ -85,11 +86,11 @@ def save(
 @contextmanager
 def parts_of(part_bytes: int) -> Iterator[None]:
     """Within the block this process uploads and reads in pieces of that size."""
-    usual, window.PIECE_BYTES = window.PIECE_BYTES, part_bytes
+    usual, buffer_pool.PIECE_BYTES = buffer_pool.PIECE_BYTES, part_bytes
     try:
         yield
     finally:
-        window.PIECE_BYTES = usual
+        buffer_pool.PIECE_BYTES = usual
 
 
 @contextmanager

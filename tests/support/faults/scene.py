@@ -36,7 +36,7 @@ class Scene:
     """A kind of server, an engine that moves the bytes, and what is saved.
 
     Attributes:
-        engine: see `trial_core.checkpoint.opening.ENGINES`.
+        engine: see `trial_core.storage.open_storage.ENGINES`.
         staged: each rank's folder.
         is_real: whether it is a real gateway, on which everything takes longer.
     """

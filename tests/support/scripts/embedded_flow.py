@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 
-from flows.embedded import prefect_api
+from trialflow.flows.server.embedded import prefect_api
 
 
 def main(tasks: int, hold: bool) -> None:

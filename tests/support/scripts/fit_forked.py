@@ -33,7 +33,7 @@ from trial_core.deepspeed import Trainer, init
 from trial_core.pytorch import Batch, PyTorchCallback
 
 # What ranks import when they first need it.
-EAGER = ("s3fs", "obstore", "trial_core.checkpoint.local_storage", "trial_core.controller.story")
+EAGER = ("s3fs", "obstore", "trial_core.storage.local", "trial_core.trainer.fit_loop")
 
 
 class WatchedTrial(ToyTrial):

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.faults.saving import parts_of, save
-from trial_core.checkpoint.opening import ENGINE_VARIABLE
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import upload_files
 from trial_core.errors import StorageError
+from trial_core.storage.open_storage import ENGINE_VARIABLE
+from trial_core.transfer.files import upload_files
 
-EAGER = ("s3fs", "aiobotocore.session", "trial_core.checkpoint.obstore_s3")
+EAGER = ("s3fs", "aiobotocore.session", "trial_core.storage.obstore_s3")
 
 
 def carry_out(job: dict[str, Any]) -> None:

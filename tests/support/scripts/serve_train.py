@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from flows.train import train
+from trialflow.flows.train import train
 
 if __name__ == "__main__":
     train.serve(name=sys.argv[1], print_starting_message=False)

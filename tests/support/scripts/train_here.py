@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from flows.train import train
 from trial_core.config import ExperimentConfig
+from trialflow.flows.train import train
 
 if __name__ == "__main__":
     train(ExperimentConfig.model_validate_json(sys.argv[1]))

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-import tasks.report.live
-from flows.environment import environment
-from tasks.report import Report
-from tasks.report.artifact import ReportArtifact
+import trialflow.tasks.report.live_report
 from tests.support.prefect import free_port, isolated
 from tests.support.slots import toy_config
-from trial_core.observer import Observer
+from trial_core.run.observer import Observer
+from trialflow.flows.server.prefect_settings import environment
+from trialflow.tasks.report import Report
+from trialflow.tasks.report.artifact import ReportArtifact
 
 LOGGER = "report-of-a-test"
 
@@ -22,7 +22,9 @@ LOGGER = "report-of-a-test"
 @pytest.fixture
 def new_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Report]:
     """Makes a report, of the same trial each time, as its runs one after the other would."""
-    monkeypatch.setattr(tasks.report.live, "get_run_logger", lambda: logging.getLogger(LOGGER))
+    monkeypatch.setattr(
+        trialflow.tasks.report.live_report, "get_run_logger", lambda: logging.getLogger(LOGGER)
+    )
 
     def new(run_dir: Path = tmp_path / "run") -> Report:
         run_dir.mkdir(exist_ok=True)

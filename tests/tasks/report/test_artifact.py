@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from prefect import flow
 
-import tasks.report.live
-from flows.embedded import flush
-from tasks.report import Report
-from tasks.report.artifact import ReportArtifact
+import trialflow.tasks.report.live_report
 from tests.support.prefect import PrefectServer
 from tests.support.slots import toy_config
-from trial_core.observer import Observer
+from trial_core.run.observer import Observer
+from trialflow.flows.server.embedded import flush
+from trialflow.tasks.report import Report
+from trialflow.tasks.report.artifact import ReportArtifact
 
 pytestmark = pytest.mark.server
 
@@ -61,7 +61,7 @@ def test_the_report_moves_while_a_workload_goes_on(
     prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody has to end a workload of an hour for the bar to move; and updates keep their pace."""
-    monkeypatch.setattr(tasks.report.live, "UPDATE_SECONDS", 0.3)
+    monkeypatch.setattr(trialflow.tasks.report.live_report, "UPDATE_SECONDS", 0.3)
     written: list[float] = []
     write = ReportArtifact.write
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from tasks.report.story import MAX_CHECKPOINTS, SavedCheckpoint
-from tasks.report.text import Facts
+from trialflow.tasks.report.history import MAX_CHECKPOINTS, SavedCheckpoint
+from trialflow.tasks.report.trial_report import Facts
 
 
 class Clock:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tasks.report import Report
-from tests.tasks.reports import LOGGER
+from tests.tasks.report.reports import LOGGER
 from trial_core.errors import RankFailed, Stopped
+from trialflow.tasks.report import Report
 
 LOST = RankFailed(rank=1, host="here", during="TrainBatches", signal_name="SIGKILL")
 NewReport = Callable[[], Report]

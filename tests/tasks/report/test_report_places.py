@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tasks.report import Report
-from tests.support.patience import until
+from tests.support.waiting import until
 from trial_core.checkpoint.store import CheckpointStore
+from trialflow.tasks.report import Report
 
 pytestmark = pytest.mark.usefixtures("no_artifact")
 
@@ -18,7 +18,7 @@ def test_where_tensorboards_files_are_is_said_before_the_end(
     new_report: Callable[[], Report], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the checkpoint on with which they were stored: a run that fails says it too."""
-    monkeypatch.setattr("tasks.report.live.UPDATE_SECONDS", 0.01)
+    monkeypatch.setattr("trialflow.tasks.report.live_report.UPDATE_SECONDS", 0.01)
     store = CheckpointStore(f"file://{tmp_path}/checkpoints")
     with new_report() as report:
         (tmp_path / "run" / "tensorboard").mkdir()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.report import Report
-from tasks.report.live import STORY
+from trialflow.tasks.report import Report
+from trialflow.tasks.report.live_report import STORY
 
 pytestmark = pytest.mark.usefixtures("no_artifact")
 

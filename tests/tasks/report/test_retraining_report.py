@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tasks.report.comparison import Facts
-from trial_core.comparison import Rule
-from trial_core.registry.records import Version
-from trial_core.retraining import Challenger, Champion, Decision, Plan
+from trial_core.models.comparison import Rule
+from trial_core.models.journal import Challenger, Champion, Decision, Plan
+from trial_core.models.records import Version
+from trialflow.tasks.report.retraining_report import Facts
 
 PLAN = Plan(
     trial="gpt-0000beef",

@@ -14,7 +14,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.support.interleaving import interleave
-from tests.trial_core.checkpoint.helpers import FILES, Breaking, entry, new_manifest
+from tests.support.manifests import FILES, Breaking, entry, new_manifest
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.fencing import KEPT, Fence, Token
 from trial_core.checkpoint.manifest import Manifest, void

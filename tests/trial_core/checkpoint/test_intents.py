@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.trial_core.checkpoint.helpers import FILES, new_manifest, upload
+from tests.support.manifests import FILES, new_manifest, upload
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.intents import Intent, read_intent
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import verify_files
 from trial_core.errors import CheckpointError, StorageError
+from trial_core.transfer.files import verify_files
 
 
 def begin(store: CheckpointStore, staging: Path, **fields: Any) -> Manifest:
@@ -76,7 +76,7 @@ def test_a_crash_between_manifest_and_intent_loses_nothing(
     """A checkpoint that is listed is not swept, though its intent was left."""
     manifest = begin(store, tmp_path / "staging")
     with monkeypatch.context() as patch:
-        patch.setattr("trial_core.checkpoint.committing._tidy", lambda *_: None)
+        patch.setattr("trial_core.checkpoint.commit._tidy", lambda *_: None)
         store.commit(manifest)
     assert store.sweep(manifest.trial) == []
     assert everything(store) == keys_of(manifest)
@@ -179,7 +179,7 @@ def test_many_uploads_of_parts_are_all_found(
     s3_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though the server lists a few at a time."""
-    from trial_core.checkpoint.s3_requests import S3Requests
+    from trial_core.storage.s3_requests import S3Requests
 
     call = S3Requests._call
 

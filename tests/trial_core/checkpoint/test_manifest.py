@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from tests.trial_core.checkpoint.helpers import entry, new_manifest
+from tests.support.manifests import entry, new_manifest
 from trial_core.checkpoint.manifest import Manifest, utc_now
 from trial_core.errors import CheckpointDamaged, CheckpointError
-from trial_core.sequencer import Progress
+from trial_core.run.sequencer import Progress
 
 
 def test_a_manifest_reads_back_as_it_was() -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.trial_core.checkpoint.helpers import new_manifest
+from tests.support.manifests import new_manifest
 from trial_core.checkpoint.manifest import Topology
+from trial_core.checkpoint.resume_point import Start
 from trial_core.errors import CheckpointError
-from trial_core.start import Start
 
 
 def topology(ranks: int, **changes: Any) -> Topology:

@@ -12,7 +12,7 @@ from threading import Barrier, BrokenBarrierError
 import msgspec
 import pytest
 
-from tests.trial_core.checkpoint.helpers import entry, new_manifest, upload
+from tests.support.manifests import entry, new_manifest, upload
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import FileEntry, Manifest
 from trial_core.checkpoint.store import CheckpointStore, StorageSpec

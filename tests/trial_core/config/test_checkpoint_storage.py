@@ -10,8 +10,8 @@ import fsspec
 import pytest
 from pydantic import ValidationError
 
-from trial_core.checkpoint.retention import RetentionPolicy
 from trial_core.config import StorageConfig, explain
+from trial_core.retention.policy import RetentionPolicy
 from trial_core.units import Batch, Epoch
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from trial_core.checkpoint.retention import RetentionPolicy
 from trial_core.config import ExperimentConfig, IgnoredFieldWarning, load_config
 from trial_core.errors import ConfigError
+from trial_core.retention.policy import RetentionPolicy
 from trial_core.units import Batch, Epoch
 
 FOR_DETERMINED = """

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trial_core.config import ExperimentConfig, home_folder, load_config
-from trial_core.config.reading import parse_yaml
+from trial_core.config.parsing import parse_yaml
 from trial_core.errors import ConfigError
-from trial_core.sequencer import Schedule
+from trial_core.run.sequencer import Schedule
 from trial_core.units import Batch, Epoch
 
 MINIMAL = """

@@ -7,11 +7,11 @@ from typing import Any, NoReturn
 
 import pytest
 
-from trial_core.controller import upload
-from trial_core.controller.together import Outcome, on_every_rank, on_the_first_rank
-from trial_core.controller.upload import TRIES, Upload, persistently
+from trial_core.controller.collective_errors import Outcome, on_every_rank, on_the_first_rank
 from trial_core.distributed import DistributedContext
 from trial_core.errors import CheckpointDamaged, StorageError, TrialflowError
+from trial_core.trainer import background_upload
+from trial_core.trainer.background_upload import TRIES, Upload, persistently
 
 
 class Rank(DistributedContext):
@@ -81,7 +81,7 @@ def test_an_upload_runs_beside_and_tells_when_it_has_ended() -> None:
 
 def test_a_storage_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few times, with pauses; then its error is raised."""
-    monkeypatch.setattr(upload, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(background_upload, "PAUSE_SECONDS", 0.0)
     tries: list[int] = []
 
     def persist() -> NoReturn:

@@ -18,9 +18,9 @@ from tests.trial_core.deepspeed.resuming import assert_resuming_is_bit_identical
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.context import RunInfo
 from trial_core.controller.controller import Controller
-from trial_core.controller.loaders import build_loaders
+from trial_core.controller.data.loaders import build_loaders
+from trial_core.controller.rank_state import read_rank_state, restore_callbacks
 from trial_core.controller.reduction import reduce_metrics
-from trial_core.controller.state import read_rank_state, restore_callbacks
 from trial_core.deepspeed.weights import load_engine
 from trial_core.distributed import DistributedContext
 from trial_core.errors import CheckpointDamaged, TrialError

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from trial_core.checkpoint.manifest import Topology
-from trial_core.controller.reading import Reader
-from trial_core.controller.redistributed import Move, read_redistributed
-from trial_core.controller.state import capture_rng, restore_rng, write_rank_state
+from trial_core.controller.rank_state import capture_rng, restore_rng, write_rank_state
+from trial_core.controller.resharded_state import Move, read_redistributed
+from trial_core.controller.safe_load import Reader
 from trial_core.errors import CheckpointDamaged, CheckpointError
 
 TWO, FOUR = (Topology(world_size=n, data_parallel_size=n, zero_stage=1) for n in (2, 4))

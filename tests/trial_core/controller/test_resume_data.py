@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.support.slots import ONE_TWO_FOUR, Driven, drive, lines, toy_config
 from tests.trial_core.deepspeed.resuming import assert_resuming_is_bit_identical
-from trial_core.controller.loaders import Loaders, build_loaders
+from trial_core.controller.data.loaders import Loaders, build_loaders
 from trial_core.errors import TrialError
 from trial_core.pytorch import DataLoader
 from trial_core.slots.group import SlotGroup

@@ -8,7 +8,7 @@ import pytest
 
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.context import RunInfo
-from trial_core.controller.measured import Measured, instruments_in
+from trial_core.controller.run_file_upload import Measured, instruments_in
 
 
 @pytest.fixture

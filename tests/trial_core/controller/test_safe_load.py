@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from trial_core.controller.reading import Reader, unreadable_classes
+from trial_core.controller.safe_load import Reader, unreadable_classes
 from trial_core.errors import CheckpointError
 
 

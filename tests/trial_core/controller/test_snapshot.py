@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from tests.support.slots import Driven, drive, toy_config
-from trial_core.checkpoint.images import is_image
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.controller.rank_state import write_rank_state
 from trial_core.controller.snapshot import Snapshots
-from trial_core.controller.state import write_rank_state
 from trial_core.distributed import DistributedContext
 from trial_core.errors import CheckpointError, StorageError
 from trial_core.messages import PersistCheckpoint, Persisted, SaveCheckpoint, Saved
 from trial_core.slots.group import SlotGroup
+from trial_core.transfer.memory_files import is_image
 
 Warm = Callable[[int], SlotGroup]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from torch.utils.file_baton import FileBaton
 
-from tests.support.patience import until
-from trial_core.deepspeed.extensions import ABANDONED_SECONDS, clear_interrupted_builds
+from tests.support.waiting import until
+from trial_core.deepspeed.op_builds import ABANDONED_SECONDS, clear_interrupted_builds
 
 BUILDER = """
 import sys, time

@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from tests.trial_core.checkpoint.helpers import entry
+from tests.support.manifests import entry
 from trial_core.checkpoint.manifest import FileEntry, Topology
-from trial_core.deepspeed.engine import DeepSpeedTrialEngine
-from trial_core.deepspeed.reads import read_by_load, read_by_load_weights
+from trial_core.deepspeed.deepspeed_engine import DeepSpeedTrialEngine
+from trial_core.deepspeed.restore_reads import read_by_load, read_by_load_weights
 
 TWO = Topology(world_size=2, data_parallel_size=2, zero_stage=1)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trial_core.checkpoint.images import Images, is_image
-from trial_core.deepspeed.shards import ShardFiles
+from trial_core.deepspeed.shard_files import ShardFiles
+from trial_core.transfer.memory_files import Images, is_image
 
 TENSOR_BYTES = 2**18
 

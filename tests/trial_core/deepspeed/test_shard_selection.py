@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.trial_core.checkpoint.helpers import new_manifest
+from tests.support.manifests import new_manifest
 from trial_core.checkpoint.manifest import FileEntry, Manifest, Topology
-from trial_core.checkpoint.needed import files_needed
+from trial_core.deepspeed.shard_selection import files_needed
 
 DIGEST = "sha256:" + "0" * 64
 COMMON = ("latest", "model0/layer_01-model_states.pt", "vocabulary.json")

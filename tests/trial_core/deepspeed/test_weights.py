@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from trial_core.deepspeed.export.weights_file.weights_file import export_weights
 
 from tests.support.slots import build, drive, toy_config
-from trial_core.deepspeed.export import export_weights
 from trial_core.deepspeed.weights import load_engine
 from trial_core.errors import CheckpointError
 from trial_core.messages import (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.s3 import S3Server
-from tests.trial_core.registry.helpers import memory_store
+from tests.trial_core.models.helpers import memory_store
 from trial_core.checkpoint.store import CheckpointStore
 
 

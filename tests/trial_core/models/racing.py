@@ -1,7 +1,7 @@
 """Several who promote at the same moment: threads, and processes of their own.
 
 As a program it is one of the processes: it reads what to promote, a line a round, and says how that
-went (``python -m tests.trial_core.registry.racing '{"url": …, "options": {…}}'``).
+went (``python -m tests.trial_core.models.racing '{"url": …, "options": {…}}'``).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 from threading import Barrier
 from typing import Any
 
-from tests.trial_core.registry.helpers import MODEL, aliases, check_log, held_versions
+from tests.trial_core.models.helpers import MODEL, aliases, check_log, held_versions
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import PromotionConflict
-from trial_core.registry.registry import Registry
+from trial_core.models.registry import Registry
 
 ROOT = Path(__file__).parents[3]
 LIMIT_SECONDS = 120.0

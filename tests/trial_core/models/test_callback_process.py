@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.patience import until
 from tests.support.prefect import ROOT
 from tests.support.processes import alive, wait_until_gone
-from trial_core.calling import call
+from tests.support.waiting import until
+from trial_core.models.callback_process import call
 
 HOOKS = """
 import asyncio, json, os, pathlib, subprocess, sys, time
@@ -153,7 +153,7 @@ def test_one_that_takes_too_long_is_broken_off(code: Path) -> None:
 def test_it_outlives_nobody(code: Path) -> None:
     """Its caller is killed: it is gone, with all that it has started."""
     program = (
-        "from pathlib import Path; from trial_core.calling import call; "
+        "from pathlib import Path; from trial_core.models.callback_process import call; "
         "call('hooks:hanging', {}, code=Path('.').absolute(), log=Path('log').absolute())"
     )
     caller = subprocess.Popen(

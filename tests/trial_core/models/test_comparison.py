@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from tests.trial_core.checkpoint.helpers import new_manifest
+from tests.support.manifests import new_manifest
 from trial_core.checkpoint.manifest import Manifest
-from trial_core.comparison import Rule
-from trial_core.sequencer import Progress
+from trial_core.models.comparison import Rule
+from trial_core.run.sequencer import Progress
 
 NAN, INF = float("nan"), float("inf")
 finite = some.floats(allow_nan=False, allow_infinity=False)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trial_core.errors import ConfigError
-from trial_core.templating import checked, merged, rendered
+from trial_core.models.data_templates import checked, merged, rendered
 
 AT = datetime(2026, 3, 1, 3, 30, tzinfo=timezone.utc)
 

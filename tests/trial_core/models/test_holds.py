@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from tests.support.interleaving import interleave
-from tests.trial_core.registry.helpers import (
+from tests.trial_core.models.helpers import (
     MODEL,
     NOTHING,
     aliases,
@@ -22,14 +22,14 @@ from tests.trial_core.registry.helpers import (
     register,
 )
 from trial_core.checkpoint import layout
+from trial_core.checkpoint.json_objects import as_object
 from trial_core.checkpoint.manifest import utc_now
-from trial_core.checkpoint.notes import as_object
-from trial_core.checkpoint.pins import Deletion, deletion_key, holds, pin, pins, unpin
-from trial_core.checkpoint.pruning import plan_pruning, prune
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound, PromotionConflict, PromotionRefused
-from trial_core.registry.records import Move
-from trial_core.registry.registry import Registry
+from trial_core.models.records import Move
+from trial_core.models.registry import Registry
+from trial_core.retention.pins import Deletion, deletion_key, holds, pin, pins, unpin
+from trial_core.retention.pruning import plan_pruning, prune
 
 
 def test_champion_and_previous_outlive_every_rule(store: CheckpointStore) -> None:

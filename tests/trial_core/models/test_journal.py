@@ -9,7 +9,7 @@ import pytest
 
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import RegistryError
-from trial_core.retraining import Challenger, Champion, Decision, Done, Notebook, Plan
+from trial_core.models.journal import Challenger, Champion, Decision, Done, Notebook, Plan
 
 PLAN = Plan(
     trial="toy-0000beef",

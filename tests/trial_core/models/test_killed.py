@@ -20,7 +20,7 @@ from tests.support.faults.filesystem import planned
 from tests.support.faults.plan import Fault, Plan, Seen
 from tests.support.faults.s3 import faulty_s3
 from tests.support.s3 import S3Server
-from tests.trial_core.registry.helpers import (
+from tests.trial_core.models.helpers import (
     MODEL,
     Dying,
     Killed,
@@ -37,7 +37,7 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
-from trial_core.registry.registry import Registry
+from trial_core.models.registry import Registry
 
 ROOT = Path(__file__).parents[3]
 BEFORE = (2, 1)
@@ -253,8 +253,8 @@ def test_a_reply_that_a_server_has_lost(folder: str, moto_s3: S3Server) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tests.trial_core.registry.helpers import Dying
-from tests.trial_core.registry.test_killed import DEEDS
+from tests.trial_core.models.helpers import Dying
+from tests.trial_core.models.test_killed import DEEDS
 from trial_core.checkpoint.store import CheckpointStore
 
 class Dead(Dying):

@@ -16,10 +16,10 @@ from tests.support.faults.filesystem import planned
 from tests.support.faults.plan import Plan
 from tests.support.faults.s3 import faulty_s3
 from tests.support.s3 import S3Server
-from tests.trial_core.registry.helpers import MODEL, commit, new_registry, register
-from tests.trial_core.registry.racing import processes, race, threads
+from tests.trial_core.models.helpers import MODEL, commit, new_registry, register
+from tests.trial_core.models.racing import processes, race, threads
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.registry.registry import Registry
+from trial_core.models.registry import Registry
 
 
 @dataclass

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.trial_core.checkpoint.helpers import new_manifest
-from tests.trial_core.registry.helpers import (
+from tests.support.manifests import new_manifest
+from tests.trial_core.models.helpers import (
     MODEL,
     aliases,
     check_log,
@@ -29,7 +29,7 @@ from trial_core.errors import (
     RegistryError,
     StorageError,
 )
-from trial_core.registry.registry import ANY, InsteadOf, Registry
+from trial_core.models.registry import ANY, InsteadOf, Registry
 
 
 def test_a_models_story(store: CheckpointStore) -> None:

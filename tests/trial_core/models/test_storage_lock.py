@@ -12,13 +12,13 @@ import pytest
 
 from tests.support.faults.filesystem import planned
 from tests.support.faults.plan import Plan
-from tests.trial_core.registry.helpers import MODEL, aliases, check_log, new_registry
+from tests.trial_core.models.helpers import MODEL, aliases, check_log, new_registry
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import PromotionConflict, StorageError
-from trial_core.registry import lock
-from trial_core.registry.lock import locked
-from trial_core.registry.registry import Registry
+from trial_core.models import storage_lock
+from trial_core.models.registry import Registry
+from trial_core.models.storage_lock import locked
 
 FOLDER = layout.locks_folder(MODEL)
 OF_THE_DEAD = f"{FOLDER}/20010509T170400000000Z-0123.json"
@@ -65,7 +65,7 @@ def test_one_waits_for_a_lock_of_now(
     other_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not for ever: then it says who has it, and leaves nothing of its own."""
-    monkeypatch.setattr(lock, "LOCK_STALE", timedelta(seconds=0.2))
+    monkeypatch.setattr(storage_lock, "LOCK_STALE", timedelta(seconds=0.2))
     other_store.storage.write(OF_THE_LIVING, b'{"by": "ann@here", "at": "noon"}')
     with (
         pytest.raises(StorageError, match=r"last ann@here since noon .*delete that object"),
@@ -80,7 +80,7 @@ def test_who_is_late_writes_nothing(
 ) -> None:
     """Somebody else may have the lock by then."""
     registry = new_registry(other_store, 1)
-    monkeypatch.setattr(lock, "LOCK_STALE", timedelta(0))
+    monkeypatch.setattr(storage_lock, "LOCK_STALE", timedelta(0))
     with pytest.raises(StorageError, match="nothing was written: since this process began"):
         registry.promote(MODEL, 1)
     assert registry.moves(MODEL) == []

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import trial_core.pytorch
-from trial_core.pytorch import samplers
+from trial_core.pytorch.data import samplers
 
 
 def test_importing_the_package_is_cheap() -> None:

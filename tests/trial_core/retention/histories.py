@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.trial_core.checkpoint.helpers import new_manifest
+from tests.support.manifests import new_manifest
 from trial_core.checkpoint.manifest import Manifest
-from trial_core.checkpoint.retention import RetentionPolicy, decide
-from trial_core.sequencer import Progress
+from trial_core.retention.policy import RetentionPolicy, decide
+from trial_core.run.sequencer import Progress
 
 
 def saved(

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from tests.trial_core.checkpoint.helpers import FILES, LONG_AGO, Breaking, new_manifest, upload
+from tests.support.manifests import FILES, LONG_AGO, Breaking, new_manifest, upload
 from tests.trial_core.checkpoint.test_intents import everything, keys_of
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.claims import Running
 from trial_core.checkpoint.fencing import Fence
-from trial_core.checkpoint.leftovers import find_leftovers, sweep_leftovers
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import ConfigError, StorageError, Superseded
+from trial_core.retention.claims import Running
+from trial_core.retention.leftovers import find_leftovers, sweep_leftovers
 
 TRIAL = "gpt-0123abcd"
 
@@ -148,7 +148,7 @@ def test_a_committed_checkpoint_is_none(
     """Though its writer died before it took its intent back."""
     manifest, fence = lost
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trial_core.checkpoint.committing._tidy", lambda *_: None)
+        patch.setattr("trial_core.checkpoint.commit._tidy", lambda *_: None)
         store.commit(manifest, fence)
     assert find_leftovers(store) == []
 

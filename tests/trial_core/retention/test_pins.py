@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.interleaving import interleave
-from tests.trial_core.checkpoint.helpers import entry, new_manifest
+from tests.support.manifests import entry, new_manifest
 from trial_core.checkpoint import layout
+from trial_core.checkpoint.json_objects import as_object
 from trial_core.checkpoint.manifest import Manifest, utc_now
-from trial_core.checkpoint.notes import as_object
-from trial_core.checkpoint.pins import (
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.errors import CheckpointNotFound, CommitConflict
+from trial_core.retention.pins import (
     Deletion,
     Pin,
     deletion_key,
@@ -24,10 +26,8 @@ from trial_core.checkpoint.pins import (
     read_pin,
     unpin,
 )
-from trial_core.checkpoint.pruning import plan_pruning, prune
-from trial_core.checkpoint.retention import RetentionPolicy
-from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import CheckpointNotFound, CommitConflict
+from trial_core.retention.policy import RetentionPolicy
+from trial_core.retention.pruning import plan_pruning, prune
 
 NOTHING = RetentionPolicy(save_trial_best=0, save_trial_latest=0)
 LONG_AGO = "2001-05-09T17:04:00.000000Z"

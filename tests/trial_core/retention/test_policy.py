@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.trial_core.checkpoint.histories import kept, saved
+from tests.trial_core.retention.histories import kept, saved
 from trial_core.checkpoint.manifest import Manifest
-from trial_core.checkpoint.retention import RetentionPolicy, decide
-from trial_core.sequencer import Progress
+from trial_core.retention.policy import RetentionPolicy, decide
+from trial_core.run.sequencer import Progress
 from trial_core.units import Batch, Epoch, EpochLength
 
 NOTHING = RetentionPolicy(save_trial_best=0, save_trial_latest=0)

@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trial_core.checkpoint.histories import kept, saved
+from tests.trial_core.retention.histories import kept, saved
 from trial_core.checkpoint.manifest import Manifest
-from trial_core.checkpoint.retention import RetentionPolicy, decide
+from trial_core.retention.policy import RetentionPolicy, decide
 from trial_core.units import Batch, Epoch
 
 losses = st.none() | st.sampled_from([0.0, 0.25, -1.0, 7, math.nan, math.inf, -math.inf, "text"])

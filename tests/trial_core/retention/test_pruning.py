@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 from tests.support.interleaving import interleave
-from tests.trial_core.checkpoint.helpers import FILES, Breaking, entry, new_manifest
+from tests.support.manifests import FILES, Breaking, entry, new_manifest
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.claims import claim_key, claims, running
 from trial_core.checkpoint.intents import Intent
+from trial_core.checkpoint.json_objects import as_object
 from trial_core.checkpoint.manifest import Manifest, utc_now
-from trial_core.checkpoint.notes import as_object
-from trial_core.checkpoint.pins import DELETIONS, Deletion, deletion_key, pin
-from trial_core.checkpoint.pruning import experiments, finish_deletions, plan_pruning, prune
-from trial_core.checkpoint.retention import RetentionPolicy
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import find_damage
 from trial_core.errors import StorageError
+from trial_core.retention.claims import claim_key, claims, running
+from trial_core.retention.pins import DELETIONS, Deletion, deletion_key, pin
+from trial_core.retention.policy import RetentionPolicy
+from trial_core.retention.pruning import experiments, finish_deletions, plan_pruning, prune
+from trial_core.transfer.files import find_damage
 
 LATEST = RetentionPolicy(save_trial_best=0, save_trial_latest=1)
 NOTHING = RetentionPolicy(save_trial_best=0, save_trial_latest=0)

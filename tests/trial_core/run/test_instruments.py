@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trial_core.errors import TrialflowError
-from trial_core.instruments import Instruments
+from trial_core.run.instruments import Instruments
 
 
 def test_what_was_written_moves_along(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trial_core.errors import TrialflowError
-from trial_core.runs import clear_kept, run_folder, trial_id
+from trial_core.run.run_dirs import clear_kept, run_folder, trial_id
 
 TRIAL = "toy-0000beef"
 
@@ -48,7 +48,7 @@ def test_a_killed_process_holds_nothing() -> None:
     worker) lives on for a while."""
     program = (
         "import os, signal, sys\n"
-        "from trial_core.runs import run_folder\n"
+        "from trial_core.run.run_dirs import run_folder\n"
         f"with run_folder({TRIAL!r}):\n"
         "    if os.fork():\n"
         "        signal.pause()\n"

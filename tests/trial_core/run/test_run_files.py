@@ -8,7 +8,7 @@ import pytest
 
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
-from trial_core.run_files import RunFiles, rank_folder, tensorboard_url
+from trial_core.run.run_files import RunFiles, rank_folder, tensorboard_url
 
 
 @pytest.fixture

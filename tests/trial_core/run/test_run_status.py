@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trial_core.progress import Progress
+from trial_core.run.run_status import Progress
 
 
 class Clock:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trial_core.errors import ConfigError
-from trial_core.sequencer import (
+from trial_core.run.sequencer import (
     Checkpoint,
     CheckpointPolicy,
     Finish,

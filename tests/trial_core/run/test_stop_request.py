@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from trial_core.stopping import Stopping
+from trial_core.run.stop_request import Stopping
 
 WAIT = 20.0
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from trial_core.errors import LaunchError
-from trial_core.slots.devices import LOCKS, devices_of_its_own
+from trial_core.slots.device_locks import LOCKS, devices_of_its_own
 
 TAKE = """
 import os, sys
-from trial_core.slots.devices import devices_of_its_own
+from trial_core.slots.device_locks import devices_of_its_own
 with devices_of_its_own(1, os.environ, lambda: None) as mine:
     print(mine["CUDA_VISIBLE_DEVICES"], flush=True)
     sys.stdin.read()

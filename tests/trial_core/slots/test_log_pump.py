@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trial_core.messages import LogLines
-from trial_core.slots.logpump import MAX_LINES_PER_PERIOD, LogPump
+from trial_core.slots.log_pump import MAX_LINES_PER_PERIOD, LogPump
 
 
 def pumped(path: Path, rank: int, text: str) -> list[str]:

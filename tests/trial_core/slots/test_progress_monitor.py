@@ -15,10 +15,10 @@ import pytest
 
 from trial_core.errors import Stalled
 from trial_core.messages import AnyRequest, Done, Ping, RunValidation, TrainBatches
-from trial_core.slots import signs
+from trial_core.slots import progress_monitor
 from trial_core.slots.group import SlotGroup
 from trial_core.slots.launcher import RankProcess
-from trial_core.slots.signs import Signs
+from trial_core.slots.progress_monitor import Signs
 
 
 class Ranks:
@@ -27,7 +27,9 @@ class Ranks:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 1000.0
         self.bytes = 0
-        monkeypatch.setattr(signs, "time", SimpleNamespace(monotonic=lambda: self.seconds))
+        monkeypatch.setattr(
+            progress_monitor, "time", SimpleNamespace(monotonic=lambda: self.seconds)
+        )
         self.signs = Signs([self])
 
     def written_bytes(self) -> int:

@@ -9,7 +9,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 
 import pytest
 
-from trial_core.slots.brake import Brake, Braking, Position
+from trial_core.slots.stop_barrier import Brake, Braking, Position
 
 PATIENCE = 20.0
 

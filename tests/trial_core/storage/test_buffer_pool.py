@@ -7,9 +7,9 @@ from threading import Event
 
 import pytest
 
-from trial_core.checkpoint import window
-from trial_core.checkpoint.parallel import Stopped, StopSignal
-from trial_core.checkpoint.window import Window, piece_bytes, read_piece
+from trial_core.storage import buffer_pool
+from trial_core.storage.buffer_pool import Window, piece_bytes, read_piece
+from trial_core.storage.parallel import Stopped, StopSignal
 
 MIB = 2**20
 
@@ -67,7 +67,7 @@ def test_files_are_cut_into_pieces_of_one_size(size_bytes: int, pieces: int) -> 
 def test_a_huge_file_fits_into_what_s3_allows(size_bytes: int) -> None:
     """No file has more than 10,000 parts: pieces grow instead."""
     assert piece_bytes(size_bytes) > 16 * MIB
-    assert -(-size_bytes // piece_bytes(size_bytes)) <= window.MAX_PIECES
+    assert -(-size_bytes // piece_bytes(size_bytes)) <= buffer_pool.MAX_PIECES
 
 
 def test_a_piece_is_read_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from trial_core.checkpoint.on_loop import LoopTask
-from trial_core.checkpoint.parallel import Stopped, StopSignal
+from trial_core.storage.event_loop import LoopTask
+from trial_core.storage.parallel import Stopped, StopSignal
 
 
 @pytest.fixture

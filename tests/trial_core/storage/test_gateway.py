@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.manifests import FILES, stored_files, upload
 from tests.support.s3 import S3Server
-from tests.trial_core.checkpoint.helpers import FILES, stored_files, upload
 from tests.trial_core.checkpoint.test_store import commit_at_once, rivals
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import download
 from trial_core.errors import CheckpointDamaged, CommitConflict, StorageError
+from trial_core.transfer.files import download
 
 pytestmark = pytest.mark.gateway
 

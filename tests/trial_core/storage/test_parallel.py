@@ -4,7 +4,7 @@ from threading import Barrier, Event
 
 import pytest
 
-from trial_core.checkpoint.parallel import StopSignal, in_parallel
+from trial_core.storage.parallel import StopSignal, in_parallel
 
 
 def test_results_are_in_order_and_work_is_parallel() -> None:

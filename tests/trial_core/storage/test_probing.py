@@ -13,8 +13,8 @@ from tests.support.faults.plan import Plan
 from tests.support.faults.s3 import faulty_s3
 from tests.support.s3 import S3Server
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.storage import Storage
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.storage.base import Storage
 
 
 @pytest.mark.parametrize("url", ["memory://probed", "{folder}/storage"])

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from s3fs import S3FileSystem
 
+from tests.support.manifests import FILES, stage, stored_files, upload
 from tests.support.s3 import S3Server
-from tests.trial_core.checkpoint.helpers import FILES, stage, stored_files, upload
-from trial_core.checkpoint.obstore_options import UntranslatableError, s3_store
-from trial_core.checkpoint.obstore_s3 import ObstoreS3Storage
-from trial_core.checkpoint.opening import ENGINE_VARIABLE
-from trial_core.checkpoint.s3_storage import S3Storage
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import fetch_files, upload_files
 from trial_core.errors import StorageError
+from trial_core.storage.obstore_options import UntranslatableError, s3_store
+from trial_core.storage.obstore_s3 import ObstoreS3Storage
+from trial_core.storage.open_storage import ENGINE_VARIABLE
+from trial_core.storage.s3 import S3Storage
+from trial_core.transfer.files import fetch_files, upload_files
 
 KEYS = {"key": "the-access-key", "secret": "the-secret-key"}
 HERE = {"endpoint_url": "http://127.0.0.1:9", **KEYS}

@@ -17,16 +17,17 @@ from typing import Any
 
 import pytest
 
+from tests.support.manifests import stage, upload
 from tests.support.s3 import S3Server
-from tests.trial_core.checkpoint.helpers import stage, upload
-from trial_core.checkpoint import layout, window
-from trial_core.checkpoint.parallel import Stopped, StopSignal
-from trial_core.checkpoint.s3_requests import S3Requests
-from trial_core.checkpoint.s3_storage import S3Storage
-from trial_core.checkpoint.s3_upload import end_uploads
+from trial_core.checkpoint import layout
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import upload_files, verify_files
 from trial_core.errors import CheckpointError, StorageError
+from trial_core.storage import buffer_pool
+from trial_core.storage.parallel import Stopped, StopSignal
+from trial_core.storage.s3 import S3Storage
+from trial_core.storage.s3_requests import S3Requests
+from trial_core.storage.s3_upload import end_uploads
+from trial_core.transfer.files import upload_files, verify_files
 
 PART = 5 * 2**20  # S3 takes no smaller ones
 BIG = os.urandom(PART) * 3 + b"the rest"
@@ -34,7 +35,7 @@ BIG = os.urandom(PART) * 3 + b"the rest"
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window, "PIECE_BYTES", PART)
+    monkeypatch.setattr(buffer_pool, "PIECE_BYTES", PART)
 
 
 def storage_of(store: CheckpointStore) -> S3Storage:
@@ -66,7 +67,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, method: str, error: BaseException) 
 
 def after_pieces(monkeypatch: pytest.MonkeyPatch, count: int, do: Callable[[], object]) -> None:
     """Do something when so many pieces of files have been read."""
-    read_piece, read = window.read_piece, iter(range(1, 1000))
+    read_piece, read = buffer_pool.read_piece, iter(range(1, 1000))
 
     def read_and_do(*arguments: Any) -> bool:
         whole = read_piece(*arguments)
@@ -124,7 +125,7 @@ def test_an_upload_that_breaks_off_leaves_nothing(
         )
     assert unfinished(s3_store) == []
     assert s3_store.storage.sizes("checkpoints") == {}
-    for _ in range(window.WINDOW_PIECES):
+    for _ in range(buffer_pool.WINDOW_PIECES):
         s3_store.storage.window.take(0, StopSignal())
 
 
@@ -188,19 +189,19 @@ INTERRUPTED = """
 import sys, threading
 from pathlib import Path
 from trial_core.checkpoint import window
-from trial_core.checkpoint.parallel import StopSignal
+from trial_core.storage.parallel import StopSignal
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import upload_files
+from trial_core.transfer.files import upload_files
 from trial_core.checkpoint import s3_storage
-window.PIECE_BYTES = 5 * 2**20
-read_piece, read = window.read_piece, iter(range(1, 1000))
+buffer_pool.PIECE_BYTES = 5 * 2**20
+read_piece, read = buffer_pool.read_piece, iter(range(1, 1000))
 def slowly(*arguments):
     whole = read_piece(*arguments)
     if next(read) == 3:
         print("begun", flush=True)
         threading.Event().wait(0.5)
     return whole
-window.read_piece = s3_storage.read_piece = slowly
+buffer_pool.read_piece = s3_storage.read_piece = slowly
 store = CheckpointStore(sys.argv[1], dict(zip(("endpoint_url", "key", "secret"), sys.argv[2:5])))
 try:
     upload_files(store, "u", Path(sys.argv[5]), 0)
@@ -316,7 +317,7 @@ def test_hashing_keeps_off_the_event_loop(
         sha256 = Watched
         md5 = hashlib.md5
 
-    monkeypatch.setattr("trial_core.checkpoint.s3_storage.hashlib", Hashlib)
+    monkeypatch.setattr("trial_core.storage.s3.hashlib", Hashlib)
     manifest = upload(s3fs_store, tmp_path / "staging", {"big": BIG})
     verify_files(s3fs_store, manifest.uuid, manifest.files)
     assert {name.rpartition("_")[0] for name in names} == {"trialflow-storage"}

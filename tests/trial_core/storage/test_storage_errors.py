@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.manifests import FILES, stage
 from tests.support.s3 import S3Server
-from tests.trial_core.checkpoint.helpers import FILES, stage
-from trial_core.checkpoint.failures import Explainer, of_rank, without_credentials
 from trial_core.checkpoint.store import CheckpointStore, StorageSpec
-from trial_core.checkpoint.transfer import upload_files
 from trial_core.errors import StorageError
+from trial_core.storage.storage_errors import Explainer, of_rank, without_credentials
+from trial_core.transfer.files import upload_files
 
 SECRET = "hunter2-hunter2"
 

@@ -12,9 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from trial_core.checkpoint.manifest import FileEntry
-from trial_core.controller.meeting import Meeting
-from trial_core.controller.together import Outcome
+from trial_core.controller.collective_errors import Outcome
 from trial_core.errors import CheckpointError, SlotsError
+from trial_core.trainer.commit_rendezvous import Meeting
 
 FULL = Outcome(None, "StorageError", "the disk is full")
 

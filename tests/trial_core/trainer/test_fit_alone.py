@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.fitting import fit_toys
 from tests.support.slots import lines
-from tests.trial_core.deepspeed.fits import assert_same_end, every, hooks, run, store
+from tests.trial_core.trainer.fits import assert_same_end, every, hooks, run, store
 
 pytestmark = pytest.mark.slots
 

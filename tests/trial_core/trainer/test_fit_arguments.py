@@ -11,12 +11,12 @@ import pytest
 from trial_core.config.script import named_metric, script_config
 from trial_core.context import RunInfo
 from trial_core.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext, Trainer
-from trial_core.deepspeed.trainer import _schedule
 from trial_core.distributed import DistributedContext
 from trial_core.errors import ConfigError, TrialError, TrialflowError
 from trial_core.pytorch import Batch, Epoch
-from trial_core.runs import run_folder
-from trial_core.sequencer import Schedule
+from trial_core.run.run_dirs import run_folder
+from trial_core.run.sequencer import Schedule
+from trial_core.trainer.trainer import _schedule
 
 
 class Trial(DeepSpeedTrial):

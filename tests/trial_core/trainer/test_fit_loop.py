@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from trial_core.checkpoint.manifest import Topology
+from trial_core.checkpoint.resume_point import Start
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config.script import script_config
 from trial_core.context import RunInfo
-from trial_core.controller.fit import Fit
-from trial_core.controller.story import follow_schedule
 from trial_core.distributed import DistributedContext
 from trial_core.errors import CheckpointError, TrialError
 from trial_core.messages import (
@@ -24,8 +23,9 @@ from trial_core.messages import (
     TrialBuilt,
     Validated,
 )
-from trial_core.sequencer import Schedule
-from trial_core.start import Start
+from trial_core.run.sequencer import Schedule
+from trial_core.trainer.fit_loop import follow_schedule
+from trial_core.trainer.fit_stages import Fit
 from trial_core.units import Batch
 
 

@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-from tests.trial_core.checkpoint.helpers import new_manifest
-from tests.trial_core.controller.test_story import Told
-from trial_core.checkpoint.claims import claims, running
+from tests.support.manifests import new_manifest
+from tests.trial_core.trainer.test_fit_loop import Told
 from trial_core.checkpoint.manifest import Manifest, Topology
+from trial_core.checkpoint.resume_point import Start
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config.script import script_config
 from trial_core.context import RunInfo
-from trial_core.controller import upload
-from trial_core.controller.fit import Fit
 from trial_core.distributed import DistributedContext
 from trial_core.errors import CheckpointDamaged, StorageError
 from trial_core.messages import Fetched, Persisted, TrialBuilt
-from trial_core.sequencer import Progress
-from trial_core.start import Start
+from trial_core.retention.claims import claims, running
+from trial_core.run.sequencer import Progress
+from trial_core.trainer import background_upload
+from trial_core.trainer.fit_stages import Fit
 
 TRIAL = "toy-0000beef"
 TOPOLOGY = Topology(world_size=1, data_parallel_size=1)
@@ -55,7 +55,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 @pytest.fixture(autouse=True)
 def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(background_upload, "PAUSE_SECONDS", 0.0)
 
 
 def new_fit(store: CheckpointStore, told: Any, **more: Any) -> Fit:

@@ -13,9 +13,9 @@ import pytest
 from tests.support.fitting import SCRIPT, fit_toys, start
 from tests.support.slots import Driven, drive, lines, toy_config
 from tests.support.tensors import differing, tensors
-from tests.trial_core.deepspeed.fits import assert_same_end, every, files, hooks, run, store
-from trial_core.checkpoint.transfer import verify_files
+from tests.trial_core.trainer.fits import assert_same_end, every, files, hooks, run, store
 from trial_core.slots.group import SlotGroup
+from trial_core.transfer.files import verify_files
 
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]

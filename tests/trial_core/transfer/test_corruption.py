@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.manifests import stored_files
 from tests.support.slots import Driven, build, drive, toy_config
-from tests.trial_core.checkpoint.helpers import stored_files
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.config import ExperimentConfig
 from trial_core.messages import FetchCheckpoint, Fetched

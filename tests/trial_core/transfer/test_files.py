@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.trial_core.checkpoint.helpers import (
+from tests.support.manifests import (
     FILES,
     entry,
     new_manifest,
@@ -17,9 +17,10 @@ from tests.trial_core.checkpoint.helpers import (
 )
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import FileEntry, Manifest
-from trial_core.checkpoint.parallel import StopSignal
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import (
+from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
+from trial_core.storage.parallel import StopSignal
+from trial_core.transfer.files import (
     download,
     fetch_files,
     find_damage,
@@ -27,7 +28,6 @@ from trial_core.checkpoint.transfer import (
     upload_files,
     verify_files,
 )
-from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
 
 DAMAGED = "mp_rank_00/model states.pt"
 
@@ -78,7 +78,7 @@ def test_a_file_of_many_parts_comes_back(
     store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file of several parts and reads, whose size is no multiple of either, is whole."""
-    monkeypatch.setattr("trial_core.checkpoint.window.PIECE_BYTES", 5 * 2**20)
+    monkeypatch.setattr("trial_core.storage.buffer_pool.PIECE_BYTES", 5 * 2**20)
     files = {"big": os.urandom(11 * 2**20 + 7)}
     manifest = upload(store, tmp_path / "staging", files)
     fetch_files(store, manifest.uuid, manifest.files, tmp_path / "target")

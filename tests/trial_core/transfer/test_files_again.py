@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.trial_core.checkpoint.helpers import FILES, entry, stage, stored_files, upload
+from tests.support.manifests import FILES, entry, stage, stored_files, upload
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import FileEntry, Manifest
-from trial_core.checkpoint.parallel import StopSignal
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import Source, fetch_files, upload_sources, verify_files
 from trial_core.errors import CheckpointError, StorageError
+from trial_core.storage.parallel import StopSignal
+from trial_core.transfer.files import Source, fetch_files, upload_sources, verify_files
 
 
 @pytest.fixture(params=["file", "memory", "s3fs", "obstore"])

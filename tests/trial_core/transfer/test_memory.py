@@ -19,7 +19,7 @@ import json, os, resource, sys
 from pathlib import Path
 from trial_core.checkpoint import window
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import fetch_files, upload_files
+from trial_core.transfer.files import fetch_files, upload_files
 
 MIB = 2**20
 window.PIECE_BYTES = 5 * MIB

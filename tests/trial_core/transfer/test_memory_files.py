@@ -11,8 +11,8 @@ from typing import IO
 
 import pytest
 
-from trial_core.checkpoint.images import GROWTH_BYTES, Images, default_limit_bytes, is_image
-from trial_core.checkpoint.staging import staged_files
+from trial_core.transfer.memory_files import GROWTH_BYTES, Images, default_limit_bytes, is_image
+from trial_core.transfer.staging import staged_files
 
 LIMIT_BYTES = 1000
 

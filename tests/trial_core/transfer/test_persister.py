@@ -13,13 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.manifests import entry, stage, stored_files
 from tests.support.processes import descendants, wait_until_gone
-from tests.trial_core.checkpoint.helpers import entry, stage, stored_files
-from trial_core.checkpoint.images import Images
-from trial_core.checkpoint.persister import Persister
-from trial_core.checkpoint.persister_process import StagedFile
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointDamaged, StorageError
+from trial_core.transfer.memory_files import Images
+from trial_core.transfer.persister import Persister
+from trial_core.transfer.persister_process import StagedFile
 
 FILES = {"latest": b"model0", "model0/shard.pt": b"weights" * 1000}
 RANK = 3
@@ -95,7 +95,7 @@ def test_half_a_message_is_a_killed_process(
     """Whatever it was about to say when it ended, the rank goes on, and tries again."""
     fake = tmp_path / "fake_process.py"
     fake.write_text(f"import os, sys\nos.write(int(sys.argv[1]), {said.encode()!r})\n")
-    monkeypatch.setattr("trial_core.checkpoint.persister.PROCESS", "fake_process")
+    monkeypatch.setattr("trial_core.transfer.persister.PROCESS", "fake_process")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     store = CheckpointStore(str(tmp_path / "store"))
     with pytest.raises(StorageError, match="ended with exit code 0"):
@@ -142,7 +142,7 @@ import sys, time, psutil
 deadline = time.monotonic() + 20
 while time.monotonic() < deadline:
     for child in psutil.Process(int(sys.argv[1])).children():
-        if "trial_core.checkpoint.persister_process" in child.cmdline():
+        if "trial_core.transfer.persister_process" in child.cmdline():
             child.kill()
             sys.exit()
     time.sleep(0.05)
@@ -167,8 +167,8 @@ def test_an_uploader_ends_with_its_rank(tmp_path: Path) -> None:
 
 RANK_THAT_UPLOADS = """
 import sys, time, uuid
-from trial_core.checkpoint.persister import Persister
-from trial_core.checkpoint.persister_process import StagedFile
+from trial_core.transfer.persister import Persister
+from trial_core.transfer.persister_process import StagedFile
 from trial_core.checkpoint.store import CheckpointStore
 store = CheckpointStore(sys.argv[1])
 Persister().upload(store.spec, str(uuid.uuid4()), 0, [StagedFile("me", __file__, 1)])

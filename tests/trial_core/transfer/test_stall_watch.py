@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.trial_core.checkpoint.helpers import entry, stage
-from tests.trial_core.checkpoint.test_persister import uploaders
-from trial_core.checkpoint import persister_watch
-from trial_core.checkpoint.persister import Persister
-from trial_core.checkpoint.persister_process import StagedFile
-from trial_core.checkpoint.persister_watch import LEAST_BYTES, LOOKS, StallWatch
+from tests.support.manifests import entry, stage
+from tests.trial_core.transfer.test_persister import uploaders
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
+from trial_core.transfer import stall_watch
+from trial_core.transfer.persister import Persister
+from trial_core.transfer.persister_process import StagedFile
+from trial_core.transfer.stall_watch import LEAST_BYTES, LOOKS, StallWatch
 
 LIMIT_SECONDS = 1.0
 
@@ -112,7 +112,7 @@ def test_a_long_transfer_is_heard_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its rank does nothing else meanwhile, and is not to be taken for one that hangs."""
-    monkeypatch.setattr(persister_watch, "NEWS_SECONDS", 0.0)
+    monkeypatch.setattr(stall_watch, "NEWS_SECONDS", 0.0)
     moved, looked = iter([0, 3 * 2**30]), threading.Event()
 
     def moved_bytes(watch: StallWatch) -> int | None:

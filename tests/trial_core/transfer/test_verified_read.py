@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 
-from tests.trial_core.checkpoint.helpers import stored_files, upload
-from trial_core.checkpoint import layout, window
+from tests.support.manifests import stored_files, upload
+from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest
-from trial_core.checkpoint.moving import Piece
-from trial_core.checkpoint.parallel import StopSignal
-from trial_core.checkpoint.storage import Storage
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import fetch_files, find_damage
-from trial_core.checkpoint.window import Window
 from trial_core.errors import CheckpointDamaged
+from trial_core.storage import buffer_pool
+from trial_core.storage.base import Storage
+from trial_core.storage.buffer_pool import Window
+from trial_core.storage.chunks import Piece
+from trial_core.storage.parallel import StopSignal
+from trial_core.transfer.files import fetch_files, find_damage
 
 PIECE = 100
 BIG = os.urandom(7 * PIECE + 13)
@@ -31,7 +32,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(buffer_pool, "PIECE_BYTES", PIECE)
 
 
 def upload_whole(
@@ -39,7 +40,7 @@ def upload_whole(
 ) -> Manifest:
     """Upload files in one part each: S3 takes none so small as the ranges here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(window, "PIECE_BYTES", 2**20)
+        patch.setattr(buffer_pool, "PIECE_BYTES", 2**20)
         return upload(store, folder / "staging", files or {"big": BIG})
 
 

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from trial_core.controller.engine import TrialEngine
+from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
 from trial_core.pytorch.seeding import derive_seed, isolated, seed_globals
 

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trial_core.controller.drawing import drawn_alike
-from trial_core.controller.engine import TrialEngine
-from trial_core.controller.position import drawn_here
-from trial_core.controller.validation_set import ValidationSet, length, validation_set
+from trial_core.controller.data.data_position import drawn_here
+from trial_core.controller.data.data_rng import drawn_alike
+from trial_core.controller.data.validation_set import ValidationSet, length, validation_set
+from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
-from trial_core.pytorch.dataloader import DataLoader
+from trial_core.pytorch.data.dataloader import DataLoader
 from trial_core.units import EpochLength
 
 logger = logging.getLogger(__name__)

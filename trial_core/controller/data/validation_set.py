@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trial_core.controller.drawing import drawn_alike
-from trial_core.controller.engine import TrialEngine
+from trial_core.controller.data.data_rng import drawn_alike
+from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
-from trial_core.pytorch.dataloader import DataLoader
+from trial_core.pytorch.data.dataloader import DataLoader
 
 logger = logging.getLogger(__name__)
 

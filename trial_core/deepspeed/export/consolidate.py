@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from trial_core.deepspeed.partitions import Partitions, part_of_each
-from trial_core.deepspeed.saved_parameters import MASTER, Keys, Parameter, Shapes
+from trial_core.deepspeed.reshard.parameter_state import MASTER, Keys, Parameter, Shapes
+from trial_core.deepspeed.reshard.partitions import Partitions, part_of_each
 from trial_core.errors import CheckpointError
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_")

@@ -19,9 +19,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from trial_core.controller.reading import Reader
-from trial_core.deepspeed.consolidated import consolidated
-from trial_core.deepspeed.saved_parameters import MASTER, Parameter
+from trial_core.controller.safe_load import Reader
+from trial_core.deepspeed.export.consolidate import consolidated
+from trial_core.deepspeed.reshard.parameter_state import MASTER, Parameter
 from trial_core.errors import CheckpointError, StorageError
 
 Weights = dict[str, torch.Tensor]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trial_core.deepspeed.partitions import Partitions, Piece
+from trial_core.deepspeed.reshard.partitions import Partitions, Piece
 from trial_core.errors import CheckpointError
 
 Shapes = Mapping[str, torch.Size]

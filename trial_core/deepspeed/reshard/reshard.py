@@ -22,19 +22,19 @@ from typing import Any
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from trial_core.deepspeed.live_engine import (
+from trial_core.deepspeed.reshard.source_engine import (
+    MODEL_STATES,
+    OPTIMIZER_STATES,
+    Read,
+    SavedEngine,
+)
+from trial_core.deepspeed.reshard.target_engine import (
     check_engine,
     frozen_fragments,
     module_state,
     partitions,
     shapes_by_group,
     whole_optimizer,
-)
-from trial_core.deepspeed.saved_engine import (
-    MODEL_STATES,
-    OPTIMIZER_STATES,
-    Read,
-    SavedEngine,
 )
 from trial_core.errors import TrialError
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from trial_core.deepspeed.partitions import part_of_each
-from trial_core.deepspeed.saved_parameters import (
+from trial_core.deepspeed.reshard.parameter_state import (
     MASTER,
     Shapes,
     from_partitions,
     from_whole,
     other_groups,
 )
+from trial_core.deepspeed.reshard.partitions import part_of_each
 from trial_core.errors import CheckpointDamaged, CheckpointError
 
 Read = Callable[[Path], Any]

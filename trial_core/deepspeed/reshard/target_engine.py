@@ -17,9 +17,9 @@ from deepspeed.runtime.utils import is_optimized_parameter
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from trial_core.deepspeed.partitions import Partitions, part_of_each
-from trial_core.deepspeed.saved_engine import SavedEngine
-from trial_core.deepspeed.saved_parameters import MASTER, Keys, Parameter
+from trial_core.deepspeed.reshard.parameter_state import MASTER, Keys, Parameter
+from trial_core.deepspeed.reshard.partitions import Partitions, part_of_each
+from trial_core.deepspeed.reshard.source_engine import SavedEngine
 from trial_core.errors import CheckpointError
 
 _ZERO = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_Optimizer)

@@ -12,12 +12,12 @@ from typing import Any
 from torch.utils import data
 
 from trial_core.errors import TrialError
-from trial_core.pytorch.iterable import ShardedIterable, micro_batches_in
-from trial_core.pytorch.loader_workers import begin_worker
-from trial_core.pytorch.passes import length_of
-from trial_core.pytorch.samplers import adapt_batch_sampler
+from trial_core.pytorch.data.index_streams import length_of
+from trial_core.pytorch.data.iterable import ShardedIterable, micro_batches_in
+from trial_core.pytorch.data.loader_workers import begin_worker
+from trial_core.pytorch.data.samplers import adapt_batch_sampler
+from trial_core.pytorch.data.worker_seeds import SeededBatches
 from trial_core.pytorch.seeding import generator_for
-from trial_core.pytorch.worker_seeds import SeededBatches
 
 
 class DataLoader:

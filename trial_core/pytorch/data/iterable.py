@@ -11,9 +11,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from trial_core.errors import TrialError
-from trial_core.pytorch.passes import length_of
+from trial_core.pytorch.data.index_streams import length_of
+from trial_core.pytorch.data.worker_seeds import seed_micro_batch
 from trial_core.pytorch.seeding import derive_seed, isolated, seed_globals
-from trial_core.pytorch.worker_seeds import seed_micro_batch
 
 
 class ShardedIterable(IterableDataset[Any]):

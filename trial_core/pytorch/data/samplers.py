@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from trial_core.errors import TrialError
-from trial_core.pytorch.passes import Access, Passes, Shuffled, Wrapper, as_passes
+from trial_core.pytorch.data.index_streams import Access, Passes, Shuffled, Wrapper, as_passes
 
 T = TypeVar("T")
 

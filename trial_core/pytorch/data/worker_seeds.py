@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from trial_core.pytorch.passes import Passes, Wrapper
+from trial_core.pytorch.data.index_streams import Passes, Wrapper
 from trial_core.pytorch.seeding import derive_seed, seed_globals
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from trial_core.controller.position import drawn_here
+from trial_core.controller.data.data_position import drawn_here
 from trial_core.units import EpochLength
 
 

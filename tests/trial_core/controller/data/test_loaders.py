@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.slots import drive, lines, toy_config
-from trial_core.controller.loaders import MicroBatches, build_loaders
+from trial_core.controller.data.loaders import MicroBatches, build_loaders
 from trial_core.slots.group import SlotGroup
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from tests.support.toy.toy_trial import samples
-from trial_core.controller.validation_set import Lookahead, ValidationSet, validation_set
+from trial_core.controller.data.validation_set import Lookahead, ValidationSet, validation_set
 from trial_core.errors import TrialError
 from trial_core.pytorch import DataLoader
 

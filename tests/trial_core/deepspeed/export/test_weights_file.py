@@ -13,15 +13,15 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_model
+from trial_core.deepspeed.export.weights_file.weights_file import export_weights, write_weights
 
-from deployments.cli.main import main
+from tests.support.manifests import new_manifest
 from tests.support.slots import TOY, Driven, drive, toy_config
-from tests.trial_core.checkpoint.helpers import new_manifest
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.controller.reading import Reader
-from trial_core.deepspeed.export import export_weights, write_weights
+from trial_core.controller.safe_load import Reader
 from trial_core.errors import CheckpointError
 from trial_core.slots.group import SlotGroup
+from trialflow.deployments.cli.main import main
 
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]

@@ -8,11 +8,11 @@ from typing import Any
 from uuid import uuid4
 
 import torch
+from trial_core.deepspeed.export.weights_file.weights_file import export_weights
 
 from tests.support.consolidated import consolidated
 from tests.support.slots import Driven, build, toy_config
 from trial_core.config import ExperimentConfig
-from trial_core.deepspeed.export import export_weights
 from trial_core.messages import (
     BuildLoaders,
     FetchCheckpoint,

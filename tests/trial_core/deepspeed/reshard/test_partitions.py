@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trial_core.deepspeed.partitions import Partitions
+from trial_core.deepspeed.reshard.partitions import Partitions
 
 SIZES = st.lists(st.integers(1, 30), min_size=1, max_size=6)
 

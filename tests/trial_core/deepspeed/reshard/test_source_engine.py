@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from tests.support.toy.toy_trial import ToyTrial
-from trial_core.controller.reading import Reader
-from trial_core.deepspeed import live_engine
-from trial_core.deepspeed.engine import DeepSpeedTrialEngine
-from trial_core.deepspeed.live_engine import check_engine, partitions
-from trial_core.deepspeed.saved_engine import SavedEngine
-from trial_core.deepspeed.saved_parameters import MASTER
-from trial_core.deepspeed.universal import reshaped
+from trial_core.controller.safe_load import Reader
+from trial_core.deepspeed.deepspeed_engine import DeepSpeedTrialEngine
+from trial_core.deepspeed.reshard import target_engine
+from trial_core.deepspeed.reshard.parameter_state import MASTER
+from trial_core.deepspeed.reshard.reshard import reshaped
+from trial_core.deepspeed.reshard.source_engine import SavedEngine
+from trial_core.deepspeed.reshard.target_engine import check_engine, partitions
 from trial_core.errors import CheckpointDamaged, CheckpointError, TrialError
 
 THREE = torch.Size([3])
@@ -184,7 +184,7 @@ def test_parameters_that_were_trained_for_different_numbers_of_steps_are_refused
     shapes = dict.fromkeys(names, THREE)
     zero = SimpleNamespace(single_partition_of_fp32_groups=[torch.zeros(6)])
     engine: Any = SimpleNamespace(optimizer=zero, _get_zero_param_shapes=lambda: [shapes])
-    monkeypatch.setattr(live_engine, "_place", lambda engine: (0, 1))
+    monkeypatch.setattr(target_engine, "_place", lambda engine: (0, 1))
     present = {"base_optimizer_state": {"param_groups": [{"params": [0]}]}}
 
     def shared_out(*steps: float) -> Any:

@@ -13,7 +13,7 @@ import torch
 
 from tests.support.slots import Driven, build, drive
 from tests.support.tensors import differing
-from tests.trial_core.deepspeed.moving import config, contents, files, restore, save
+from tests.trial_core.deepspeed.reshard.moving import config, contents, files, restore, save
 from trial_core.slots.group import SlotGroup
 
 pytestmark = pytest.mark.slots

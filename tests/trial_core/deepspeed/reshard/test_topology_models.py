@@ -10,7 +10,7 @@ import torch
 
 from tests.support.slots import drive, toy_config
 from tests.support.tensors import differing, tensors
-from tests.trial_core.deepspeed.moving import files, moved
+from tests.trial_core.deepspeed.reshard.moving import files, moved
 from trial_core.config import ExperimentConfig
 from trial_core.slots.group import SlotGroup
 

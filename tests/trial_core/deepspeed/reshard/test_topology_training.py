@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from trial_core.deepspeed.export.weights_file.weights_file import export_weights
 
 from tests.support.slots import Driven, build, drive, lines
 from tests.support.tensors import differing, tensors
-from tests.trial_core.deepspeed.moving import config, files, load, moved, save
-from trial_core.config.checkpointing import CheckpointingConfig
-from trial_core.deepspeed.export import export_weights
+from tests.trial_core.deepspeed.reshard.moving import config, files, load, moved, save
+from trial_core.config.checkpointing_section import CheckpointingConfig
 from trial_core.slots.group import SlotGroup
 
 pytestmark = pytest.mark.slots

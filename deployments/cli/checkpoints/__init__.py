@@ -1,0 +1,1 @@
+"""`trialflow checkpoints`: list, show, download, pin, verify, prune."""

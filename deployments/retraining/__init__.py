@@ -1,0 +1,1 @@
+"""Deployments and schedules that retrain a model."""

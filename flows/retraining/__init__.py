@@ -1,0 +1,1 @@
+"""What the flow `retrain` needs besides its stages: one at a time, and its outcome."""

@@ -1,0 +1,1 @@
+"""The Prefect servers that trialflow starts: for one run, or for `trialflow up`."""

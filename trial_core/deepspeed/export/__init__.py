@@ -1,0 +1,1 @@
+"""A checkpoint's weights as one file."""

@@ -1,0 +1,1 @@
+"""Restoring DeepSpeed engines on another number of ranks, or another ZeRO stage."""

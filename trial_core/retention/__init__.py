@@ -1,0 +1,1 @@
+"""Which checkpoints stay: rules, pins, claims of running trials, and pruning."""

@@ -1,0 +1,1 @@
+"""Storages behind fsspec, with the operations that checkpoints need. Knows no checkpoints."""

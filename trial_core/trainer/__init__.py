@@ -1,0 +1,1 @@
+"""`Trainer.fit`: a run in a script of the user, without Prefect and without a driver."""

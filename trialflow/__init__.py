@@ -1,0 +1,98 @@
+"""trialflow: trains DeepSpeed models as Prefect flows, with sharded checkpoints in object storage.
+
+The flows `train`, `evaluate`, `retrain` and `prune`; the experiment's configuration; what was
+stored: checkpoints and models; and the errors. The trial API is in `trial_core.deepspeed` and
+`trial_core.pytorch`. Names are imported when they are first used, so that importing the package
+costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trial_core.checkpoint.store import CheckpointStore
+    from trial_core.config import ExperimentConfig
+    from trial_core.errors import (
+        CheckpointDamaged,
+        CheckpointError,
+        CheckpointNotFound,
+        CommitConflict,
+        ConfigError,
+        DeadlineExceeded,
+        LaunchError,
+        ModelNotFound,
+        PromotionConflict,
+        PromotionRefused,
+        RankFailed,
+        RegistryError,
+        SlotsError,
+        Stalled,
+        Stopped,
+        StorageError,
+        Superseded,
+        TrialError,
+        TrialflowError,
+    )
+    from trial_core.models.registry import Registry
+    from trialflow.flows.evaluate import evaluate
+    from trialflow.flows.prune import prune
+    from trialflow.flows.retrain import retrain
+    from trialflow.flows.train import train
+
+    __version__: str
+
+__all__ = [
+    "train",
+    "evaluate",
+    "retrain",
+    "prune",
+    "ExperimentConfig",
+    "CheckpointStore",
+    "Registry",
+    "TrialflowError",
+    "ConfigError",
+    "TrialError",
+    "SlotsError",
+    "LaunchError",
+    "RankFailed",
+    "Stalled",
+    "Stopped",
+    "DeadlineExceeded",
+    "CheckpointError",
+    "StorageError",
+    "CheckpointNotFound",
+    "CheckpointDamaged",
+    "CommitConflict",
+    "Superseded",
+    "RegistryError",
+    "ModelNotFound",
+    "PromotionConflict",
+    "PromotionRefused",
+    "__version__",
+]
+
+_HOMES = {
+    "train": "trialflow.flows.train",
+    "evaluate": "trialflow.flows.evaluate",
+    "retrain": "trialflow.flows.retrain",
+    "prune": "trialflow.flows.prune",
+    "ExperimentConfig": "trial_core.config",
+    "CheckpointStore": "trial_core.checkpoint.store",
+    "Registry": "trial_core.models.registry",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("trialflow")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES.get(name, "trial_core.errors")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
