@@ -136,7 +136,7 @@ def measure(world_size: int, plan: Plan, folder: Path) -> list[Pair]:
     """Train in turns; the first pair warms up and is not counted."""
     from prefect import flow  # Prefect reads its settings when it is imported
 
-    from trial_core.checkpoint.resume_point import Start
+    from trial_core.checkpoint.resume_point import ResumePoint
     from trial_core.checkpoint.store import CheckpointStore
     from trialflow.flows.train import launch_slots
     from trialflow.tasks.build import build_loaders, build_trial
@@ -155,7 +155,7 @@ def measure(world_size: int, plan: Plan, folder: Path) -> list[Pair]:
             run = TrialRun(config, trial, run_dir, store, relay := Relay())
             with launch_slots(run) as run.slots:
                 build_trial(run)
-                build_loaders(run, Start())
+                build_loaders(run, ResumePoint())
                 report.run_started(trial, plan.batches_in_all, 0, run.batch_samples)
                 in_turns = Turns(run, relay, report, chatty, plan)
                 in_turns.pair(bare_first=True)

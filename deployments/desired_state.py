@@ -48,7 +48,7 @@ OURS = ResourceSpecification(
 
 
 @dataclass(frozen=True)
-class WantedDeployment:
+class DesiredDeployment:
     """A deployment as ``prefect.yaml`` describes it.
 
     Attributes:
@@ -70,7 +70,7 @@ class WantedDeployment:
 
 
 @dataclass(frozen=True)
-class Place:
+class DeploymentTarget:
     """Where the runs of a deployment are to be.
 
     Attributes:
@@ -105,11 +105,11 @@ def job_template(pool_type: PoolType) -> dict[str, Any]:
     return template
 
 
-def deployments() -> list[WantedDeployment]:
+def deployments() -> list[DesiredDeployment]:
     """The deployments in our ``prefect.yaml``."""
     described = yaml.safe_load((files("deployments") / "prefect.yaml").read_text("utf-8"))
     return [
-        WantedDeployment(
+        DesiredDeployment(
             name=each["name"],
             entrypoint=each["entrypoint"],
             description=each["description"],

@@ -1,4 +1,4 @@
-"""Deployments of our flows on a Prefect server, as `Thing`s."""
+"""Deployments of our flows on a Prefect server, as `Resource`s."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from prefect.flows import Flow
 
 from trial_core.errors import ConfigError
 from trial_core.text_format import plural
-from trialflow.deployments.desired_state import Place, WantedDeployment, deployments
-from trialflow.deployments.resources import Thing
+from trialflow.deployments.desired_state import DeploymentTarget, DesiredDeployment, deployments
+from trialflow.deployments.resources import Resource
 from trialflow.deployments.retraining.requests import ENTRYPOINT, FLOW, template
 
 WORKING_FOLDER = "prefect.deployments.steps.set_working_directory"
 A_PAGE = 200
 
 
-class FlowDeployment(Thing):
+class FlowDeployment(Resource):
     """A deployment of one of our flows.
 
     Args:
@@ -30,7 +30,7 @@ class FlowDeployment(Thing):
         place: where its runs are to be.
     """
 
-    def __init__(self, wanted: WantedDeployment, place: Place) -> None:
+    def __init__(self, wanted: DesiredDeployment, place: DeploymentTarget) -> None:
         module, _, name = wanted.entrypoint.rpartition(".")
         self._flow: Flow[..., Any] = getattr(importlib.import_module(module), name)
         self._wanted = wanted
@@ -133,7 +133,7 @@ class FlowDeployment(Thing):
 
 def found_deployments(client: SyncPrefectClient) -> list[DeploymentResponse]:
     """Those of our deployments that are there: the general ones, then those of models."""
-    nowhere = Place("", None)
+    nowhere = DeploymentTarget("", None)
     ours = [*deployments(), *map(template, models_on_server(client))]
     each = (FlowDeployment(wanted, nowhere).read(client) for wanted in ours)
     return [found for found in each if found is not None]

@@ -35,7 +35,7 @@ Verb = Literal["created", "changed", "unchanged", "removed", "kept", "not there"
 
 
 @dataclass(frozen=True)
-class Done:
+class Change:
     """What was done about one thing.
 
     Attributes:
@@ -49,7 +49,7 @@ class Done:
     detail: str = ""
 
 
-class Thing(ABC):
+class Resource(ABC):
     """Something that the server should have.
 
     Attributes:
@@ -83,7 +83,9 @@ class Thing(ABC):
         return ""
 
 
-def set_up(things: Iterable[Thing], client: SyncPrefectClient, dry_run: bool) -> Iterator[Done]:
+def set_up(
+    things: Iterable[Resource], client: SyncPrefectClient, dry_run: bool
+) -> Iterator[Change]:
     """Put there what is not, one after the other; what was done (in a dry run: would be).
 
     Raises:
@@ -91,14 +93,16 @@ def set_up(things: Iterable[Thing], client: SyncPrefectClient, dry_run: bool) ->
     """
     for thing, (exists, difference) in [(thing, thing.look(client)) for thing in things]:
         if exists and not difference:
-            yield Done("unchanged", thing.title)
+            yield Change("unchanged", thing.title)
             continue
         if not dry_run:
             thing.put(client)
-        yield Done("changed" if exists else "created", thing.title, difference)
+        yield Change("changed" if exists else "created", thing.title, difference)
 
 
-def take_down(things: Iterable[Thing], client: SyncPrefectClient, dry_run: bool) -> Iterator[Done]:
+def take_down(
+    things: Iterable[Resource], client: SyncPrefectClient, dry_run: bool
+) -> Iterator[Change]:
     """Remove what is there and ours; what was done (in a dry run: would be).
 
     Raises:
@@ -106,17 +110,17 @@ def take_down(things: Iterable[Thing], client: SyncPrefectClient, dry_run: bool)
     """
     for thing, (exists, _) in [(thing, thing.look(client)) for thing in things]:
         if not exists:
-            yield Done("not there", thing.title)
+            yield Change("not there", thing.title)
         elif why := thing.why_kept(client):
-            yield Done("kept", thing.title, why)
+            yield Change("kept", thing.title, why)
         else:
             gone_too = thing.goes_with_it(client)
             if not dry_run:
                 thing.remove(client)
-            yield Done("removed", thing.title, gone_too)
+            yield Change("removed", thing.title, gone_too)
 
 
-class Pool(Thing):
+class Pool(Resource):
     """A work pool with our job template.
 
     Args:
@@ -167,7 +171,7 @@ class Pool(Thing):
         return find_pool(client, self._name)
 
 
-class GpuLimit(Thing):
+class GpuLimit(Resource):
     """The number of GPUs that runs share.
 
     Args:
@@ -211,7 +215,7 @@ def find_pool(client: SyncPrefectClient, name: str) -> WorkPool | None:
         return None
 
 
-class Rule(Thing):
+class AutomationResource(Resource):
     """An automation, which is known by its name."""
 
     def __init__(self, name: str) -> None:
@@ -253,7 +257,7 @@ class Rule(Thing):
         return found[0] if found else None
 
 
-class FixedRule(Rule):
+class FixedAutomation(AutomationResource):
     """An automation that is the same on every server."""
 
     def __init__(self, wanted: AutomationCore) -> None:

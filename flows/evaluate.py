@@ -16,7 +16,7 @@ from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
 
 from trial_core.checkpoint.manifest import Manifest
-from trial_core.checkpoint.resume_point import Start
+from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import (
@@ -123,7 +123,7 @@ def evaluate_checkpoint(
             with launch_slots(run) as run.slots, obeying(run):
                 build_trial(run)
                 manifest = _fetch_first_undamaged(run, candidates, checkpoint)
-                build_loaders(run, Start.warm(manifest, weights_only=True))
+                build_loaders(run, ResumePoint.warm(manifest, weights_only=True))
                 if validate(run, manifest.progress.batches_trained) is None:
                     raise Stopped(f"{stopping.asked}, before the validation had ended")
         except (RankFailed, Stalled) as failure:
@@ -159,7 +159,7 @@ def _fetch_first_undamaged(
 ) -> Manifest:
     """Bring a checkpoint to the ranks; a damaged one gives way to the next."""
     for manifest in candidates:
-        damage = fetch(run, Start.warm(manifest, weights_only=True), manifest)
+        damage = fetch(run, ResumePoint.warm(manifest, weights_only=True), manifest)
         if damage is None:
             return manifest
     what = "the checkpoint" if asked_for else "every checkpoint of the trial, of which the last"

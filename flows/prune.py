@@ -18,8 +18,8 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import ConfigError
 from trial_core.retention.leftovers import GIVEN_UP_DAYS, Leftover
-from trial_core.retention.policy import Decision
-from trial_core.retention.pruning import Plan
+from trial_core.retention.policy import RetentionDecision
+from trial_core.retention.pruning import PruningPlan
 from trial_core.run.run_dirs import slug
 from trialflow.flows.lifecycle.crash_limit import refuse_if_crashed_too_often
 from trialflow.tasks.prune import delete_checkpoints, plan_prune, plan_sweep, sweep
@@ -89,7 +89,7 @@ def prune(
 prune.fn.__annotations__ = get_type_hints(prune.fn)
 
 
-def _planned(plan: Plan | None, left: list[Leftover]) -> PruneResult:
+def _planned(plan: PruningPlan | None, left: list[Leftover]) -> PruneResult:
     gone = [each for each in left if not each.keep]
     return PruneResult(
         kept=_uuids(plan.kept if plan is not None else ()),
@@ -101,7 +101,7 @@ def _planned(plan: Plan | None, left: list[Leftover]) -> PruneResult:
 
 
 def _carry_out(
-    store: CheckpointStore, plan: Plan | None, left: list[Leftover], after_days: float
+    store: CheckpointStore, plan: PruningPlan | None, left: list[Leftover], after_days: float
 ) -> PruneResult:
     kept: tuple[str, ...] = ()
     deleted: tuple[str, ...] = ()
@@ -119,16 +119,16 @@ def _carry_out(
     return PruneResult(kept, deleted, swept, freed_bytes, is_dry_run=False)
 
 
-def _uuids(decisions: Iterable[Decision]) -> tuple[str, ...]:
+def _uuids(decisions: Iterable[RetentionDecision]) -> tuple[str, ...]:
     return tuple(decision.manifest.uuid for decision in decisions)
 
 
-def _freed_bytes(plan: Plan | None, left: list[Leftover]) -> int:
+def _freed_bytes(plan: PruningPlan | None, left: list[Leftover]) -> int:
     of_leftovers = sum(each.size_bytes for each in left if not each.keep)
     return of_leftovers + (plan.freed_bytes if plan is not None else 0)
 
 
-def _show(experiment: str, plan: Plan | None, left: list[Leftover], dry_run: bool) -> None:
+def _show(experiment: str, plan: PruningPlan | None, left: list[Leftover], dry_run: bool) -> None:
     """What is planned as a table, on the run's page."""
     counts = []
     if plan is not None:

@@ -19,7 +19,13 @@ from prefect.states import Completed
 from trial_core import text_format
 from trial_core.config import ExperimentConfig, home_folder
 from trial_core.errors import CheckpointDamaged, CheckpointNotFound, RankFailed, Stalled, TrialError
-from trial_core.models.journal import REPORT, Challenger, Champion, Decision, Plan
+from trial_core.models.journal import (
+    REPORT,
+    Challenger,
+    Champion,
+    PromotionDecision,
+    RetrainingPlan,
+)
 from trial_core.models.records import Version
 from trial_core.retention.claims import running
 from trial_core.run.searcher_metric import searcher_metric
@@ -38,9 +44,9 @@ from trialflow.flows.retraining.outcome import (
     tell_of,
 )
 from trialflow.flows.train import refuse_missing_code, train_trial
-from trialflow.tasks.report.retraining_report import Facts, report_of
+from trialflow.tasks.report.retraining_report import RetrainingFacts, report_of
 from trialflow.tasks.retrain import (
-    Retraining,
+    RetrainingRun,
     carry_out,
     compare,
     make_plan,
@@ -70,7 +76,7 @@ def retrain(
     """
     refuse_if_crashed_too_often(config.max_restarts)
     refuse_missing_code(config)
-    retraining = Retraining(config, str(runtime.flow_run.id))
+    retraining = RetrainingRun(config, str(runtime.flow_run.id))
     plan = retraining.plan_before()
     scheduled_time: datetime = runtime.flow_run.scheduled_start_time
     if plan is None and (lateness := too_late(retraining, scheduled_time)):
@@ -95,7 +101,7 @@ def retrain(
 retrain.fn.__annotations__ = get_type_hints(retrain.fn)
 
 
-def too_late(retraining: Retraining, scheduled_time: datetime) -> str | None:
+def too_late(retraining: RetrainingRun, scheduled_time: datetime) -> str | None:
     """How much too late it is to begin; None: it is not."""
     limit = retraining.settings.max_lateness_seconds
     late_seconds = (datetime.now(timezone.utc) - scheduled_time).total_seconds()
@@ -108,7 +114,7 @@ def too_late(retraining: Retraining, scheduled_time: datetime) -> str | None:
 
 
 def retrain_model(
-    retraining: Retraining, plan: Plan, stopping: Stopping, devices: Mapping[str, str]
+    retraining: RetrainingRun, plan: RetrainingPlan, stopping: Stopping, devices: Mapping[str, str]
 ) -> RetrainResult:
     """Validate the champion, train the challenger, compare them, move the alias, tell of it.
 
@@ -117,7 +123,7 @@ def retrain_model(
     """
     champion = champion_of(retraining, plan)
     folder = home_folder() / plan.trial
-    facts = Facts(
+    facts = RetrainingFacts(
         retraining.model, retraining.settings.start, retraining.rule, plan, champion,
         places={
             "the challenger's own report": f"artifact {report_of(plan.trial)}",
@@ -150,7 +156,7 @@ def retrain_model(
     return result
 
 
-def champion_of(retraining: Retraining, plan: Plan) -> Version | None:
+def champion_of(retraining: RetrainingRun, plan: RetrainingPlan) -> Version | None:
     """The version that the challenger is compared with."""
     if plan.champion is None:
         return None
@@ -158,8 +164,8 @@ def champion_of(retraining: Retraining, plan: Plan) -> Version | None:
 
 
 def validate_champion(
-    retraining: Retraining,
-    plan: Plan,
+    retraining: RetrainingRun,
+    plan: RetrainingPlan,
     champion: Version,
     stopping: Stopping,
     devices: Mapping[str, str],
@@ -212,8 +218,8 @@ def evaluate_with_restarts(
 
 
 def trained_challenger(
-    retraining: Retraining,
-    plan: Plan,
+    retraining: RetrainingRun,
+    plan: RetrainingPlan,
     champion: Version | None,
     stopping: Stopping,
     devices: Mapping[str, str],
@@ -235,7 +241,7 @@ def trained_challenger(
     return notes.note("challenger", register_challenger(retraining, plan))
 
 
-def moved_meanwhile(retraining: Retraining, plan: Plan) -> str | None:
+def moved_meanwhile(retraining: RetrainingRun, plan: RetrainingPlan) -> str | None:
     """Who has moved the alias since the run was planned; None: it is where it was."""
     state = retraining.registry.state(retraining.model)
     if (state.champion if state else None) == plan.champion:
@@ -244,17 +250,17 @@ def moved_meanwhile(retraining: Retraining, plan: Plan) -> str | None:
 
 
 def decide(
-    retraining: Retraining, facts: Facts, challenger: Challenger, stopping: Stopping
-) -> Decision | None:
+    retraining: RetrainingRun, facts: RetrainingFacts, challenger: Challenger, stopping: Stopping
+) -> PromotionDecision | None:
     """Compare the challenger with the champion, and move the alias if it is better; what became of
     it. None: the run was stopped before anything was moved. A time budget that is over now, when
     all is trained, is no reason to leave that undecided."""
     notes = retraining.notes
-    known = notes.read("outcome", Decision)
+    known = notes.read("outcome", PromotionDecision)
     if known is not None:
         return known
     verdict = notes.once(
-        "verdict", Decision, lambda: compare(retraining, facts.champion_found, challenger)
+        "verdict", PromotionDecision, lambda: compare(retraining, facts.champion_found, challenger)
     )
     if stopping.asked is not None and stopping.asked.why != "time budget":
         return None

@@ -19,7 +19,7 @@ from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
 
 from trial_core.checkpoint.manifest import Manifest
-from trial_core.checkpoint.resume_point import Start, none_is_whole
+from trial_core.checkpoint.resume_point import ResumePoint, no_intact_checkpoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import (
@@ -295,7 +295,7 @@ def follow_schedule(run: TrialRun, uploads: Uploads) -> TrialResult:
     )
 
 
-def fetch_start(run: TrialRun) -> Start:
+def fetch_start(run: TrialRun) -> ResumePoint:
     """Bring what the trial starts from to the ranks: its own newest undamaged checkpoint; for a
     trial that has saved nothing yet the one that the experiment names; else nothing.
 
@@ -303,25 +303,25 @@ def fetch_start(run: TrialRun) -> Start:
         CheckpointDamaged: all of its own are, or the one that the experiment names.
         StorageError: the storage does not give one. It may be whole, so none takes its place.
     """
-    tried: list[Start] = []
+    tried: list[ResumePoint] = []
     for manifest in run.store.candidates(run.trial):
-        tried.append(start := Start.continuing(manifest))
+        tried.append(start := ResumePoint.continuing(manifest))
         if (damage := fetch(run, start, manifest)) is None:
             run.metrics = start.metrics
             return start
     if tried:
-        raise none_is_whole(tried, str(damage))
+        raise no_intact_checkpoint(tried, str(damage))
     source = run.config.searcher.source_checkpoint_uuid
     if source is None:
-        return Start()
+        return ResumePoint()
     manifest = run.store.open(source)
-    start = Start.warm(manifest, run.config.searcher.source_weights_only)
+    start = ResumePoint.warm(manifest, run.config.searcher.source_weights_only)
     if damage := fetch(run, start, manifest):
-        raise none_is_whole([start], damage)
+        raise no_intact_checkpoint([start], damage)
     return start
 
 
-def fetch(run: TrialRun, start: Start, manifest: Manifest) -> str | None:
+def fetch(run: TrialRun, start: ResumePoint, manifest: Manifest) -> str | None:
     """Bring what `start` restores to the ranks; what is wrong with it, if something is."""
     if run.topology is not None:
         start.require_convertible(run.topology)

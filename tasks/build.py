@@ -7,7 +7,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
 from trial_core.checkpoint.manifest import Manifest
-from trial_core.checkpoint.resume_point import Restore, Start
+from trial_core.checkpoint.resume_point import Restore, ResumePoint
 from trial_core.errors import CheckpointDamaged, StorageError
 from trial_core.messages import (
     BuildLoaders,
@@ -100,7 +100,7 @@ def _fetch(run: TrialRun, manifest: Manifest, restore: Restore) -> str | None:
     task_run_name="build-loaders @{start.progress.batches_trained}",
     cache_policy=NO_CACHE,
 )
-def build_loaders(run: TrialRun, start: Start) -> EpochLength | None:
+def build_loaders(run: TrialRun, start: ResumePoint) -> EpochLength | None:
     """Build the data loaders and restore what was fetched; how long an epoch is."""
     begin = start.progress.batches_trained
     run.batches_trained = begin

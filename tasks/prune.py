@@ -22,8 +22,15 @@ from trial_core.retention.leftovers import (
     find_leftovers,
     sweep_leftovers,
 )
-from trial_core.retention.policy import Decision, RetentionPolicy
-from trial_core.retention.pruning import Plan, Pruned, described, plan_pruning, prune, prune_trial
+from trial_core.retention.policy import RetentionDecision, RetentionPolicy
+from trial_core.retention.pruning import (
+    Pruned,
+    PruningPlan,
+    described,
+    plan_pruning,
+    prune,
+    prune_trial,
+)
 from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
 from trialflow.tasks.run import TrialRun
 
@@ -91,7 +98,7 @@ def checkpoint_prune(run: TrialRun, policy: RetentionPolicy, batches_trained: in
 )
 def plan_prune(
     store: CheckpointStore, policy: RetentionPolicy, experiment: str, trial: str | None
-) -> Plan:
+) -> PruningPlan:
     """What is to be deleted of an experiment's checkpoints, and why.
 
     Raises:
@@ -114,7 +121,7 @@ def plan_prune(
     retry_delay_seconds=STORAGE_RETRY_SECONDS,
     retry_condition_fn=storage_failed,
 )
-def delete_checkpoints(store: CheckpointStore, plan: Plan) -> Pruned:
+def delete_checkpoints(store: CheckpointStore, plan: PruningPlan) -> Pruned:
     """Delete what the plan says, save what somebody has come to need meanwhile.
 
     Raises:
@@ -122,7 +129,7 @@ def delete_checkpoints(store: CheckpointStore, plan: Plan) -> Pruned:
     """
     logger = get_run_logger()
 
-    def say(decision: Decision) -> None:
+    def say(decision: RetentionDecision) -> None:
         logger.info("%s: %s", described(decision), decision.why)
 
     pruned = prune(store, plan, say)

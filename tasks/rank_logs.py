@@ -20,7 +20,7 @@ from pathlib import Path
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.run.run_files import TENSORBOARD, tensorboard_url
-from trial_core.storage.parallel import Stopped, StopSignal
+from trial_core.storage.parallel import StopSignal, WorkCancelled
 
 BURST_LINES = 500
 LINES_PER_SECOND = 5.0
@@ -175,7 +175,7 @@ class StoredLogs:
                     continue
                 self._send(path, key, stop)
                 self._sent[path] = stamp
-        except Stopped:
+        except WorkCancelled:
             pass  # what is left stays here
 
     def _is_worth_it(self, path: Path, size_bytes: int) -> bool:

@@ -33,9 +33,15 @@ from trial_core.errors import (
     TrialflowError,
 )
 from trial_core.models import callback_process
-from trial_core.models.comparison import Rule
+from trial_core.models.comparison import PromotionRule
 from trial_core.models.data_templates import checked, merged, rendered
-from trial_core.models.journal import Challenger, Champion, Decision, Notebook, Plan
+from trial_core.models.journal import (
+    Challenger,
+    Champion,
+    Journal,
+    PromotionDecision,
+    RetrainingPlan,
+)
 from trial_core.models.records import Version
 from trial_core.models.registry import Registry
 from trial_core.retention.policy import own_metric
@@ -51,7 +57,7 @@ class CallbackFailed(TrialflowError):
     """A callback of a retraining failed, after all else was done."""
 
 
-class Retraining:
+class RetrainingRun:
     """What the stages of one retraining share.
 
     Attributes:
@@ -70,27 +76,27 @@ class Retraining:
         self.config = config
         self.settings = config.retrained()
         self.model = self.settings.model
-        self.rule = Rule(searcher.metric, searcher.smaller_is_better, self.settings.margin)
+        self.rule = PromotionRule(searcher.metric, searcher.smaller_is_better, self.settings.margin)
         self.store = CheckpointStore(place.url, place.options)
         self.registry = Registry(self.store)
         self.run_id = run_id
-        self.notes = Notebook(self.store, self.model, run_id)
+        self.notes = Journal(self.store, self.model, run_id)
 
-    def plan_before(self) -> Plan | None:
+    def plan_before(self) -> RetrainingPlan | None:
         """The plan of an earlier attempt at this run, if one has come so far."""
         return self.notes.plan()
 
-    def with_data(self, plan: Plan) -> ExperimentConfig:
+    def with_data(self, plan: RetrainingPlan) -> ExperimentConfig:
         """The experiment with the data of this run."""
         return self.config.model_copy(update={"data": plan.data})
 
-    def as_the_champion(self, plan: Plan, champion: Version) -> ExperimentConfig:
+    def as_the_champion(self, plan: RetrainingPlan, champion: Version) -> ExperimentConfig:
         """The experiment as the champion was trained, with the data of this run."""
         manifest = self.store.open(champion.checkpoint)
         own = {"entrypoint": manifest.entrypoint, "hyperparameters": manifest.hyperparameters}
         return self.with_data(plan).model_copy(update=own)
 
-    def as_the_challenger(self, plan: Plan, champion: Version | None) -> ExperimentConfig:
+    def as_the_challenger(self, plan: RetrainingPlan, champion: Version | None) -> ExperimentConfig:
         """The experiment as the challenger is trained, with the data of this run."""
         config = self.with_data(plan)
         if champion is None or self.settings.start == "scratch":
@@ -113,8 +119,8 @@ _ABOUT_THE_STORAGE: dict[str, Any] = {
 
 @task(name="plan", task_run_name="plan", **_ABOUT_THE_STORAGE)
 def make_plan(
-    retraining: Retraining, scheduled_time: datetime, data: Mapping[str, Any] | None
-) -> Plan:
+    retraining: RetrainingRun, scheduled_time: datetime, data: Mapping[str, Any] | None
+) -> RetrainingPlan:
     """Decide what the run does, once for all its attempts.
 
     Args:
@@ -128,7 +134,7 @@ def make_plan(
     _find_callbacks(retraining)
     scheduled_time = scheduled_time.astimezone(timezone.utc)
     state = retraining.registry.state(retraining.model)
-    plan = Plan(
+    plan = RetrainingPlan(
         trial=trial_id(retraining.config.name, retraining.run_id),
         scheduled_at=scheduled_time.isoformat(),
         begun_at=utc_now(),
@@ -143,7 +149,7 @@ def make_plan(
 
 
 @task(name="plan", task_run_name="plan", **_ABOUT_THE_STORAGE)
-def renew_plan(retraining: Retraining, plan: Plan) -> Plan:
+def renew_plan(retraining: RetrainingRun, plan: RetrainingPlan) -> RetrainingPlan:
     """The plan of an earlier attempt, against whoever is champion now if its own was not validated:
     one that cannot be, because it is damaged, would else keep the run from ever going on."""
     notes, state = retraining.notes, retraining.registry.state(retraining.model)
@@ -164,7 +170,7 @@ def renew_plan(retraining: Retraining, plan: Plan) -> Plan:
     )
 
 
-def _find_callbacks(retraining: Retraining) -> None:
+def _find_callbacks(retraining: RetrainingRun) -> None:
     """Refuse callbacks that are not there: else that would be known once all is trained."""
     config = retraining.config
     for number, function in enumerate(retraining.settings.callbacks):
@@ -179,7 +185,7 @@ def _find_callbacks(retraining: Retraining) -> None:
 
 
 @task(name="register", task_run_name="register", **_ABOUT_THE_STORAGE)
-def register_challenger(retraining: Retraining, plan: Plan) -> Challenger:
+def register_challenger(retraining: RetrainingRun, plan: RetrainingPlan) -> Challenger:
     """Make the best checkpoint of the challenger's trial a version of the model."""
     rule, manifests = retraining.rule, retraining.store.candidates(plan.trial)
     best = rule.best(manifests)
@@ -202,18 +208,23 @@ def register_challenger(retraining: Retraining, plan: Plan) -> Challenger:
 
 
 @task(name="compare", task_run_name="compare", cache_policy=NO_CACHE)
-def compare(retraining: Retraining, champion: Champion | None, challenger: Challenger) -> Decision:
+def compare(
+    retraining: RetrainingRun, champion: Champion | None, challenger: Challenger
+) -> PromotionDecision:
     """Whether the challenger is better than the champion, on the same data."""
     if challenger.value is None:
-        return Decision(promoted=False, why=challenger.why_none)
+        return PromotionDecision(promoted=False, why=challenger.why_none)
     verdict = retraining.rule.compare(champion.value if champion else None, challenger.value)
-    return Decision(promoted=verdict.is_better, why=verdict.why)
+    return PromotionDecision(promoted=verdict.is_better, why=verdict.why)
 
 
 @task(name="move", task_run_name="move", **_ABOUT_THE_STORAGE)
 def carry_out(
-    retraining: Retraining, plan: Plan, challenger: Challenger, verdict: Decision
-) -> Decision:
+    retraining: RetrainingRun,
+    plan: RetrainingPlan,
+    challenger: Challenger,
+    verdict: PromotionDecision,
+) -> PromotionDecision:
     """Make the challenger the champion if it is better; what became of that.
 
     An attempt that was killed after it had moved the alias finds its move, and makes no other.
@@ -236,10 +247,10 @@ def carry_out(
     else:
         return verdict
     get_run_logger().warning("version %d is not promoted: %s", challenger.version, why)
-    return Decision(promoted=False, why=f"{why} (it was {verdict.why})")
+    return PromotionDecision(promoted=False, why=f"{why} (it was {verdict.why})")
 
 
-def _has_moved(retraining: Retraining, plan: Plan) -> bool:
+def _has_moved(retraining: RetrainingRun, plan: RetrainingPlan) -> bool:
     """Whether an attempt at this very run has moved the alias."""
     moves = retraining.registry.moves(retraining.model, plan.move)
     return any(move.run == retraining.run_id for move in moves)
@@ -249,7 +260,7 @@ def _has_moved(retraining: Retraining, plan: Plan) -> bool:
     name="tell", task_run_name="tell", cache_policy=NO_CACHE,
     retries=STORAGE_RETRIES, retry_delay_seconds=STORAGE_RETRY_SECONDS,
 )  # fmt: skip
-def tell(retraining: Retraining, outcome: Mapping[str, Any]) -> None:
+def tell(retraining: RetrainingRun, outcome: Mapping[str, Any]) -> None:
     """Send the event. Sent twice, by an attempt that was killed and the next, it has one id, by
     which Prefect knows it.
 
@@ -285,7 +296,7 @@ def tell(retraining: Retraining, outcome: Mapping[str, Any]) -> None:
 
 @task(name="callback", task_run_name="callback {function}", cache_policy=NO_CACHE)
 def call_back(
-    retraining: Retraining,
+    retraining: RetrainingRun,
     function: str,
     outcome: Mapping[str, Any],
     logs: Path,

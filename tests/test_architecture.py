@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("trial_core", "tasks", "flows", "deployments")
-RANK_HALF = ("trial_core.controller", "trial_core.pytorch", "trial_core.deepspeed")
-RANK_MODULES = {"trial_core.context", "trial_core.distributed", "trial_core.exchange"}
+RANK_HALF = (
+    "trial_core.controller",
+    "trial_core.trainer",
+    "trial_core.pytorch",
+    "trial_core.deepspeed",
+)
+RANK_MODULES = {
+    "trial_core.context",
+    "trial_core.distributed",
+    "trial_core.entrypoint",
+    "trial_core.exchange",
+}
 
 
 def modules() -> dict[str, Path]:
     found = {}
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
+    for folder in ("trial_core", "tasks", "flows", "deployments"):
+        namespace = () if folder == "trial_core" else ("trialflow",)
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = (*namespace, *path.relative_to(ROOT).with_suffix("").parts)
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
@@ -32,60 +44,122 @@ def is_rank_half(module: str) -> bool:
     return module.startswith(RANK_HALF) or module in RANK_MODULES
 
 
+def imported(module: str) -> set[str]:
+    """Our own modules that `module` imports, also inside functions and for types alone."""
+    return _of_ours(ast.walk(ast.parse(MODULES[module].read_text()))) - {module}
+
+
 def imported_at_load(module: str) -> set[str]:
     """Our own modules that `module` imports when it is loaded (not inside functions)."""
-    tree = ast.parse(MODULES[module].read_text())
-    names = {
-        candidate
-        for node in _run_at_load(tree.body)
-        for candidate in _names(node)
-        if candidate in MODULES
-    }
-    return names - {module}
+    return _of_ours(_run_at_load(ast.parse(MODULES[module].read_text()).body)) - {module}
 
 
-def _run_at_load(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
+def _of_ours(nodes: Iterable[ast.AST]) -> set[str]:
+    return {name for node in nodes for name in _names(node) if name in MODULES}
+
+
+def _run_at_load(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     for node in body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            yield node
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             yield from _run_at_load(node.orelse)
         elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node
             for field in ("body", "orelse", "finalbody"):
                 yield from _run_at_load(getattr(node, field, []))
 
 
-def _names(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+def _names(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
-    else:
+    elif isinstance(node, ast.ImportFrom):
         for alias in node.names:
             full = f"{node.module}.{alias.name}"
             yield full if full in MODULES else str(node.module)
 
 
 def test_there_is_no_import_cycle() -> None:
-    """No module imports, however indirectly, a module that imports it."""
+    """No module imports, however indirectly, a module that imports it; late imports count.
+
+    A package's `__init__` is no part of this: its names are resolved on first use.
+    """
+    packages = {name for name, path in MODULES.items() if path.name == "__init__.py"}
     done: set[str] = set()
 
     def visit(module: str, trail: tuple[str, ...]) -> None:
         assert module not in trail, " → ".join((*trail[trail.index(module) :], module))
         if module not in done:
-            for other in sorted(imported_at_load(module)):
+            for other in sorted(imported(module) - packages):
                 visit(other, (*trail, module))
             done.add(module)
 
-    for module in MODULES:
+    for module in MODULES.keys() - packages:
         visit(module, ())
-    assert len(done) == len(MODULES)
+    assert len(done) == len(MODULES) - len(packages)
+
+
+ROOMS = {
+    "trial_core.storage": ("trial_core.storage",),
+    "trial_core.checkpoint": ("trial_core.storage", "trial_core.checkpoint", "trial_core.run"),
+    "trial_core.transfer": (
+        "trial_core.storage",
+        "trial_core.checkpoint",
+        "trial_core.transfer",
+        "trial_core.run",
+        "trial_core.config",
+    ),
+    "trial_core.retention": (
+        "trial_core.storage",
+        "trial_core.checkpoint",
+        "trial_core.transfer",
+        "trial_core.retention",
+        "trial_core.run",
+    ),
+}
+"""Which rooms a room may import, besides modules that lie loose in `trial_core`."""
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_the_rooms_below_it(room: str) -> None:
+    """Storage knows no checkpoints, a checkpoint no transfers, and neither knows who deletes."""
+    wrong = [
+        f"{module} imports {other}"
+        for module in MODULES
+        if module.startswith(room)
+        for other in imported(module)
+        if other.count(".") > 1 and not other.startswith(ROOMS[room])
+    ]
+    assert wrong == []
+
+
+def test_the_controller_knows_no_deepspeed() -> None:
+    """One controller for all kinds of trial: what differs lies behind `TrialEngine`."""
+    controller = [module for module in MODULES if module.startswith("trial_core.controller")]
+    texts = {module: MODULES[module].read_text() for module in controller}
+    assert [m for m, text in texts.items() if re.search(r"(import|from) .*deepspeed", text)] == []
+
+
+def test_names_of_deepspeeds_files_are_known_to_deepspeeds_room_alone() -> None:
+    """`checkpoint/` and its neighbours store files of any name."""
+    knowing = [m for m, path in MODULES.items() if "zero_pp_rank" in path.read_text()]
+    assert [m for m in knowing if not m.startswith("trial_core.deepspeed")] == []
+
+
+def test_a_name_means_one_thing() -> None:
+    """No two classes have one name."""
+    homes = defaultdict(list)
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].append(module)
+    assert {name: where for name, where in homes.items() if len(where) > 1} == {}
 
 
 @pytest.mark.parametrize(
     ("lower", "higher"),
     [
-        ("trial_core", ("tasks", "flows", "deployments")),
-        ("tasks", ("flows", "deployments")),
-        ("flows", ("deployments",)),
+        ("trial_core", ("trialflow",)),
+        ("trialflow.tasks", ("trialflow.flows", "trialflow.deployments")),
+        ("trialflow.flows", ("trialflow.deployments",)),
     ],
 )
 def test_imports_point_one_way(lower: str, higher: tuple[str, ...]) -> None:
@@ -93,9 +167,9 @@ def test_imports_point_one_way(lower: str, higher: tuple[str, ...]) -> None:
     wrong = [
         f"{module} imports {other}"
         for module in MODULES
-        if module.split(".")[0] == lower
-        for other in imported_at_load(module)
-        if other.split(".")[0] in higher
+        if module.startswith(lower)
+        for other in imported(module)
+        if other.startswith(higher)
     ]
     assert wrong == []
 

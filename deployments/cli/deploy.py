@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
     from trialflow.deployments.desired_state import PoolType
-    from trialflow.deployments.resources import Done, Thing
-    from trialflow.deployments.retraining.requests import Retraining
+    from trialflow.deployments.resources import Change, Resource
+    from trialflow.deployments.retraining.requests import RetrainingRequest
 
 
 DEFAULT_POOL = "local"
@@ -152,9 +152,9 @@ def wanted_things(
     overwrite: bool = False,
     is_removal: bool = False,
     keeps_pool: bool = False,
-    retrainings: Sequence[Retraining] = (),
+    retrainings: Sequence[RetrainingRequest] = (),
     models: Sequence[str] = (),
-) -> list[Thing]:
+) -> list[Resource]:
     """What the server should have, in the order in which it is made.
 
     Args:
@@ -163,28 +163,28 @@ def wanted_things(
         retrainings: what files ask for.
         models: those whose retraining is on the server, by a file that need not be given again.
     """
-    from trialflow.deployments.desired_state import Place, automations, deployments
+    from trialflow.deployments.desired_state import DeploymentTarget, automations, deployments
     from trialflow.deployments.flow_deployment import FlowDeployment
-    from trialflow.deployments.resources import FixedRule, GpuLimit, Pool
+    from trialflow.deployments.resources import FixedAutomation, GpuLimit, Pool
     from trialflow.deployments.retraining.model_resources import all_of, asked_for
     from trialflow.deployments.retraining.requests import template
 
     folder = directory or (Path.cwd() if pool_type == "process" else None)
     where = str(folder.absolute()) if folder else None
-    place = Place(pool, where, keeps_pool, keeps_directory=directory is None)
+    place = DeploymentTarget(pool, where, keeps_pool, keeps_directory=directory is None)
     given = {each.model for each in retrainings}
     kept = [FlowDeployment(template(each), place) for each in models if each not in given]
     return [
         Pool(pool, pool_type, overwrite),
         *([GpuLimit(gpus)] if gpus or is_removal else []),
         *(FlowDeployment(each, place) for each in deployments()),
-        *(FixedRule(each) for each in automations([pool] if pool_type == "process" else [])),
+        *(FixedAutomation(each) for each in automations([pool] if pool_type == "process" else [])),
         *(all_of(models) if is_removal else kept),
         *asked_for(retrainings, place),
     ]
 
 
-def read_retrainings(files: Sequence[Path]) -> list[Retraining]:
+def read_retrainings(files: Sequence[Path]) -> list[RetrainingRequest]:
     """What the `retraining` sections of experiment files ask for.
 
     Raises:
@@ -196,8 +196,8 @@ def read_retrainings(files: Sequence[Path]) -> list[Retraining]:
 
 
 def take_back(
-    retrainings: Sequence[Retraining], client: SyncPrefectClient, dry_run: bool
-) -> Iterator[Done]:
+    retrainings: Sequence[RetrainingRequest], client: SyncPrefectClient, dry_run: bool
+) -> Iterator[Change]:
     """Remove what files have asked for before, and ask for no more."""
     from trialflow.deployments.resources import take_down
     from trialflow.deployments.retraining.model_resources import not_asked_for
@@ -238,7 +238,7 @@ def configured_client() -> Iterator[SyncPrefectClient]:
             ) from error
 
 
-def _print(done: Iterator[Done], dry_run: bool) -> None:
+def _print(done: Iterator[Change], dry_run: bool) -> None:
     for each in done:
         would = "would be " if dry_run and each.verb in ("created", "changed", "removed") else ""
         detail = f" ({each.detail})" if each.detail else ""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trial_core import text_format
 from trial_core.errors import CheckpointError, Stopped, TrialflowError
-from trial_core.run.run_status import Progress
+from trial_core.run.run_status import RunStatus
 from trialflow.deployments.cli import console
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Status = Literal["completed", "stopped", "failed", "refused"]
 
 
-class Outcome:
+class JsonResult:
     """How a run ended. A context manager around it, at whose end the line is printed.
 
     The line is an object with the fields of `trialflow.flows.train.TrialResult`, as far as they are known
@@ -48,14 +48,14 @@ class Outcome:
         self.trial: str | None = None
         self.flow_run_id: str | None = None
         self.stop_reason: str | None = None
-        self.progress: Progress | None = None
+        self.progress: RunStatus | None = None
         self.store: CheckpointStore | None = None
         # Where people are told; a program that reads stdout reads one line there.
         self.stream = sys.stderr if is_printed else sys.stdout
         self._is_printed = is_printed
         self._error: tuple[str, str] | None = None
 
-    def __enter__(self) -> Outcome:
+    def __enter__(self) -> JsonResult:
         return self
 
     def __exit__(
@@ -102,7 +102,7 @@ class Outcome:
         """The fields of a result that the flow could not return."""
         from trial_core.config import home_folder
 
-        progress = self.progress or Progress()
+        progress = self.progress or RunStatus()
         run_dir = home_folder() / self.trial if self.trial else None
         report = run_dir / "report.md" if run_dir else None
         uuid = self._newest_checkpoint()

@@ -225,7 +225,7 @@ class _Model:
     def _became(self, moves: list[Move]) -> list[str]:
         """Of each version, why it was promoted or was not, in words."""
         from trial_core.errors import RegistryError
-        from trial_core.models.journal import Decision, Notebook
+        from trial_core.models.journal import Journal, PromotionDecision
         from trial_core.storage.parallel import StopSignal, in_parallel
 
         def became(version: Version, stop: StopSignal) -> str:
@@ -237,8 +237,8 @@ class _Model:
             if not version.run:
                 return "promoted" if made else "registered, and not promoted"
             try:
-                outcome = Notebook(self._registry.store, self.name, version.run).read(
-                    "outcome", Decision
+                outcome = Journal(self._registry.store, self.name, version.run).read(
+                    "outcome", PromotionDecision
                 )
             except RegistryError:
                 return f"run {version.run} has noted what cannot be read"

@@ -20,7 +20,7 @@ from typing_extensions import Self
 
 from trial_core import text_format
 from trial_core.run.observer import MetricsKind
-from trial_core.run.run_status import TRAINING, UPLOAD, Progress
+from trial_core.run.run_status import TRAINING, UPLOAD, RunStatus
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -32,7 +32,7 @@ NARROWEST_WITH_BAR = 50
 HARDLY_WORTH_A_LINE_SECONDS = 1.0
 
 
-class Display(Progress):
+class Display(RunStatus):
     """Shows nothing: a quiet run. A context manager; the run happens inside the block.
 
     Args:
@@ -225,7 +225,7 @@ class LiveDisplay(Display):
         return facts
 
 
-def _started(progress: Progress, begins_at: int) -> str:
+def _started(progress: RunStatus, begins_at: int) -> str:
     left = text_format.plural(progress.total_batches, "batch")
     going_on = f", going on from {begins_at}" if begins_at else ""
     samples = text_format.plural(progress.batch_samples, "sample")

@@ -14,7 +14,7 @@ from trial_core import text_format
 from trial_core.errors import Stopped, TrialflowError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import Overrides, Storage, read_experiment
-from trialflow.deployments.cli.json_result import Outcome
+from trialflow.deployments.cli.json_result import JsonResult
 from trialflow.deployments.cli.run_display import Display, PlainLines, display_for_stdout
 from trialflow.deployments.cli.signals import Terminated, stoppable
 
@@ -57,7 +57,7 @@ def train(
     config
         The experiment file (YAML).
     """
-    with Outcome(is_printed=json_) as outcome:
+    with JsonResult(is_printed=json_) as outcome:
         experiment = read_experiment(config, set_ or [], storage)
         preferred = (experiment.searcher.metric, "loss")
         command = _Command(experiment, _display(quiet, json_, preferred), outcome)
@@ -73,7 +73,7 @@ def _display(quiet: bool, as_json: bool, preferred: tuple[str, ...]) -> Display:
 class _Command:
     """One `trialflow train`."""
 
-    def __init__(self, experiment: ExperimentConfig, display: Display, outcome: Outcome) -> None:
+    def __init__(self, experiment: ExperimentConfig, display: Display, outcome: JsonResult) -> None:
         self._experiment = experiment
         self._display = display
         self._outcome = outcome

@@ -27,7 +27,7 @@ from trialflow.deployments.cli.signals import Terminated, stoppable
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
-    from trialflow.deployments.retraining.requests import Retraining
+    from trialflow.deployments.retraining.requests import RetrainingRequest
     from trialflow.flows.server.local_server import LocalServer
 
 DEFAULT_PORT = 4200
@@ -109,7 +109,7 @@ def say_stopping(how: str) -> None:
 def _serve(
     port: int,
     pool: str | None,
-    retrainings: Sequence[Retraining],
+    retrainings: Sequence[RetrainingRequest],
     home: Path,
     start_limit_seconds: float,
 ) -> None:
@@ -135,7 +135,7 @@ def _serve(
         raise PartEnded(f"the {ended} has ended by itself, so all has; {log_tail(log)}")
 
 
-def _set_up(asked_pool: str | None, retrainings: Sequence[Retraining]) -> str:
+def _set_up(asked_pool: str | None, retrainings: Sequence[RetrainingRequest]) -> str:
     """The work pool, whose name it is, the deployments and the rest; what is new is said."""
     from prefect.client.orchestration import get_client
 

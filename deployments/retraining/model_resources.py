@@ -1,4 +1,4 @@
-"""What a Prefect server has of a model's retraining, besides its deployment, as `Thing`s: the
+"""What a Prefect server has of a model's retraining, besides its deployment, as `Resource`s: the
 schedule that its file gives, and the automation that runs it when data arrives.
 """
 
@@ -11,12 +11,12 @@ from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.objects import DeploymentSchedule
 from prefect.events.schemas.automations import AutomationCore
 
-from trialflow.deployments.desired_state import Place
+from trialflow.deployments.desired_state import DeploymentTarget
 from trialflow.deployments.flow_deployment import FlowDeployment, deployment_of
-from trialflow.deployments.resources import Rule, Thing
+from trialflow.deployments.resources import AutomationResource, Resource
 from trialflow.deployments.retraining.requests import (
     FLOW,
-    Retraining,
+    RetrainingRequest,
     Schedule,
     data_arrived,
     described,
@@ -28,7 +28,9 @@ from trialflow.deployments.retraining.requests import (
 SLUG = "trialflow"
 
 
-def asked_for(retrainings: Iterable[Retraining], place: Place) -> Iterator[Thing]:
+def asked_for(
+    retrainings: Iterable[RetrainingRequest], place: DeploymentTarget
+) -> Iterator[Resource]:
     """What files ask for."""
     for each in retrainings:
         yield FlowDeployment(each.deployment, place)
@@ -38,7 +40,7 @@ def asked_for(retrainings: Iterable[Retraining], place: Place) -> Iterator[Thing
             yield DataArrivedRule(each.model)
 
 
-def not_asked_for(retrainings: Iterable[Retraining]) -> Iterator[Thing]:
+def not_asked_for(retrainings: Iterable[RetrainingRequest]) -> Iterator[Resource]:
     """What files do not ask for, and may have asked for before."""
     for each in retrainings:
         if each.schedule is None:
@@ -47,14 +49,14 @@ def not_asked_for(retrainings: Iterable[Retraining]) -> Iterator[Thing]:
             yield DataArrivedRule(each.model)
 
 
-def all_of(models: Iterable[str]) -> Iterator[Thing]:
+def all_of(models: Iterable[str]) -> Iterator[Resource]:
     """All that there can be of models, to be removed. Schedules go with their deployments."""
     for model in models:
-        yield FlowDeployment(template(model), Place("", None))
+        yield FlowDeployment(template(model), DeploymentTarget("", None))
         yield DataArrivedRule(model)
 
 
-class FileSchedule(Thing):
+class FileSchedule(Resource):
     """The schedule that a model's file gives; others of its deployment are people's.
 
     Whether it is active is people's as well.
@@ -98,7 +100,7 @@ class FileSchedule(Thing):
         return next((each for each in schedules if each.slug == SLUG), None)
 
 
-class DataArrivedRule(Rule):
+class DataArrivedRule(AutomationResource):
     """The automation that runs a model's retraining when data arrives."""
 
     def __init__(self, model: str) -> None:

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from trial_core.errors import ConfigError
 from trial_core.models.data_templates import rendered
-from trialflow.deployments.desired_state import WantedDeployment, deployments
+from trialflow.deployments.desired_state import DesiredDeployment, deployments
 
 if TYPE_CHECKING:
     from trial_core.config import ExperimentConfig, RetrainingConfig
@@ -37,7 +37,7 @@ ANCHOR = "2020-01-01T00:00:00Z"
 
 
 @dataclass(frozen=True)
-class Retraining:
+class RetrainingRequest:
     """What one experiment's `retraining` section asks for.
 
     Attributes:
@@ -48,7 +48,7 @@ class Retraining:
     """
 
     model: str
-    deployment: WantedDeployment
+    deployment: DesiredDeployment
     schedule: Schedule | None
     on_data_arrived: bool
 
@@ -58,14 +58,14 @@ def resource_id(model: str) -> str:
     return f"trialflow.model.{model}"
 
 
-def retrainings(experiments: Mapping[Path, ExperimentConfig]) -> list[Retraining]:
+def retrainings(experiments: Mapping[Path, ExperimentConfig]) -> list[RetrainingRequest]:
     """What these experiment files ask for.
 
     Raises:
         ConfigError: one has no `retraining` section, a schedule that cannot be, data with a
             template that cannot be rendered, or a model whose name is taken.
     """
-    found: dict[str, tuple[Path, Retraining]] = {}
+    found: dict[str, tuple[Path, RetrainingRequest]] = {}
     for path, config in experiments.items():
         retraining = _retraining(path, config)
         other, _ = found.setdefault(retraining.model, (path, retraining))
@@ -77,10 +77,10 @@ def retrainings(experiments: Mapping[Path, ExperimentConfig]) -> list[Retraining
     return [retraining for _, retraining in found.values()]
 
 
-def template(model: str) -> WantedDeployment:
+def template(model: str) -> DesiredDeployment:
     """The deployment of a model's retraining, as far as its file does not matter."""
     (general,) = (each for each in deployments() if each.entrypoint == ENTRYPOINT)
-    return WantedDeployment(
+    return DesiredDeployment(
         name=model,
         entrypoint=ENTRYPOINT,
         description=f"Retrains the model {model}, and promotes what is better.",
@@ -89,7 +89,7 @@ def template(model: str) -> WantedDeployment:
     )
 
 
-def _retraining(path: Path, config: ExperimentConfig) -> Retraining:
+def _retraining(path: Path, config: ExperimentConfig) -> RetrainingRequest:
     asked = config.retraining
     if asked is None:
         raise ConfigError(
@@ -101,9 +101,9 @@ def _retraining(path: Path, config: ExperimentConfig) -> Retraining:
     _check_name(path, model)
     _check_templates(path, config)
     ours = template(model)
-    return Retraining(
+    return RetrainingRequest(
         model=model,
-        deployment=WantedDeployment(
+        deployment=DesiredDeployment(
             name=model,
             entrypoint=ours.entrypoint,
             description=ours.description,

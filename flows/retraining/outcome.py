@@ -14,10 +14,10 @@ from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 
 from trial_core.errors import RegistryError, Stopped, StorageError, Superseded
-from trial_core.models.journal import Decision, Done
+from trial_core.models.journal import PromotionDecision, StageRecord
 from trial_core.run.stop_request import Stopping
-from trialflow.tasks.report.retraining_report import FILE, Facts, publish
-from trialflow.tasks.retrain import LOGS, CallbackFailed, Retraining, call_back, tell
+from trialflow.tasks.report.retraining_report import FILE, RetrainingFacts, publish
+from trialflow.tasks.retrain import LOGS, CallbackFailed, RetrainingRun, call_back, tell
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,9 @@ class RetrainResult:
         }
 
 
-def result_of(facts: Facts, run_id: str, report: Path, stopping: Stopping) -> RetrainResult:
+def result_of(
+    facts: RetrainingFacts, run_id: str, report: Path, stopping: Stopping
+) -> RetrainResult:
     """What the run has come to, as far as it has come."""
     found, challenger, outcome = facts.champion_found, facts.challenger, facts.outcome
     return RetrainResult(
@@ -88,7 +90,11 @@ def result_of(facts: Facts, run_id: str, report: Path, stopping: Stopping) -> Re
 
 
 def tell_of(
-    retraining: Retraining, facts: Facts, result: RetrainResult, folder: Path, stopping: Stopping
+    retraining: RetrainingRun,
+    facts: RetrainingFacts,
+    result: RetrainResult,
+    folder: Path,
+    stopping: Stopping,
 ) -> None:
     """Send the event and call the experiment's callbacks, as far as an earlier attempt has not.
 
@@ -98,7 +104,7 @@ def tell_of(
     """
     notes, outcome = retraining.notes, result.as_outcome()
     unsent: Exception | None = None
-    if notes.read("told", Done) is None:
+    if notes.read("told", StageRecord) is None:
         try:
             tell(retraining, outcome)
         except (httpx.HTTPError, PrefectException) as error:  # callbacks do not need the server
@@ -108,12 +114,12 @@ def tell_of(
     failed: dict[str, str] = {}
     for number, function in enumerate(retraining.settings.callbacks):
         name = f"callback-{number:02d}"
-        if notes.read(name, Done) is not None:
+        if notes.read(name, StageRecord) is not None:
             continue
         problem = call_back(retraining, function, outcome, folder / LOGS, stopping)
         if problem is None:
             notes.done(name, f"{function} was called")
-        elif notes.read(name, Done) is None:  # nor has another attempt called it meanwhile
+        elif notes.read(name, StageRecord) is None:  # nor has another attempt called it meanwhile
             failed[function] = problem
     if failed:
         facts.failed_callbacks = failed
@@ -127,7 +133,7 @@ def tell_of(
 
 
 @contextmanager
-def reporting(facts: Facts, retraining: Retraining, folder: Path) -> Iterator[None]:
+def reporting(facts: RetrainingFacts, retraining: RetrainingRun, folder: Path) -> Iterator[None]:
     """Have the report say why the block has failed, if it has."""
     try:
         yield
@@ -140,12 +146,12 @@ def reporting(facts: Facts, retraining: Retraining, folder: Path) -> Iterator[No
         raise
 
 
-def publish_if_it_holds(facts: Facts, retraining: Retraining, folder: Path) -> Path:
+def publish_if_it_holds(facts: RetrainingFacts, retraining: RetrainingRun, folder: Path) -> Path:
     """As `publish`; not where another attempt at the run has come to an outcome of which this one,
     that was taken for dead, knows nothing."""
     if facts.outcome is None:
         try:
-            known = retraining.notes.read("outcome", Decision)
+            known = retraining.notes.read("outcome", PromotionDecision)
         except (StorageError, RegistryError):  # `publish` warns of it
             known = None
         if known is not None:

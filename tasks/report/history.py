@@ -61,7 +61,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     what: str
 
 
-class Story(msgspec.Struct, kw_only=True):
+class ReportHistory(msgspec.Struct, kw_only=True):
     """A trial's curves, checkpoints and restarts.
 
     Attributes:
@@ -135,7 +135,7 @@ class Story(msgspec.Struct, kw_only=True):
         return msgspec.json.encode(self)
 
     @classmethod
-    def from_json(cls, data: bytes) -> Story:
+    def from_json(cls, data: bytes) -> ReportHistory:
         """Read what `to_json` gave.
 
         Raises:

@@ -27,8 +27,8 @@ from trial_core.run.stop_request import Stopping
 from trial_core.slots.log_pump import ALARMING
 from trialflow.tasks.rank_logs import LogCaps, StoredLogs
 from trialflow.tasks.report.artifact import ReportArtifact
-from trialflow.tasks.report.history import SavedCheckpoint, Story
-from trialflow.tasks.report.trial_report import Facts
+from trialflow.tasks.report.history import ReportHistory, SavedCheckpoint
+from trialflow.tasks.report.trial_report import TrialFacts
 
 UPDATE_SECONDS = 5.0
 # For an update that is under way when the run ends; Prefect's client gives up by itself.
@@ -72,7 +72,7 @@ class Report(Observer):
         self._stopping = stopping
         self._logger = get_run_logger()
         self._logs = StoredLogs(store, trial, run_dir, (REPORT, STORY))
-        self._facts = Facts(
+        self._facts = TrialFacts(
             config.name, trial, config.searcher.metric, config.searcher.smaller_is_better,
             store.files_url("").rstrip("/"), self._logs.places(),
         )  # fmt: skip
@@ -261,7 +261,7 @@ class Report(Observer):
     # ---------------------------------------------------------------------------- internals
 
     @contextmanager
-    def _changing(self) -> Iterator[Facts]:
+    def _changing(self) -> Iterator[TrialFacts]:
         """The facts, nobody else's for the length of the block; then the report is to be written.
 
         The ranks' channel, uploads and the flow tell of the run, each in a thread of its own.
@@ -275,14 +275,14 @@ class Report(Observer):
         asked = self._stopping.asked if self._stopping is not None else None
         return None if asked is None else str(asked)
 
-    def _earlier_story(self) -> Story | None:
+    def _earlier_story(self) -> ReportHistory | None:
         """The newest of what is known of the trial's runs before this one: here, or stored."""
-        stories: list[Story] = []
+        stories: list[ReportHistory] = []
 
         def read(source: Callable[[], bytes | None]) -> None:
             try:
                 if data := source():
-                    stories.append(Story.from_json(data))
+                    stories.append(ReportHistory.from_json(data))
             except msgspec.MsgspecError as error:
                 self._logger.warning("an earlier report cannot be read: %s", error)
 

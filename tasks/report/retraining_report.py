@@ -15,8 +15,15 @@ from prefect.logging import get_run_logger
 
 from trial_core import text_format
 from trial_core.errors import StorageError
-from trial_core.models.comparison import Rule
-from trial_core.models.journal import REPORT, Challenger, Champion, Decision, Notebook, Plan
+from trial_core.models.comparison import PromotionRule
+from trial_core.models.journal import (
+    REPORT,
+    Challenger,
+    Champion,
+    Journal,
+    PromotionDecision,
+    RetrainingPlan,
+)
 from trial_core.models.records import Version
 from trialflow.tasks.report.artifact import MarkdownArtifact, ReportArtifact
 from trialflow.tasks.report.trial_report import said
@@ -30,7 +37,7 @@ STARTS: Mapping[str, str] = {
 
 
 @dataclass
-class Facts:
+class RetrainingFacts:
     """What there is to report, as far as the run has come.
 
     Attributes:
@@ -48,12 +55,12 @@ class Facts:
 
     model: str
     start: str
-    rule: Rule
-    plan: Plan
+    rule: PromotionRule
+    plan: RetrainingPlan
     champion: Version | None = None
     champion_found: Champion | None = None
     challenger: Challenger | None = None
-    outcome: Decision | None = None
+    outcome: PromotionDecision | None = None
     ended: str = ""
     failed_callbacks: Mapping[str, str] | None = None
     places: Mapping[str, str] | None = None
@@ -154,7 +161,7 @@ class Facts:
         ]
 
 
-def publish(facts: Facts, notes: Notebook, folder: Path) -> Path:
+def publish(facts: RetrainingFacts, notes: Journal, folder: Path) -> Path:
     """Write the report: the file, the one in the storage, the artifact. One that cannot be written
     is a warning: no reason to end a run, nor to hide why it ended, nor to leave out the others."""
     text, path = facts.render(), folder / FILE

@@ -11,9 +11,9 @@ from typing import Any
 
 from trial_core import text_format
 from trial_core.run.observer import MetricsKind
-from trial_core.run.run_status import Progress
+from trial_core.run.run_status import RunStatus
 from trialflow.tasks.report.charts import chart
-from trialflow.tasks.report.history import Curve, SavedCheckpoint, Story
+from trialflow.tasks.report.history import Curve, ReportHistory, SavedCheckpoint
 
 BAR_CELLS = 30
 SHOWN_METRICS = 24
@@ -30,7 +30,7 @@ TITLES: Mapping[Curve, str] = {
 
 
 @dataclass
-class Facts:
+class TrialFacts:
     """What there is to report.
 
     Attributes:
@@ -52,8 +52,8 @@ class Facts:
     places: dict[str, str] = field(default_factory=dict)
     status: str = "running"
     is_over: bool = False
-    progress: Progress = field(default_factory=Progress)
-    story: Story = field(default_factory=Story)
+    progress: RunStatus = field(default_factory=RunStatus)
+    story: ReportHistory = field(default_factory=ReportHistory)
     last: dict[MetricsKind, tuple[int, Mapping[str, Any]]] = field(default_factory=dict)
     waits: deque[tuple[float, Sequence[float]]] = field(
         default_factory=lambda: deque(maxlen=WAIT_WORKLOADS)

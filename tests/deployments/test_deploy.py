@@ -38,7 +38,7 @@ from trialflow.deployments.desired_state import (
 )
 from trialflow.deployments.flow_deployment import working_folder
 from trialflow.deployments.local_worker import put_back_interrupted
-from trialflow.deployments.resources import Done, lease_problem, set_up, take_down
+from trialflow.deployments.resources import Change, lease_problem, set_up, take_down
 from trialflow.flows.lifecycle.crash_limit import (
     SCHEDULED_AGAIN,
     CrashedTooOften,
@@ -164,7 +164,7 @@ def test_what_is_not_given_stays(client: SyncPrefectClient) -> None:
     assert client.read_deployment_by_name("train/train").work_pool_name == POOL
 
 
-def again(client: SyncPrefectClient, pool: str) -> list[Done]:
+def again(client: SyncPrefectClient, pool: str) -> list[Change]:
     """What is done when neither pool nor folder is given."""
     return list(set_up(wanted_things("process", pool, 4, None, keeps_pool=True), client, False))
 

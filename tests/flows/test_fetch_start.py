@@ -10,7 +10,7 @@ import trialflow.flows.train
 from tests.support.manifests import new_manifest
 from tests.support.slots import toy_config
 from trial_core.checkpoint.manifest import Manifest
-from trial_core.checkpoint.resume_point import Start
+from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import CheckpointDamaged
@@ -25,7 +25,7 @@ def damaged(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Of which checkpoints it is found, once they are fetched, that they are damaged."""
     uuids: set[str] = set()
 
-    def fetch(run: TrialRun, start: Start, manifest: Manifest) -> str | None:
+    def fetch(run: TrialRun, start: ResumePoint, manifest: Manifest) -> str | None:
         return f"{manifest.uuid} lacks a file" if manifest.uuid in uuids else None
 
     monkeypatch.setattr(trialflow.flows.train, "fetch", fetch)
@@ -72,4 +72,4 @@ def test_where_all_are_damaged_nothing_begins(tmp_path: Path, damaged: set[str])
 
 def test_a_trial_that_has_saved_nothing_begins(tmp_path: Path) -> None:
     """There is nothing to lose."""
-    assert trialflow.flows.train.fetch_start(new_run(tmp_path)) == Start()
+    assert trialflow.flows.train.fetch_start(new_run(tmp_path)) == ResumePoint()

@@ -12,7 +12,7 @@ from tests.support.flow import train
 from tests.support.manifests import new_manifest
 from tests.support.slots import lines, toy_config
 from trial_core.checkpoint.manifest import Topology
-from trial_core.checkpoint.resume_point import Start
+from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.config import ExperimentConfig
 from trial_core.errors import CheckpointError
 from trialflow.flows.train import fetch
@@ -54,4 +54,4 @@ def test_batches_of_another_size_are_refused_before_anything_is_fetched() -> Non
         topology=Topology(world_size=2, data_parallel_size=2, batch_samples=4)
     )
     with pytest.raises(CheckpointError, match="saved by 1 slots in batches of 2 samples"):
-        fetch(run, Start.continuing(manifest), manifest)
+        fetch(run, ResumePoint.continuing(manifest), manifest)

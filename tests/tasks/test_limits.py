@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.slots import toy_config
-from trial_core.checkpoint.resume_point import Start
+from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.run.observer import Observer
 from trial_core.run.sequencer import Progress
@@ -32,7 +32,7 @@ CHECKPOINT: Any = SimpleNamespace(
 OTHERS: dict[str, Callable[[TrialRun], Any]] = {
     "build-trial": lambda run: build_trial.fn(run),
     "fetch-checkpoint": lambda run: fetch_checkpoint.fn(run, CHECKPOINT),
-    "build-loaders": lambda run: build_loaders.fn(run, Start()),
+    "build-loaders": lambda run: build_loaders.fn(run, ResumePoint()),
     "callbacks": lambda run: callbacks.fn(run, "on_training_start", 0, {}),
     "checkpoint-save": lambda run: checkpoint_save.fn(run, Progress(batches_trained=5)),
     "upload-run-files": lambda run: upload_run_files.fn(run, 5),

@@ -9,23 +9,23 @@ import pytest
 
 from tests.support.manifests import new_manifest
 from tests.support.slots import toy_config
-from trial_core.models.journal import Plan
+from trial_core.models.journal import RetrainingPlan
 from trial_core.models.records import Version
 from trial_core.run.stop_request import Stopping
-from trialflow.tasks.retrain import Retraining, out_of_time
+from trialflow.tasks.retrain import RetrainingRun, out_of_time
 
-PLAN = Plan(
+PLAN = RetrainingPlan(
     trial="toy-1", scheduled_at="2026-03-01T03:00:00Z", begun_at="2026-03-01T03:00:00Z",
     data={"day": "2026-03-01"}, champion=1, move=1,
 )  # fmt: skip
 
 
-def retraining(folder: Path, start: str = "scratch", **changes: Any) -> Retraining:
+def retraining(folder: Path, start: str = "scratch", **changes: Any) -> RetrainingRun:
     config = toy_config(folder, data={"day": "{{ x }}"}, retraining={"start": start}, **changes)
-    return Retraining(config, "run-1")
+    return RetrainingRun(config, "run-1")
 
 
-def champion(found: Retraining) -> Version:
+def champion(found: RetrainingRun) -> Version:
     """A version whose checkpoint was saved by another class, with other hyperparameters."""
     manifest = new_manifest(entrypoint="old:Trial", hyperparameters={"width": 3})
     found.store.commit(manifest)

@@ -18,7 +18,7 @@ optimizers, learning-rate schedules) and the callbacks', but neither position no
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """What a run starts from.
 
     Attributes:
@@ -32,12 +32,12 @@ class Start:
     restore: Restore = "everything"
 
     @classmethod
-    def continuing(cls, checkpoint: Manifest) -> Start:
+    def continuing(cls, checkpoint: Manifest) -> ResumePoint:
         """Go on with the trial that saved `checkpoint`."""
         return cls(checkpoint.progress.stopping(False), checkpoint)
 
     @classmethod
-    def warm(cls, checkpoint: Manifest, weights_only: bool) -> Start:
+    def warm(cls, checkpoint: Manifest, weights_only: bool) -> ResumePoint:
         """Begin another trial with what `checkpoint` holds."""
         return cls(Progress(), checkpoint, "weights" if weights_only else "state")
 
@@ -82,7 +82,7 @@ class Start:
         raise CheckpointError(f"checkpoint {self.checkpoint.uuid} was saved by {reason}")
 
 
-def none_is_whole(tried: Sequence[Start], damage: str) -> CheckpointDamaged:
+def no_intact_checkpoint(tried: Sequence[ResumePoint], damage: str) -> CheckpointDamaged:
     """What to raise where a run has something to start from, and all of it is damaged.
 
     Args:

@@ -22,8 +22,8 @@ from trial_core.controller.data.loaders import Loaders, build_loaders
 from trial_core.controller.entrypoint import build_engine
 from trial_core.controller.evaluation import validate
 from trial_core.controller.rank_state import capture_rng, restore_rng
-from trial_core.controller.resharded_state import Move
-from trial_core.controller.run_file_upload import Measured, instruments_in
+from trial_core.controller.resharded_state import RankRemap
+from trial_core.controller.run_file_upload import RunFileUpload, instruments_in
 from trial_core.controller.snapshot import Snapshots
 from trial_core.controller.training import Ticker, train_batches
 from trial_core.controller.trial_engine import TrialEngine
@@ -92,7 +92,7 @@ class Controller:
         self._engine: TrialEngine | None = None
         self._loaders: Loaders | None = None
         self._snapshots: Snapshots | None = None
-        self._measured: Measured | None = None
+        self._measured: RunFileUpload | None = None
         self._rng: dict[str, Any] | None = None
         # What only this rank knows about the workloads behind it, for the hooks that follow them.
         self._hook_arguments: dict[str, dict[str, Any]] = {}
@@ -152,7 +152,7 @@ class Controller:
             self._snapshots.close()
         settings = info.experiment.get("checkpointing") or {}
         self._snapshots = Snapshots(run_dir, store, self._distributed, settings)
-        self._measured = Measured(info, store, run_dir)
+        self._measured = RunFileUpload(info, store, run_dir)
         return TrialBuilt(
             hooks=sorted(overridden_hooks(engine.callbacks)),
             topology=engine.topology(),
@@ -179,7 +179,7 @@ class Controller:
         """Build the loaders, and restore from a fetched checkpoint. Collective."""
         engine, info = self._the_engine, self._the_info
         info.batches_trained = request.batches_trained
-        move = Move.of(request.saved_by, engine, info.experiment_seed, request.batches_trained)
+        move = RankRemap.of(request.saved_by, engine, info.experiment_seed, request.batches_trained)
         if move is not None and self._distributed.get_rank() == 0:
             logger.info("%s", move)
         state = self._the_snapshots.read_state(request.checkpoint, request.restore, move)
@@ -332,7 +332,7 @@ class Controller:
         return _made(self._snapshots, BuildTrial)
 
     @property
-    def _the_measured(self) -> Measured:
+    def _the_measured(self) -> RunFileUpload:
         return _made(self._measured, BuildTrial)
 
     @property

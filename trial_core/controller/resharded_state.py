@@ -22,7 +22,7 @@ from trial_core.pytorch.seeding import derive_seed
 
 
 @dataclass(frozen=True)
-class Move:
+class RankRemap:
     """A checkpoint's way to other ranks, or to another ZeRO stage.
 
     Attributes:
@@ -38,7 +38,7 @@ class Move:
     @classmethod
     def of(
         cls, saved: Topology | None, engine: TrialEngine, seed: int, batches_trained: int
-    ) -> Move | None:
+    ) -> RankRemap | None:
         """The way that there is; None if every rank's files can be used as they are.
 
         Args:
@@ -71,7 +71,7 @@ class Move:
 
 
 def read_redistributed(
-    folder: Path, rank: int, reader: Reader, move: Move, restore: Restore = "everything"
+    folder: Path, rank: int, reader: Reader, move: RankRemap, restore: Restore = "everything"
 ) -> dict[str, Any]:
     """The state that a rank goes on with, as `read_rank_state` gives it.
 

@@ -20,7 +20,7 @@ def instruments_in(run_dir: Path, rank: int) -> Instruments:
     return Instruments(run_dir / rank_folder(rank))
 
 
-class Measured:
+class RunFileUpload:
     """This rank's event files and traces, on their way to the storage.
 
     Args:

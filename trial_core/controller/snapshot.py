@@ -22,13 +22,13 @@ from trial_core.controller.rank_state import (
     restore_callbacks,
     write_rank_state,
 )
-from trial_core.controller.resharded_state import Move, read_redistributed
+from trial_core.controller.resharded_state import RankRemap, read_redistributed
 from trial_core.controller.safe_load import Reader
 from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
 from trial_core.run.run_dirs import KEPT
 from trial_core.transfer.files import fetch_files, upload_files
-from trial_core.transfer.memory_files import GIB, Images, default_limit_bytes, is_image
+from trial_core.transfer.memory_files import GIB, MemoryFiles, default_limit_bytes, is_memory_file
 from trial_core.transfer.persister import Persister
 from trial_core.transfer.persister_process import StagedFile
 from trial_core.transfer.staging import staged_files
@@ -54,7 +54,7 @@ class Snapshots:
         self._distributed = distributed
         self._memory_gib = settings.get("memory_gib_per_rank")
         self._reader = Reader(bool(settings.get("trusted")))
-        self._images: Images | None = None
+        self._images: MemoryFiles | None = None
         self._persister = Persister(settings.get("stall_timeout_seconds", STALL_SECONDS))
 
     def staging(self, uuid: str) -> Path:
@@ -108,7 +108,7 @@ class Snapshots:
             if folder.name != uuid:  # the first rank takes what ranks have left that are no more
                 shutil.rmtree(folder if is_first_here else folder / own, ignore_errors=True)
         for path in staged.rglob("*"):
-            if is_image(path):
+            if is_memory_file(path):
                 path.unlink()
         if staged.is_dir():
             (kept / uuid).mkdir(parents=True, exist_ok=True)
@@ -141,7 +141,7 @@ class Snapshots:
             self._persister.fetch(self._store.spec, uuid, own, self.restored(uuid), kept)
 
     def read_state(
-        self, uuid: str | None, restore: Restore, move: Move | None = None
+        self, uuid: str | None, restore: Restore, move: RankRemap | None = None
     ) -> dict[str, Any] | None:
         """This rank's own state in a fetched checkpoint; None where no more is restored than
         weights, or nothing at all.
@@ -164,7 +164,7 @@ class Snapshots:
         uuid: str,
         engine: TrialEngine,
         state: dict[str, Any] | None,
-        move: Move | None = None,
+        move: RankRemap | None = None,
     ) -> None:
         """Load from fetched files. Collective: every rank calls this, after all have fetched.
 
@@ -182,10 +182,10 @@ class Snapshots:
         restore_callbacks(state, engine.callbacks)
 
     @property
-    def _the_images(self) -> Images:
+    def _the_images(self) -> MemoryFiles:
         # With the first snapshot: only then is known how much memory training leaves.
         if self._images is None:
             limit = default_limit_bytes(self._distributed.local_size)
             given = self._memory_gib
-            self._images = Images(limit if given is None else int(given * GIB))
+            self._images = MemoryFiles(limit if given is None else int(given * GIB))
         return self._images

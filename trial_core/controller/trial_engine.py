@@ -11,7 +11,7 @@ from trial_core.checkpoint.resume_point import Restore
 from trial_core.controller.safe_load import Reader
 from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.pytorch.reducer import Reducer, ReducerRegistry
-from trial_core.transfer.memory_files import Images
+from trial_core.transfer.memory_files import MemoryFiles
 
 
 class TrialEngine(Protocol):
@@ -82,7 +82,7 @@ class TrialEngine(Protocol):
         """Switch the models between training and evaluation mode."""
         ...
 
-    def save(self, folder: Path, images: Images) -> None:
+    def save(self, folder: Path, images: MemoryFiles) -> None:
         """Write this rank's shards below `folder`, in `images` as far as it can.
 
         Collective: every rank calls this.

@@ -21,7 +21,7 @@ from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.errors import CheckpointError, TrialError
 from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.pytorch.reducer import Reducer
-from trial_core.transfer.memory_files import Images
+from trial_core.transfer.memory_files import MemoryFiles
 
 ZERO_STAGE_WEIGHTS = 3
 
@@ -106,7 +106,7 @@ class DeepSpeedTrialEngine:
         for engine in self._context.models:
             engine.train(training)
 
-    def save(self, folder: Path, images: Images) -> None:
+    def save(self, folder: Path, images: MemoryFiles) -> None:
         with shard_files(self._context.models, folder, images=images):
             self._trial.save(self._context, folder)
 

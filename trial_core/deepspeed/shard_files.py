@@ -19,7 +19,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils.serialization import config as serialization
 
 from trial_core.controller.safe_load import Reader
-from trial_core.transfer.memory_files import Images
+from trial_core.transfer.memory_files import MemoryFiles
 
 
 class ShardFiles(TorchCheckpointEngine):
@@ -31,7 +31,7 @@ class ShardFiles(TorchCheckpointEngine):
         reader: reads files; None: one that trusts nobody.
     """
 
-    def __init__(self, folder: Path, images: Images | None, reader: Reader | None) -> None:
+    def __init__(self, folder: Path, images: MemoryFiles | None, reader: Reader | None) -> None:
         CheckpointEngine.__init__(self)
         self.name = "trialflow"
         self._folder = folder
@@ -81,7 +81,7 @@ def shard_files(
     engines: Sequence[DeepSpeedEngine],
     folder: Path,
     *,
-    images: Images | None = None,
+    images: MemoryFiles | None = None,
     reader: Reader | None = None,
 ) -> Iterator[None]:
     """Inside the block the engines read and write shards below `folder` in our way.

@@ -25,7 +25,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Rule:
+class PromotionRule:
     """What is better.
 
     Attributes:

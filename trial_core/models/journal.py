@@ -36,7 +36,7 @@ from trial_core.errors import RegistryError
 REPORT = "report.md"
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class RetrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What a retraining does.
 
     Attributes:
@@ -102,7 +102,7 @@ class Challenger(msgspec.Struct, frozen=True, kw_only=True):
     why_none: str = ""
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
+class PromotionDecision(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the challenger takes the champion's place: what is to be done, or was.
 
     Attributes:
@@ -114,7 +114,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-class Done(msgspec.Struct, frozen=True, kw_only=True):
+class StageRecord(msgspec.Struct, frozen=True, kw_only=True):
     """That something was done.
 
     Attributes:
@@ -129,7 +129,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
 Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
-class Notebook:
+class Journal:
     """The results of one retraining's stages. Every method may raise `StorageError`.
 
     Args:
@@ -162,14 +162,14 @@ class Notebook:
                 f"{self._storage.url}/{key} cannot be read: {error}; begin a new run"
             ) from error
 
-    def plan(self) -> Plan | None:
+    def plan(self) -> RetrainingPlan | None:
         """The plan that holds: the last one, if an attempt has made any."""
-        last, number = self.read("plan", Plan), 1
-        while last is not None and (later := self.read(_renewed("plan", number), Plan)):
+        last, number = self.read("plan", RetrainingPlan), 1
+        while last is not None and (later := self.read(_renewed("plan", number), RetrainingPlan)):
             last, number = later, number + 1
         return last
 
-    def renew(self, plan: Plan) -> Plan:
+    def renew(self, plan: RetrainingPlan) -> RetrainingPlan:
         """Note a plan that takes the place of the one before; what counts: see `note`."""
         return self.note(_renewed("plan", plan.renewed), plan)
 
@@ -190,7 +190,7 @@ class Notebook:
 
     def done(self, name: str, what: str) -> None:
         """Note that something was done."""
-        self.note(name, Done(what=what, at=utc_now()))
+        self.note(name, StageRecord(what=what, at=utc_now()))
 
     def write_report(self, text: str) -> None:
         """Write the report, over an earlier one."""

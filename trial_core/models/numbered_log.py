@@ -32,7 +32,7 @@ _logger = logging.getLogger(__name__)
 Entry = TypeVar("Entry", bound=Numbered)
 
 
-class Log(Generic[Entry]):
+class NumberedLog(Generic[Entry]):
     """The numbered objects of a folder. Every method may raise `StorageError`.
 
     Args:

@@ -37,27 +37,27 @@ from trial_core.errors import (
     RegistryError,
     StorageError,
 )
-from trial_core.models.numbered_log import Log
+from trial_core.models.numbered_log import NumberedLog
 from trial_core.models.records import Kind, Move, Version
 from trial_core.retention import pins
-from trial_core.retention.pins import Hold
+from trial_core.retention.pins import RegistryHold
 
 _logger = logging.getLogger(__name__)
 
 
-class Anybody(enum.Enum):
+class AnyChampion(enum.Enum):
     """Whoever is champion."""
 
     ANY = "any"
 
 
-ANY: Final = Anybody.ANY
-InsteadOf = int | Literal[Anybody.ANY] | None
+ANY: Final = AnyChampion.ANY
+InsteadOf = int | Literal[AnyChampion.ANY] | None
 """Which version is believed to be champion: its number; None: there is none; `ANY`: whichever."""
 
 
 @dataclass(frozen=True)
-class Wish:
+class PromotionRequest:
     """What a move is to be.
 
     Attributes:
@@ -82,7 +82,10 @@ class Wish:
 
 
 def move_aliases(
-    store: CheckpointStore, versions: Log[Version], moves: Log[Move], wish: Wish
+    store: CheckpointStore,
+    versions: NumberedLog[Version],
+    moves: NumberedLog[Move],
+    wish: PromotionRequest,
 ) -> Move:
     """Make a version the champion; see the module. One that is it already stays it.
 
@@ -120,7 +123,7 @@ def move_aliases(
     return move
 
 
-def _is_done(wish: Wish, last: Move | None) -> bool:
+def _is_done(wish: PromotionRequest, last: Move | None) -> bool:
     """Whether it is champion already, and nobody is to be told that it was not this very wish."""
     if last is None or last.champion != wish.version.number:
         return False
@@ -128,13 +131,13 @@ def _is_done(wish: Wish, last: Move | None) -> bool:
     return is_own or wish.instead_of in (ANY, last.champion)
 
 
-def _check_champion(wish: Wish, last: Move | None) -> None:
+def _check_champion(wish: PromotionRequest, last: Move | None) -> None:
     champion = last.champion if last is not None else None
     if wish.instead_of is not ANY and wish.instead_of != champion:
         raise _conflict(wish, last)
 
 
-def _conflict(wish: Wish, winner: Move | None, number: int = 0) -> PromotionConflict:
+def _conflict(wish: PromotionRequest, winner: Move | None, number: int = 0) -> PromotionConflict:
     if winner is None and not number:
         return PromotionConflict(
             f"{wish.refusal}: model {wish.version.model} has no champion, and version "
@@ -151,7 +154,7 @@ def _conflict(wish: Wish, winner: Move | None, number: int = 0) -> PromotionConf
     )
 
 
-def _verify(store: CheckpointStore, wish: Wish) -> None:
+def _verify(store: CheckpointStore, wish: PromotionRequest) -> None:
     version = wish.version
     try:
         store.verify(version.checkpoint)
@@ -167,7 +170,7 @@ def _verify(store: CheckpointStore, wish: Wish) -> None:
         ) from error
 
 
-def _next(wish: Wish, last: Move | None) -> Move:
+def _next(wish: PromotionRequest, last: Move | None) -> Move:
     return Move(
         number=last.number + 1 if last is not None else 1,
         model=wish.version.model,
@@ -182,9 +185,9 @@ def _next(wish: Wish, last: Move | None) -> Move:
     )
 
 
-def _hold(store: CheckpointStore, wish: Wish, move: Move) -> Hold:
+def _hold(store: CheckpointStore, wish: PromotionRequest, move: Move) -> RegistryHold:
     version = wish.version
-    held = Hold(
+    held = RegistryHold(
         uuid=version.checkpoint,
         model=version.model,
         version=version.number,
@@ -203,7 +206,7 @@ def _hold(store: CheckpointStore, wish: Wish, move: Move) -> Hold:
     return held
 
 
-def _tidy(store: CheckpointStore, versions: Log[Version], move: Move) -> None:
+def _tidy(store: CheckpointStore, versions: NumberedLog[Version], move: Move) -> None:
     """Drop this model's holds for moves up to this one on what it does not name."""
     numbers = [move.champion] + ([move.previous] if move.previous is not None else [])
     try:

@@ -20,12 +20,12 @@ from trial_core.errors import (
     PromotionRefused,
     RegistryError,
 )
-from trial_core.models.numbered_log import Entry, Log
-from trial_core.models.promotion import ANY, InsteadOf, Wish, move_aliases
+from trial_core.models.numbered_log import Entry, NumberedLog
+from trial_core.models.promotion import ANY, InsteadOf, PromotionRequest, move_aliases
 from trial_core.models.records import Alias, Move, Version
 from trial_core.retention import pins
 
-__all__ = ["ANY", "Held", "InsteadOf", "Registry"]
+__all__ = ["ANY", "HeldVersion", "InsteadOf", "Registry"]
 
 _TRIES = 100
 
@@ -33,7 +33,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldVersion:
     """Why the registry keeps a checkpoint.
 
     Attributes:
@@ -114,7 +114,7 @@ class Registry:
         move = self.state(model)
         return None if move is None else self.version(model, move.champion)
 
-    def held(self) -> dict[str, list[Held]]:
+    def held(self) -> dict[str, list[HeldVersion]]:
         """What the registry keeps, by the checkpoint's uuid: of each model the version once.
 
         A model whose moves cannot be read is warned of.
@@ -127,9 +127,11 @@ class Registry:
             except RegistryError as error:
                 _logger.warning("what is champion of model %s is not known: %s", model, error)
 
-        def of(hold: pins.Hold) -> Held:
+        def of(hold: pins.RegistryHold) -> HeldVersion:
             state = states.get(hold.model)
-            return Held(hold.model, hold.version, state.alias_of(hold.version) if state else None)
+            return HeldVersion(
+                hold.model, hold.version, state.alias_of(hold.version) if state else None
+            )
 
         return {uuid: list(dict.fromkeys(map(of, of_one))) for uuid, of_one in holds.items()}
 
@@ -218,7 +220,7 @@ class Registry:
             PromotionConflict: somebody else has moved the aliases meanwhile: who, when, to what.
             PromotionRefused: its checkpoint is being deleted.
         """
-        wish = Wish("promote", self.version(model, number), run, why, instead_of)
+        wish = PromotionRequest("promote", self.version(model, number), run, why, instead_of)
         return self._move(wish)
 
     def rollback(
@@ -256,22 +258,22 @@ class Registry:
         if instead_of is ANY:
             instead_of = last.champion
         version = self.version(model, last.previous)
-        return self._move(Wish("rollback", version, run, why, instead_of))
+        return self._move(PromotionRequest("rollback", version, run, why, instead_of))
 
-    def _move(self, wish: Wish) -> Move:
+    def _move(self, wish: PromotionRequest) -> Move:
         model = wish.version.model
         return move_aliases(self.store, self._versions(model), self._moves(model), wish)
 
-    def _versions(self, model: str) -> Log[Version]:
+    def _versions(self, model: str) -> NumberedLog[Version]:
         return self._log(model, layout.versions_folder(model), Version)
 
-    def _moves(self, model: str) -> Log[Move]:
+    def _moves(self, model: str) -> NumberedLog[Move]:
         return self._log(model, layout.moves_folder(model), Move)
 
-    def _log(self, model: str, folder: str, kind: type[Entry]) -> Log[Entry]:
+    def _log(self, model: str, folder: str, kind: type[Entry]) -> NumberedLog[Entry]:
         if not layout.is_name(model):
             raise RegistryError(
                 f"no model can be called {model!r}: a name is made of up to 200 letters and "
                 "digits, and within them '.', '_' and '-'"
             )
-        return Log(self.store.storage, folder, layout.locks_folder(model), kind)
+        return NumberedLog(self.store.storage, folder, layout.locks_folder(model), kind)

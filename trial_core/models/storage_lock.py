@@ -52,7 +52,7 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     at: str
 
 
-class Lock:
+class StorageLock:
     """A wish for the lock, and the lock once nobody else wishes for it."""
 
     def __init__(self, storage: Storage, folder: str) -> None:
@@ -111,7 +111,7 @@ class Lock:
 
 
 @contextmanager
-def locked(storage: Storage, folder: str) -> Iterator[Lock]:
+def locked(storage: Storage, folder: str) -> Iterator[StorageLock]:
     """Alone among all, on whatever machine, who lock that folder, for as long as the block runs.
 
     Call the lock's `check` before each write.
@@ -126,11 +126,11 @@ def locked(storage: Storage, folder: str) -> Iterator[Lock]:
         lock.let_go()
 
 
-def _take(storage: Storage, folder: str) -> Lock:
+def _take(storage: Storage, folder: str) -> StorageLock:
     start = time.monotonic()
     limit, pause, has_said = 1.5 * LOCK_STALE.total_seconds(), _PAUSE_SECONDS, False
     while True:
-        lock = Lock(storage, folder)
+        lock = StorageLock(storage, folder)
         try:
             lock.announce()
             others = _wait_for_others(lock)
@@ -154,7 +154,7 @@ def _take(storage: Storage, folder: str) -> Lock:
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
-def _wait_for_others(lock: Lock) -> list[str]:
+def _wait_for_others(lock: StorageLock) -> list[str]:
     """Those for whom to withdraw; none: the lock is taken."""
     pause = _PAUSE_SECONDS
     while (others := lock.others()) and lock.key < others[0] and not lock.is_late:

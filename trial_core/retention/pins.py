@@ -58,7 +58,7 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
         return f"pinned by {self.by}{reason}"
 
 
-class Hold(msgspec.Struct, frozen=True, kw_only=True):
+class RegistryHold(msgspec.Struct, frozen=True, kw_only=True):
     """That the registry needs a checkpoint.
 
     Attributes:
@@ -141,7 +141,7 @@ def pin(store: CheckpointStore, uuid: str, reason: str = "", by: str | None = No
     return made
 
 
-def hold(store: CheckpointStore, name: ManifestName, held: Hold) -> None:
+def hold(store: CheckpointStore, name: ManifestName, held: RegistryHold) -> None:
     """Keep a checkpoint for the registry. When this returns, it is there and no rule deletes it.
 
     Raises:
@@ -207,12 +207,12 @@ def pins(store: CheckpointStore) -> dict[str, Pin]:
     return found
 
 
-def holds(store: CheckpointStore) -> dict[str, list[Hold]]:
+def holds(store: CheckpointStore) -> dict[str, list[RegistryHold]]:
     """What the registry holds, by the checkpoint's uuid. A hold that cannot be read is one."""
     return _holds_below(store, PINS)
 
 
-def read_holds(store: CheckpointStore, uuid: str) -> list[Hold]:
+def read_holds(store: CheckpointStore, uuid: str) -> list[RegistryHold]:
     """The registry's holds on a checkpoint."""
     return _holds_below(store, f"{PINS}/{uuid}").get(uuid, [])
 
@@ -245,17 +245,19 @@ def read_pin(store: CheckpointStore, uuid: str) -> Pin | None:
     return msgspec.structs.replace(read, uuid=uuid)
 
 
-def _holds_below(store: CheckpointStore, folder: str) -> dict[str, list[Hold]]:
-    found: dict[str, list[Hold]] = {}
+def _holds_below(store: CheckpointStore, folder: str) -> dict[str, list[RegistryHold]]:
+    found: dict[str, list[RegistryHold]] = {}
     for key in sorted(store.storage.sizes(folder)):
         match = _HOLD_KEY.fullmatch(key)
         data = store.storage.read(key) if match is not None else None
         if match is None or data is None:
             continue  # a pin; or it has just been given up
         try:
-            read = msgspec.json.decode(data, type=Hold)
+            read = msgspec.json.decode(data, type=RegistryHold)
         except (msgspec.MsgspecError, UnicodeDecodeError):
-            read = Hold(uuid="", model="", version=0, move=0, unique="", by="unknown", at="")
+            read = RegistryHold(
+                uuid="", model="", version=0, move=0, unique="", by="unknown", at=""
+            )
         said = msgspec.structs.replace(
             read, uuid=match["uuid"], model=match["model"], move=int(match["move"]),
             unique=match["unique"],
@@ -276,7 +278,7 @@ def _held_besides(store: CheckpointStore, begins: str) -> str:
     return f"; {said}, and {WHAT_FREES}"
 
 
-def _in_words(of_one: list[Hold]) -> str:
+def _in_words(of_one: list[RegistryHold]) -> str:
     """Why a checkpoint is held: each model and version once."""
     return "; ".join(dict.fromkeys(map(str, of_one)))
 

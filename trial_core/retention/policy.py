@@ -61,7 +61,7 @@ class RetentionPolicy:
 
 
 @dataclass(frozen=True)
-class Decision:
+class RetentionDecision:
     """What becomes of a checkpoint.
 
     Attributes:
@@ -80,7 +80,7 @@ def decide(
     *,
     needed: Mapping[str, str] | None = None,
     running: Collection[str] = (),
-) -> list[Decision]:
+) -> list[RetentionDecision]:
     """What becomes of the checkpoints of one experiment, in the order given.
 
     To decide again over what was kept deletes nothing more.
@@ -102,15 +102,15 @@ def decide(
         for manifest, why in _kept_every(of_trial, policy.keep_every)
     }
 
-    def decision(manifest: Manifest) -> Decision:
+    def decision(manifest: Manifest) -> RetentionDecision:
         reasons = [
             *([needed[manifest.uuid]] if needed and manifest.uuid in needed else []),
             *ranks.reasons(manifest, manifest.trial in running),
             *([kept_every[manifest.uuid]] if manifest.uuid in kept_every else []),
         ]
         if reasons:
-            return Decision(manifest, True, "; ".join(reasons))
-        return Decision(manifest, False, ranks.shortcomings(manifest))
+            return RetentionDecision(manifest, True, "; ".join(reasons))
+        return RetentionDecision(manifest, False, ranks.shortcomings(manifest))
 
     return [decision(manifest) for manifest in manifests]
 

@@ -28,13 +28,13 @@ from trial_core.retention.pins import (
     read_deletion,
     why_kept,
 )
-from trial_core.retention.policy import Decision, RetentionPolicy, decide
+from trial_core.retention.policy import RetentionDecision, RetentionPolicy, decide
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Plan:
+class PruningPlan:
     """What becomes of each checkpoint of an experiment, or of one of its trials.
 
     Attributes:
@@ -43,15 +43,15 @@ class Plan:
 
     experiment: str
     policy: RetentionPolicy
-    decisions: tuple[Decision, ...]
+    decisions: tuple[RetentionDecision, ...]
 
     @property
-    def deletions(self) -> list[Decision]:
+    def deletions(self) -> list[RetentionDecision]:
         """Those that are to be deleted."""
         return [decision for decision in self.decisions if not decision.keep]
 
     @property
-    def kept(self) -> list[Decision]:
+    def kept(self) -> list[RetentionDecision]:
         """The others."""
         return [decision for decision in self.decisions if decision.keep]
 
@@ -86,7 +86,7 @@ class Pruned:
     """
 
     deleted: tuple[Manifest, ...]
-    spared: tuple[Decision, ...]
+    spared: tuple[RetentionDecision, ...]
 
     @property
     def freed_bytes(self) -> int:
@@ -102,7 +102,7 @@ def plan_pruning(
     trial: str | None = None,
     running: Collection[str] = (),
     needed: Mapping[str, str] | None = None,
-) -> Plan:
+) -> PruningPlan:
     """What `policy` keeps of an experiment's checkpoints and what it does not. Changes nothing.
 
     Args:
@@ -131,7 +131,7 @@ def plan_pruning(
         running={*running, *(claim.trial for claim in claimed), *uploading(store)},
     )
     of_interest = (each for each in decisions if trial is None or each.manifest.trial == trial)
-    return Plan(experiment, policy, tuple(of_interest))
+    return PruningPlan(experiment, policy, tuple(of_interest))
 
 
 def experiments(store: CheckpointStore) -> list[str]:
@@ -141,8 +141,8 @@ def experiments(store: CheckpointStore) -> list[str]:
 
 def prune(
     store: CheckpointStore,
-    plan: Plan,
-    on_deleted: Callable[[Decision], None] = lambda decision: None,
+    plan: PruningPlan,
+    on_deleted: Callable[[RetentionDecision], None] = lambda decision: None,
 ) -> Pruned:
     """Delete what the plan says, one checkpoint after the other; and what others began to delete.
 
@@ -157,7 +157,7 @@ def prune(
     """
     finish_deletions(store)
     deleted: list[Manifest] = []
-    spared: list[Decision] = []
+    spared: list[RetentionDecision] = []
     for decision in plan.deletions:
         manifest = decision.manifest
         _say_that_it_is_deleted(store, manifest)
@@ -167,7 +167,7 @@ def prune(
             deleted.append(manifest)
             on_deleted(decision)
         else:
-            spared.append(Decision(manifest, True, reason))
+            spared.append(RetentionDecision(manifest, True, reason))
         store.storage.remove(deletion_key(manifest.uuid))
     return Pruned(tuple(deleted), tuple(spared))
 
@@ -186,7 +186,7 @@ def prune_trial(
         on_deleted: told the uuid of each checkpoint that is gone.
     """
 
-    def say(decision: Decision) -> None:
+    def say(decision: RetentionDecision) -> None:
         logger.info("%s: %s", described(decision), decision.why)
         on_deleted(decision.manifest.uuid)
 
@@ -199,7 +199,7 @@ def prune_trial(
         )
 
 
-def described(decision: Decision) -> str:
+def described(decision: RetentionDecision) -> str:
     """A checkpoint and what became of it, for a log."""
     manifest = decision.manifest
     return (

@@ -34,7 +34,7 @@ class Stage:
         return f"{self.name} {self.detail}".rstrip()
 
 
-class Progress(Observer):
+class RunStatus(Observer):
     """Remembers what the run tells. Whoever overrides a method calls this one first.
 
     Attributes:

@@ -46,7 +46,7 @@ from trial_core.messages import (
 from trial_core.slots.channel import Channel
 from trial_core.slots.launcher import RankProcess, launch_ranks
 from trial_core.slots.pending import Pending, PendingRequests
-from trial_core.slots.progress_monitor import Signs
+from trial_core.slots.progress_monitor import ProgressMonitor
 from trial_core.slots.rank_failures import Failures, FirstCause, how_it_ended
 from trial_core.slots.stop_barrier import Braking, Position
 
@@ -114,7 +114,7 @@ class SlotGroup:
             proceed=lambda at: self._channel.send(Proceed(workload=at.workload, steps=at.steps)),
         )
         self._ranks: list[RankProcess] = []
-        self._signs = Signs(self._ranks)
+        self._signs = ProgressMonitor(self._ranks)
         self._failures = Failures(self._ranks, self._peers, self._pending, self.log_dir)
         try:
             launch_ranks(

@@ -18,20 +18,20 @@ from trial_core.messages import AnyRequest, RunValidation, TrainBatches
 LOOKS = 10
 
 
-class Rank(Protocol):
+class MonitoredRank(Protocol):
     """A rank's process, as the driver holds it."""
 
     def written_bytes(self) -> int: ...
 
 
-class Signs:
+class ProgressMonitor:
     """When the ranks of a group have last given a sign. For any thread.
 
     Args:
         ranks: the group's own, as they grow.
     """
 
-    def __init__(self, ranks: Sequence[Rank]) -> None:
+    def __init__(self, ranks: Sequence[MonitoredRank]) -> None:
         self._ranks = ranks
         self._batch_at = self._write_at = time.monotonic()
         self._written: list[int] = []

@@ -20,7 +20,7 @@ _STACK = re.compile(r"^(?:Current thread|Thread) 0x[^\n]*\n(?:  [^\n]*\n)+", re.
 _OUTERMOST = "in _run_module_as_main\n"
 
 
-class Rank(Protocol):
+class RankWithStacks(Protocol):
     """A rank's process, as the driver holds it."""
 
     def signal(self, number: int) -> None: ...
@@ -36,7 +36,7 @@ def dump_stacks_when_asked() -> None:
     faulthandler.register(_SIGNAL, all_threads=True)
 
 
-def log_stacks(ranks: Sequence[Rank]) -> list[str]:
+def log_stacks(ranks: Sequence[RankWithStacks]) -> list[str]:
     """Have every rank log the stacks of all its threads; the main threads' own, by rank.
 
     Waits until they have, two seconds at most.

@@ -21,7 +21,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from trial_core.errors import StorageError
 from trial_core.storage import probing
 from trial_core.storage.buffer_pool import Window
-from trial_core.storage.chunks import DELETED_IN_VAIN, Cleared, Piece, changed, chunks
+from trial_core.storage.chunks import DELETED_IN_VAIN, DeletedFiles, RangeRead, changed, chunks
 from trial_core.storage.parallel import StopSignal, in_parallel
 from trial_core.storage.storage_errors import Explainer, service_code, storage_exceptions
 
@@ -104,7 +104,7 @@ class Storage:
 
     def read_into(
         self, key: str, start: int, view: memoryview, stop: StopSignal, version: str | None = None
-    ) -> Piece:
+    ) -> RangeRead:
         """Read the bytes from `start` on into `view`, as many as it takes.
 
         Args:
@@ -113,7 +113,7 @@ class Storage:
         """
         data = self.read_range(key, start, start + len(view))
         view[: len(data)] = data
-        return Piece(len(data), None)
+        return RangeRead(len(data), None)
 
     def upload(
         self, source: Path, key: str, stop: StopSignal, size_bytes: int | None = None
@@ -167,7 +167,7 @@ class Storage:
                 return
             raise
 
-    def clear(self, folder: str) -> Cleared:
+    def clear(self, folder: str) -> DeletedFiles:
         """Delete all objects below a folder, and what unfinished uploads have left there.
 
         Raises:
@@ -181,7 +181,7 @@ class Storage:
                 f"{len(left)} of {len(there)} objects in {self.url}/{folder} are still there after "
                 f"they were deleted ({', '.join(left[:_SHOWN])}): {DELETED_IN_VAIN}"
             )
-        return Cleared(len(there), sum(there.values()), uploads)
+        return DeletedFiles(len(there), sum(there.values()), uploads)
 
     def end_uploads(self, folder: str) -> int:
         """Drop what unfinished uploads have left below a folder; how many. Nobody may be uploading

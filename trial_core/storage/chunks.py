@@ -17,7 +17,7 @@ DELETED_IN_VAIN = (
 )
 
 
-class Piece(NamedTuple):
+class RangeRead(NamedTuple):
     """What a ranged read has brought.
 
     Attributes:
@@ -29,7 +29,7 @@ class Piece(NamedTuple):
     version: str | None
 
 
-class Cleared(NamedTuple):
+class DeletedFiles(NamedTuple):
     """What was deleted.
 
     Attributes:

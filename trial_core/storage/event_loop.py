@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-from trial_core.storage.parallel import Stopped, StopSignal
+from trial_core.storage.parallel import StopSignal, WorkCancelled
 
 Result = TypeVar("Result")
 
@@ -52,7 +52,7 @@ class LoopTask(Generic[Result]):
         """Wait for the result. However this returns or raises, the coroutine is over.
 
         Raises:
-            Stopped: it was cancelled, because it is not wanted any more.
+            WorkCancelled: it was cancelled, because it is not wanted any more.
         """
         try:
             with stop.waking(self.cancel):
@@ -62,7 +62,7 @@ class LoopTask(Generic[Result]):
             self._ended.wait()
             raise
         if self._task is None or self._task.cancelled():
-            raise Stopped
+            raise WorkCancelled
         return self._task.result()
 
     def wait(self) -> None:

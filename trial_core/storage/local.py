@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from trial_core.checkpoint import layout
 from trial_core.storage.base import Storage
-from trial_core.storage.chunks import Cleared, Piece, chunks
+from trial_core.storage.chunks import DeletedFiles, RangeRead, chunks
 from trial_core.storage.parallel import StopSignal
 
 _TEMPORARY = re.compile(r"(^|/)\.[0-9a-f]{32}\.part$")
@@ -37,7 +37,7 @@ class LocalStorage(Storage):
 
     def read_into(
         self, key: str, start: int, view: memoryview, stop: StopSignal, version: str | None = None
-    ) -> Piece:
+    ) -> RangeRead:
         """As `Storage.read_into`; the version tells any other file of that name apart."""
         done = 0
         with (
@@ -49,7 +49,7 @@ class LocalStorage(Storage):
             ):
                 done += more
             status = os.fstat(file.fileno())
-        return Piece(done, f"{status.st_ino}:{status.st_mtime_ns}:{status.st_size}")
+        return RangeRead(done, f"{status.st_ino}:{status.st_mtime_ns}:{status.st_size}")
 
     def sizes(self, folder: str) -> dict[str, int]:
         """As `Storage.sizes`. fsspec's own walk takes a folder that cannot be read for empty."""
@@ -64,7 +64,7 @@ class LocalStorage(Storage):
                         continue  # gone since it was listed
         return found
 
-    def clear(self, folder: str) -> Cleared:
+    def clear(self, folder: str) -> DeletedFiles:
         """As `Storage.clear`, and the folder itself."""
         cleared = super().clear(folder)
         for parent, _, _ in os.walk(self._path(folder), topdown=False):

@@ -18,7 +18,7 @@ from obstore.exceptions import GenericError
 from trial_core.errors import StorageError
 from trial_core.storage import buffer_pool
 from trial_core.storage.base import StorageSpec
-from trial_core.storage.chunks import Piece, changed
+from trial_core.storage.chunks import RangeRead, changed
 from trial_core.storage.obstore_options import UntranslatableError, s3_store
 from trial_core.storage.parallel import StopSignal
 from trial_core.storage.s3 import S3Storage
@@ -61,7 +61,7 @@ class ObstoreS3Storage(S3Storage):
 
     def read_into(
         self, key: str, start: int, view: memoryview, stop: StopSignal, version: str | None = None
-    ) -> Piece:
+    ) -> RangeRead:
         """As `S3Storage.read_into`."""
         stores = self._stores()
         if stores is None:
@@ -78,7 +78,7 @@ class ObstoreS3Storage(S3Storage):
                     )
                     seen = _version_of(reply.meta)
                     if version is not None and seen != version:
-                        return Piece(done, seen)
+                        return RangeRead(done, seen)
                     version = seen
                     for chunk in reply.stream(_STEP_BYTES):
                         stop.check()
@@ -90,7 +90,7 @@ class ObstoreS3Storage(S3Storage):
                         break  # it has become shorter
                     if done == before:  # obstore itself has tried again
                         raise
-        return Piece(done, version)
+        return RangeRead(done, version)
 
     def _store_file(self, source: Path, size_bytes: int, key: str, stop: StopSignal) -> str:
         stores = self._stores()

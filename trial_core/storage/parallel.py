@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Stopped(Exception):
+class WorkCancelled(Exception):
     """Work gave up because other work of the same call had failed. Never leaves `in_parallel`."""
 
 
@@ -36,17 +36,17 @@ class StopSignal:
         """Call between pieces of long work.
 
         Raises:
-            Stopped: the work's result is no longer wanted.
+            WorkCancelled: the work's result is no longer wanted.
         """
         if self._event.is_set():
-            raise Stopped
+            raise WorkCancelled
 
     @contextmanager
     def waking(self, call: Callable[[], object]) -> Iterator[None]:
         """Have `call` called, once, if the signal is set before the block ends: to end a wait.
 
         Raises:
-            Stopped: it is set already.
+            WorkCancelled: it is set already.
         """
         with self._lock:
             self.check()

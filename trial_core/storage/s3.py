@@ -18,7 +18,7 @@ from typing import Any
 
 from trial_core.storage.base import Storage, StorageSpec
 from trial_core.storage.buffer_pool import piece_bytes, read_piece
-from trial_core.storage.chunks import Piece, changed
+from trial_core.storage.chunks import RangeRead, changed
 from trial_core.storage.event_loop import LoopTask
 from trial_core.storage.parallel import StopSignal
 from trial_core.storage.s3_requests import S3Requests
@@ -45,7 +45,7 @@ class S3Storage(Storage):
 
     def read_into(
         self, key: str, start: int, view: memoryview, stop: StopSignal, version: str | None = None
-    ) -> Piece:
+    ) -> RangeRead:
         """As `Storage.read_into`; the version is the object's version id, or else its ETag."""
         with self._explainer.explaining(f"read {key} in"):
             get = self._requests.get_range(self._key(key), start, view, version)

@@ -14,14 +14,14 @@ from typing import Any
 
 from s3fs.core import S3_RETRYABLE_ERRORS
 
-from trial_core.storage.chunks import Piece
+from trial_core.storage.chunks import RangeRead
 from trial_core.storage.storage_errors import service_code, storage_exceptions
 
 _STEP_BYTES = 256 * 2**10
 _END_ATTEMPTS = 3
 _LONGEST_PAUSE_SECONDS = 15.0
 VERSION, ETAG = "version ", "etag "
-"""How a `Piece` says which of the two its version is."""
+"""How a `RangeRead` says which of the two its version is."""
 
 
 class Body:
@@ -126,7 +126,9 @@ class S3Requests:
                 found += await self._abort(key, each)
         return found
 
-    async def get_range(self, key: str, start: int, view: memoryview, version: str | None) -> Piece:
+    async def get_range(
+        self, key: str, start: int, view: memoryview, version: str | None
+    ) -> RangeRead:
         """Read into `view`, and go on where it broke off when the connection breaks."""
         done, failed = 0, 0
         while done < len(view):
@@ -134,7 +136,7 @@ class S3Requests:
                 reply = await self._open_range(key, start + done, start + len(view), version)
                 seen = _version_of(reply)
                 if version is not None and seen != version:
-                    return Piece(done, seen)
+                    return RangeRead(done, seen)
                 version = seen
                 async for chunk in _chunks(reply["Body"]):
                     view[done : done + len(chunk)] = chunk
@@ -149,7 +151,7 @@ class S3Requests:
                 if service_code(error) != "InvalidRange":
                     raise
                 break  # it has become shorter
-        return Piece(done, version)
+        return RangeRead(done, version)
 
     async def _open_range(
         self, key: str, start: int, end: int, version: str | None

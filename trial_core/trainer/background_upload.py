@@ -38,7 +38,7 @@ def persistently(work: Callable[[], T]) -> T:
     return work()
 
 
-class Upload:
+class BackgroundUpload:
     """An upload under way, in a thread of its own. No collective happens there.
 
     The thread does not keep the process alive: a rank that fails must end at once, so that its

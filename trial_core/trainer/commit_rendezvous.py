@@ -32,7 +32,7 @@ PART_CHARACTERS = 2**20
 _Posted = tuple[list[FileEntry] | int | None, str | None, str]
 
 
-class Meeting:
+class CommitRendezvous:
     """All ranks, about one checkpoint. For any thread.
 
     Args:
@@ -59,7 +59,7 @@ class Meeting:
         self._patience_seconds = patience_seconds
 
     @classmethod
-    def of(cls, distributed: DistributedContext, name: str) -> Meeting:
+    def of(cls, distributed: DistributedContext, name: str) -> CommitRendezvous:
         """A meeting of all ranks. torch.distributed is initialised, unless there is one rank."""
         size = distributed.get_size()
         store = HashStore() if size == 1 else _get_default_store()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from trial_core.checkpoint.resume_point import Start
+from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.errors import TrialError
 from trial_core.run.sequencer import (
     Checkpoint,
@@ -21,7 +21,7 @@ from trial_core.run.sequencer import (
     has_more_to_do,
     next_workload,
 )
-from trial_core.trainer.fit_stages import Fit
+from trial_core.trainer.fit_stages import FitStages
 from trial_core.units import Batch
 
 
@@ -48,7 +48,7 @@ class FitResult:
     checkpoint_url: str | None = None
 
 
-def follow_schedule(fit: Fit, schedule: Schedule, starts: list[Start]) -> FitResult:
+def follow_schedule(fit: FitStages, schedule: Schedule, starts: list[ResumePoint]) -> FitResult:
     """Train: what the sequencer says, one stage after the other. Collective: every rank calls this.
 
     Args:

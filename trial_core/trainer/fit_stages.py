@@ -14,7 +14,7 @@ from typing import Any
 
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.manifest import FileEntry, Manifest
-from trial_core.checkpoint.resume_point import Restore, Start, none_is_whole
+from trial_core.checkpoint.resume_point import Restore, ResumePoint, no_intact_checkpoint
 from trial_core.checkpoint.staged_checkpoint import StagedCheckpoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
@@ -46,8 +46,8 @@ from trial_core.retention.claims import Running
 from trial_core.retention.pruning import prune_trial
 from trial_core.run.searcher_metric import searcher_metric
 from trial_core.run.sequencer import Progress
-from trial_core.trainer.background_upload import Upload, persistently
-from trial_core.trainer.commit_rendezvous import Meeting
+from trial_core.trainer.background_upload import BackgroundUpload, persistently
+from trial_core.trainer.commit_rendezvous import CommitRendezvous
 from trial_core.units import EpochLength
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 30.0
 
 
-class Fit:
+class FitStages:
     """One fit of a trial, as one of its ranks carries it out. Every method is collective.
 
     Args:
@@ -104,11 +104,11 @@ class Fit:
         self.newest: str | None = None
         self._stop_requested = False
         self._epoch: EpochLength | None = None
-        self._pending: tuple[StagedCheckpoint, Upload] | None = None
+        self._pending: tuple[StagedCheckpoint, BackgroundUpload] | None = None
 
     # ---------------------------------------------------------------------------- the stages
 
-    def fetch_start(self, starts: list[Start]) -> Start:
+    def fetch_start(self, starts: list[ResumePoint]) -> ResumePoint:
         """Bring the first of `starts` that is whole to this machine, every file verified.
 
         Raises:
@@ -130,9 +130,9 @@ class Fit:
             self._say(
                 "checkpoint %s cannot be used: %s", start.checkpoint.uuid, damage, level=ERROR
             )
-        raise none_is_whole(starts, str(damage))
+        raise no_intact_checkpoint(starts, str(damage))
 
-    def build_loaders(self, start: Start) -> EpochLength | None:
+    def build_loaders(self, start: ResumePoint) -> EpochLength | None:
         """Build the data loaders and restore what was fetched; how long an epoch is."""
         self._epoch = self._controller.build_loaders(
             BuildLoaders(
@@ -208,8 +208,8 @@ class Fit:
         if self.test_mode:
             self._controller.release_staging(ReleaseStaging(uuid=staged.uuid))
             return
-        meeting = Meeting.of(self._distributed, staged.uuid)
-        self._pending = staged, Upload(lambda: self._upload(staged, meeting))
+        meeting = CommitRendezvous.of(self._distributed, staged.uuid)
+        self._pending = staged, BackgroundUpload(lambda: self._upload(staged, meeting))
 
     def settle(self) -> bool:
         """Exchange what may have happened on some rank; whether any is to stop.
@@ -275,7 +275,7 @@ class Fit:
         if self._claim is not None:
             self._claim.needs(uuid)
 
-    def _upload(self, staged: StagedCheckpoint, meeting: Meeting) -> Outcome:
+    def _upload(self, staged: StagedCheckpoint, meeting: CommitRendezvous) -> Outcome:
         """Store what this rank has staged, and see it committed with the others'. No collective."""
 
         def store() -> list[FileEntry]:

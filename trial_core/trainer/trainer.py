@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from trial_core.checkpoint.fencing import Fence
-from trial_core.checkpoint.resume_point import Start
+from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig, home_folder
 from trial_core.config.script import named_metric, script_config
@@ -28,7 +28,7 @@ from trial_core.run.run_files import rank_folder
 from trial_core.run.sequencer import CheckpointPolicy, Schedule
 from trial_core.slots.stop_barrier import Brake
 from trial_core.trainer.fit_loop import FitResult, follow_schedule
-from trial_core.trainer.fit_stages import Fit
+from trial_core.trainer.fit_stages import FitStages
 from trial_core.trainer.termination import Termination
 from trial_core.units import Batch, Epoch, TrainUnit
 
@@ -177,11 +177,11 @@ class Trainer:
         self,
         held: ExitStack,
         store: CheckpointStore,
-        start: Start,
+        start: ResumePoint,
         config: ExperimentConfig,
         metric: str | None,
         test_mode: bool,
-    ) -> Fit:
+    ) -> FitStages:
         """Put the trial behind a controller, in the run's folder; rank 0 holds that in `held`."""
         distributed, info = self._context.distributed, self._context.run_info
         if start.checkpoint is not None and start.restore == "everything":
@@ -204,7 +204,7 @@ class Trainer:
         )
         engine = engine_of(self._trial, self._context, config.reproducibility.experiment_seed)
         built = controller.attach(engine, info, home_folder() / info.trial, store)
-        return Fit(
+        return FitStages(
             controller, built, info, distributed, store, config, metric, test_mode,
             lambda: termination.is_asked, fence, claim,
         )  # fmt: skip
@@ -239,23 +239,25 @@ def _settle_in(info: RunInfo, distributed: DistributedContext) -> None:
     info.instruments.move_to(folder)
 
 
-def _starts(store: CheckpointStore, config: ExperimentConfig, latest: str | None) -> list[Start]:
+def _starts(
+    store: CheckpointStore, config: ExperimentConfig, latest: str | None
+) -> list[ResumePoint]:
     """What a run may start from, best first."""
     if latest == LATEST:
         trial = store.newest_trial(config.name)
         if trial is not None:
             return _continuing(store, trial)
     elif latest is not None:
-        return [Start.continuing(store.open(latest))]
+        return [ResumePoint.continuing(store.open(latest))]
     source = config.searcher.source_checkpoint_uuid
     if source is not None:
-        return [Start.warm(store.open(source), config.searcher.source_weights_only)]
-    return [Start()]
+        return [ResumePoint.warm(store.open(source), config.searcher.source_weights_only)]
+    return [ResumePoint()]
 
 
-def _continuing(store: CheckpointStore, trial: str) -> list[Start]:
+def _continuing(store: CheckpointStore, trial: str) -> list[ResumePoint]:
     """What a trial may go on from, best first."""
-    return [Start.continuing(manifest) for manifest in store.candidates(trial)]
+    return [ResumePoint.continuing(manifest) for manifest in store.candidates(trial)]
 
 
 def _schedule(

@@ -32,7 +32,7 @@ _CGROUP_FILES = (
 )
 
 
-class Images:
+class MemoryFiles:
     """This rank's images: a file each, by its path in the staging folder.
 
     Args:
@@ -41,7 +41,7 @@ class Images:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes if hasattr(os, "memfd_create") else 0
-        self._images: dict[str, Image] = {}
+        self._images: dict[str, MemoryFile] = {}
         self._written: set[str] = set()
 
     def begin(self) -> None:
@@ -76,7 +76,7 @@ class Images:
         # Not setdefault: an image that is made in vain would keep its descriptor.
         image = self._images.get(name)
         if image is None:
-            image = self._images[name] = Image(name, self._allows)
+            image = self._images[name] = MemoryFile(name, self._allows)
         image.begin()
         with _Target(image, path) as target:
             write(target)  # type: ignore[arg-type]  # as much of a file as torch.save needs
@@ -106,7 +106,7 @@ class _Target:
     the accelerator.
     """
 
-    def __init__(self, image: Image, path: Path) -> None:
+    def __init__(self, image: MemoryFile, path: Path) -> None:
         self._image = image
         self._path = path
         self._file: IO[bytes] | None = None
@@ -137,7 +137,7 @@ class _Target:
         """Nothing that others could see is held back: they look when the file is complete."""
 
 
-class Image:
+class MemoryFile:
     """A file in memory, written at its end.
 
     Args:
@@ -201,7 +201,7 @@ class Image:
         self._map = mmap.mmap(self._fd, self._capacity_bytes)
 
 
-def is_image(path: Path) -> bool:
+def is_memory_file(path: Path) -> bool:
     """Whether `path` is a link to an image, of this process or another."""
     return path.is_symlink() and _IMAGE_PATH.fullmatch(os.readlink(path)) is not None
 

@@ -24,13 +24,13 @@ from trial_core.storage.base import StorageSpec
 from trial_core.transfer import persister_process
 from trial_core.transfer.persister_process import (
     Failed,
-    Fetch,
+    FetchRequest,
     Finished,
     Job,
     Report,
     StagedFile,
     Stored,
-    Upload,
+    UploadRequest,
 )
 from trial_core.transfer.stall_watch import STALL_SECONDS, StallWatch
 
@@ -79,7 +79,9 @@ class Persister:
         def note(entry: FileEntry) -> None:
             stored[entry.path] = entry
 
-        job = Upload(storage=storage, uuid=uuid, rank=rank, files=files, stored=[*stored.values()])
+        job = UploadRequest(
+            storage=storage, uuid=uuid, rank=rank, files=files, stored=[*stored.values()]
+        )
         try:
             return self._carry_out(job, note).files
         except _Ended as end:
@@ -104,7 +106,9 @@ class Persister:
             StorageError: the storage failed; or the process ended, or was ended since it hung.
         """
         folders = [str(folder) for folder in local]
-        job = Fetch(storage=storage, uuid=uuid, files=files, target=str(target), local=folders)
+        job = FetchRequest(
+            storage=storage, uuid=uuid, files=files, target=str(target), local=folders
+        )
         try:
             return self._carry_out(job, lambda entry: None).fetched_bytes
         except _Ended as end:

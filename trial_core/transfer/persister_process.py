@@ -41,7 +41,7 @@ class StagedFile(msgspec.Struct, frozen=True):
     size_bytes: int
 
 
-class Upload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class UploadRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One rank's part of a checkpoint, to be stored.
 
     Attributes:
@@ -56,7 +56,7 @@ class Upload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     stored: list[FileEntry]
 
 
-class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class FetchRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Files of a checkpoint, to be brought to this machine.
 
     Attributes:
@@ -71,7 +71,7 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     local: list[str]
 
 
-Job = Upload | Fetch
+Job = UploadRequest | FetchRequest
 
 
 class Stored(msgspec.Struct, frozen=True, tag=True):
@@ -123,7 +123,7 @@ def serve(stream: BufferedRWPair) -> None:
 
 def _carry_out(job: Job, stream: BufferedRWPair) -> Report:
     try:
-        return _upload(job, stream) if isinstance(job, Upload) else _fetch(job)
+        return _upload(job, stream) if isinstance(job, UploadRequest) else _fetch(job)
     except StorageError as error:
         return Failed(str(error), "storage")
     except CheckpointDamaged as error:
@@ -132,7 +132,7 @@ def _carry_out(job: Job, stream: BufferedRWPair) -> Report:
         return Failed(str(error), "mistake")
 
 
-def _upload(job: Upload, stream: BufferedRWPair) -> Finished:
+def _upload(job: UploadRequest, stream: BufferedRWPair) -> Finished:
     entries = upload_sources(
         CheckpointStore.from_spec(job.storage),
         job.uuid,
@@ -144,7 +144,7 @@ def _upload(job: Upload, stream: BufferedRWPair) -> Finished:
     return Finished(files=entries)
 
 
-def _fetch(job: Fetch) -> Finished:
+def _fetch(job: FetchRequest) -> Finished:
     store, local = CheckpointStore.from_spec(job.storage), [Path(each) for each in job.local]
     fetched = fetch_files(store, job.uuid, job.files, Path(job.target), local=local)
     return Finished(fetched_bytes=fetched)

@@ -9,7 +9,7 @@ from pathlib import Path
 from trial_core.checkpoint import layout
 from trial_core.errors import CheckpointError
 from trial_core.storage.storage_errors import Explainer
-from trial_core.transfer.memory_files import is_image
+from trial_core.transfer.memory_files import is_memory_file
 
 _logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def _files_in(folder: Path, trail: tuple[Path, ...]) -> Iterator[Path]:
         trail: where the folders from the root to this one really lie, the root first.
     """
     for path in sorted(folder.iterdir()):
-        if is_image(path):
+        if is_memory_file(path):
             yield path
             continue
         if path.is_symlink() and not _may_follow(path, trail):

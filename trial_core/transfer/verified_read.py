@@ -16,7 +16,7 @@ from threading import Condition, Lock
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.storage import buffer_pool
 from trial_core.storage.base import Storage
-from trial_core.storage.chunks import Piece
+from trial_core.storage.chunks import RangeRead
 from trial_core.storage.local import PartFile
 from trial_core.storage.parallel import StopSignal, in_parallel
 
@@ -52,7 +52,7 @@ class Damage:
         return f"{file} has digest {self.seen_digest}, expected {promised.digest}"
 
 
-_NOTHING = Piece(0, None)
+_NOTHING = RangeRead(0, None)
 
 Range = tuple["StoredFile", int, int]
 
@@ -113,7 +113,7 @@ class StoredFile:
             self._part.drop()
             self._part = None
 
-    def _take_turn(self, view: memoryview, piece: Piece) -> Damage | None:
+    def _take_turn(self, view: memoryview, piece: RangeRead) -> Damage | None:
         """Hash a range, all before which have been; with the last one, judge the whole."""
         self.version = self.version or piece.version
         if piece.version != self.version:

@@ -19,7 +19,7 @@ from trialflow.deployments.cli.tables import AsJson, local_time, print_table, sh
 if TYPE_CHECKING:
     from trial_core.checkpoint.manifest import Manifest
     from trial_core.checkpoint.store import CheckpointStore
-    from trial_core.models.registry import Held
+    from trial_core.models.registry import HeldVersion
 
 app = App(
     name="checkpoints",
@@ -174,7 +174,7 @@ def description(store: CheckpointStore, manifest: Manifest, kept: list[str]) -> 
     return lines + [f"  {size:>{margin}}  rank {file.rank}  {file.path}" for size, file in files]
 
 
-def _shortly(held: Held) -> str:
+def _shortly(held: HeldVersion) -> str:
     alias = f" ({held.alias})" if held.alias else ""
     return f"{held.model} v{held.version}{alias}"
 

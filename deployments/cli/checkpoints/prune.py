@@ -26,8 +26,8 @@ from trialflow.deployments.cli.tables import AsJson, local_time, print_table, sh
 if TYPE_CHECKING:
     from trial_core.checkpoint.store import CheckpointStore
     from trial_core.retention.leftovers import Leftover, SweptLeftovers
-    from trial_core.retention.policy import Decision, RetentionPolicy
-    from trial_core.retention.pruning import Plan, Pruned
+    from trial_core.retention.policy import RetentionDecision, RetentionPolicy
+    from trial_core.retention.pruning import Pruned, PruningPlan
 
 
 @Parameter(name="*")
@@ -158,7 +158,7 @@ def _plan(
     experiment: str | None,
     trial: str | None,
     is_known: bool,
-) -> list[Plan]:
+) -> list[PruningPlan]:
     """A plan for each experiment.
 
     Args:
@@ -185,7 +185,7 @@ def _plan(
     return plans
 
 
-def _print_plans(plans: list[Plan], left: list[Leftover]) -> None:
+def _print_plans(plans: list[PruningPlan], left: list[Leftover]) -> None:
     if plans:
         _print_decisions(plans)
     if plans and left:
@@ -194,7 +194,7 @@ def _print_plans(plans: list[Plan], left: list[Leftover]) -> None:
         prune_leftovers.show(left)
 
 
-def _print_decisions(plans: list[Plan]) -> None:
+def _print_decisions(plans: list[PruningPlan]) -> None:
     decisions = [decision for plan in plans for decision in plan.decisions]
     print(f"keeping {plans[0].policy}\n")
     length = shortest_unique([decision.manifest.uuid for decision in decisions])
@@ -203,7 +203,7 @@ def _print_decisions(plans: list[Plan]) -> None:
     print(f"\n{_total(plans)}")
 
 
-def _cells(decision: Decision, length: int) -> tuple[str, ...]:
+def _cells(decision: RetentionDecision, length: int) -> tuple[str, ...]:
     manifest = decision.manifest
     return (
         "keep" if decision.keep else "delete",
@@ -216,17 +216,17 @@ def _cells(decision: Decision, length: int) -> tuple[str, ...]:
     )
 
 
-def _total(plans: list[Plan]) -> str:
+def _total(plans: list[PruningPlan]) -> str:
     count = sum(len(plan.decisions) for plan in plans)
     size = text_format.size(sum(plan.freed_bytes for plan in plans))
     return f"to delete: {_deletions(plans)} of {text_format.plural(count, 'checkpoint')}, {size}"
 
 
-def _deletions(plans: list[Plan]) -> int:
+def _deletions(plans: list[PruningPlan]) -> int:
     return sum(len(plan.deletions) for plan in plans)
 
 
-def _confirmed(plans: list[Plan], left: list[Leftover]) -> bool:
+def _confirmed(plans: list[PruningPlan], left: list[Leftover]) -> bool:
     """Whether the user wants it.
 
     Raises:
@@ -248,10 +248,10 @@ def _confirmed(plans: list[Plan], left: list[Leftover]) -> bool:
     return False
 
 
-def _delete(store: CheckpointStore, plans: list[Plan], is_silent: bool) -> list[Pruned]:
+def _delete(store: CheckpointStore, plans: list[PruningPlan], is_silent: bool) -> list[Pruned]:
     from trial_core.retention.pruning import prune as carry_out
 
-    def say(decision: Decision) -> None:
+    def say(decision: RetentionDecision) -> None:
         if not is_silent:
             print(f"deleted {decision.manifest.uuid}", flush=True)
 
@@ -263,7 +263,7 @@ def _delete(store: CheckpointStore, plans: list[Plan], is_silent: bool) -> list[
 
 def _as_json(
     policy: RetentionPolicy | None,
-    plans: list[Plan],
+    plans: list[PruningPlan],
     left: list[Leftover],
     pruned: list[Pruned] | None,
     swept: SweptLeftovers | None,

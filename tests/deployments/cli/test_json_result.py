@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.cli import write_experiment
 from trial_core.errors import CheckpointDamaged, RankFailed, Stopped, TrialflowError
-from trialflow.deployments.cli.json_result import Outcome
+from trialflow.deployments.cli.json_result import JsonResult
 from trialflow.deployments.cli.main import main
 from trialflow.flows.train import TrialResult
 
@@ -28,7 +28,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 def test_a_run_that_returns(capsys: pytest.CaptureFixture[str]) -> None:
     """All that the flow returned; numbers that JSON does not have are null."""
-    with Outcome(is_printed=True) as outcome:
+    with JsonResult(is_printed=True) as outcome:
         outcome.completed(TrialResult("toy-1", 8, False, validation_metrics={"loss": float("nan")}))
     told = said(capsys)
     assert (told["status"], told["trial"], told["batches_trained"]) == ("completed", "toy-1", 8)
@@ -37,7 +37,7 @@ def test_a_run_that_returns(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_run_that_was_stopped_by_its_budget(capsys: pytest.CaptureFixture[str]) -> None:
     """Completed for Prefect, stopped for a program that has to start it again."""
-    with Outcome(is_printed=True) as outcome:
+    with JsonResult(is_printed=True) as outcome:
         outcome.completed(TrialResult("toy-1", 8, True, stop_reason="time budget"))
     assert said(capsys)["status"] == "stopped"
 
@@ -55,7 +55,7 @@ def test_a_run_that_fails(
     failure: TrialflowError, code: int, status: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What went wrong, by name and in a line; whether to change something first."""
-    with Outcome(is_printed=True) as outcome:
+    with JsonResult(is_printed=True) as outcome:
         outcome.failed(failure, code)
     told = said(capsys)
     assert (told["status"], told["error_type"]) == (status, type(failure).__name__)
@@ -64,7 +64,7 @@ def test_a_run_that_fails(
 
 def test_a_bug(capsys: pytest.CaptureFixture[str]) -> None:
     """What nobody foresaw is an end too, and goes on to whoever reports bugs."""
-    with pytest.raises(ZeroDivisionError), Outcome(is_printed=True):
+    with pytest.raises(ZeroDivisionError), JsonResult(is_printed=True):
         _ = 1 / 0
     assert said(capsys)["status"] == "failed"
 

@@ -13,7 +13,7 @@ from tests.support.cli import write_experiment
 from tests.support.manifests import FILES, new_manifest, stage
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.models.journal import Decision, Notebook
+from trial_core.models.journal import Journal, PromotionDecision
 from trial_core.models.registry import Registry
 from trial_core.transfer.files import upload_files
 from trialflow.deployments.cli.main import main
@@ -105,8 +105,8 @@ def test_what_became_of_each_version(
         two_versions.register(
             "gpt", manifest, metric="loss", smaller_is_better=True, value=0.5, run=run
         )
-    kept = Decision(promoted=False, why="worse by 0.25")
-    Notebook(two_versions.store, "gpt", "run-3").note("outcome", kept)
+    kept = PromotionDecision(promoted=False, why="worse by 0.25")
+    Journal(two_versions.store, "gpt", "run-3").note("outcome", kept)
     two_versions.promote("gpt", 4, run="run-4", why="better by 0.1")
     two_versions.promote("gpt", 1, why="back by hand")
     assert models(tmp_path, "show", "gpt", "--json") == 0

@@ -23,7 +23,7 @@ from trialflow.deployments.cli.deploy import take_back, wanted_things
 from trialflow.deployments.flow_deployment import models_on_server
 from trialflow.deployments.resources import set_up, take_down
 from trialflow.deployments.retraining.model_resources import SLUG, all_of
-from trialflow.deployments.retraining.requests import Retraining, retrainings, rule_name
+from trialflow.deployments.retraining.requests import RetrainingRequest, retrainings, rule_name
 
 pytestmark = pytest.mark.server
 
@@ -46,7 +46,7 @@ def client(prefect_server: PrefectServer) -> Iterator[SyncPrefectClient]:
             pass
 
 
-def asked(batches: int = 10, **section: Any) -> list[Retraining]:
+def asked(batches: int = 10, **section: Any) -> list[RetrainingRequest]:
     """What a file of the model `gpt` asks for."""
     section = {"model": "gpt", **section}
     return retrainings(
@@ -55,7 +55,10 @@ def asked(batches: int = 10, **section: Any) -> list[Retraining]:
 
 
 def deploy(
-    client: SyncPrefectClient, wanted: list[Retraining], dry_run: bool = False, pool: str = POOL
+    client: SyncPrefectClient,
+    wanted: list[RetrainingRequest],
+    dry_run: bool = False,
+    pool: str = POOL,
 ) -> dict[str, str]:
     """What was done about each thing that is a model's."""
     models = models_on_server(client)

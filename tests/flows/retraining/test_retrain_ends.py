@@ -18,7 +18,7 @@ from tests.support.retraining import Bench
 from tests.support.s3 import S3Server
 from tests.support.waiting import ask
 from trial_core.errors import CheckpointDamaged, Stopped, StorageError, Superseded
-from trial_core.models.journal import Notebook
+from trial_core.models.journal import Journal
 from trial_core.run.stop_request import Stopping
 from trialflow.tasks.retrain import CallbackFailed
 
@@ -210,10 +210,10 @@ def test_a_report_is_written_wherever_it_can_be(
 ) -> None:
     """The storage does not take it: the artifact and the file are there."""
 
-    def refuse(notes: Notebook, text: str) -> None:
+    def refuse(notes: Journal, text: str) -> None:
         raise StorageError("no room")
 
-    monkeypatch.setattr(Notebook, "write_report", refuse)
+    monkeypatch.setattr(Journal, "write_report", refuse)
     result = bench.run()
     assert "**version 1 promoted**" in Path(result.report_path).read_text()
     (artifact,) = ask(

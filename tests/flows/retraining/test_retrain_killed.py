@@ -15,7 +15,7 @@ import pytest
 from tests.support.prefect import PrefectServer
 from tests.support.retraining import Bench, Killed
 from trial_core.errors import PromotionConflict
-from trial_core.models.journal import Notebook
+from trial_core.models.journal import Journal
 from trial_core.models.registry import Registry
 from trial_core.run.run_dirs import trial_id
 
@@ -45,9 +45,9 @@ def bench(
 
 def kill_once(monkeypatch: pytest.MonkeyPatch, note: str, when: str) -> None:
     """Kill the run when it is about to write a note of its own, or just has."""
-    original, killed = Notebook.note, []
+    original, killed = Journal.note, []
 
-    def dying(self: Notebook, name: str, value: Any) -> Any:
+    def dying(self: Journal, name: str, value: Any) -> Any:
         is_it = name == note and not killed
         if is_it and when == "before":
             killed.append(name)
@@ -58,7 +58,7 @@ def kill_once(monkeypatch: pytest.MonkeyPatch, note: str, when: str) -> None:
             raise Killed(name)
         return noted
 
-    monkeypatch.setattr(Notebook, "note", dying)
+    monkeypatch.setattr(Journal, "note", dying)
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from trial_core.models.comparison import Rule
-from trial_core.models.journal import Challenger, Champion, Decision, Plan
+from trial_core.models.comparison import PromotionRule
+from trial_core.models.journal import Challenger, Champion, PromotionDecision, RetrainingPlan
 from trial_core.models.records import Version
-from trialflow.tasks.report.retraining_report import Facts
+from trialflow.tasks.report.retraining_report import RetrainingFacts
 
-PLAN = Plan(
+PLAN = RetrainingPlan(
     trial="gpt-0000beef",
     scheduled_at="2026-03-01T03:00:00+00:00",
     begun_at="2026-03-01T03:01:05Z",
@@ -26,11 +26,11 @@ CHAMPION = Version(
 )  # fmt: skip
 
 
-def facts(**changes: Any) -> Facts:
+def facts(**changes: Any) -> RetrainingFacts:
     given = {
         "model": "gpt",
         "start": "warm",
-        "rule": Rule("loss", True, 0.05),
+        "rule": PromotionRule("loss", True, 0.05),
         "plan": PLAN,
         "champion": CHAMPION,
         "champion_found": Champion(metrics={"accuracy": 0.5, "loss": 0.7, "old": "x"}, value=0.7),
@@ -38,10 +38,10 @@ def facts(**changes: Any) -> Facts:
             version=4, checkpoint="bbbb", batches_trained=900,
             metrics={"accuracy": 0.75, "loss": 0.5, "new": 3}, value=0.5,
         ),
-        "outcome": Decision(promoted=True, why="better by 0.2"),
+        "outcome": PromotionDecision(promoted=True, why="better by 0.2"),
         **changes,
     }  # fmt: skip
-    return Facts(**given)
+    return RetrainingFacts(**given)
 
 
 def test_champion_and_challenger_beside_each_other() -> None:
@@ -80,13 +80,16 @@ def test_data_stays_inside_its_block() -> None:
     ("changes", "headline"),
     [
         ({}, "version 4 promoted"),
-        ({"outcome": Decision(promoted=False, why="")}, "version 3 kept, version 4 not promoted"),
         (
-            {"outcome": Decision(promoted=False, why=""), "challenger": Challenger()},
+            {"outcome": PromotionDecision(promoted=False, why="")},
+            "version 3 kept, version 4 not promoted",
+        ),
+        (
+            {"outcome": PromotionDecision(promoted=False, why=""), "challenger": Challenger()},
             "version 3 kept, the challenger not promoted",
         ),
         (
-            {"outcome": Decision(promoted=False, why=""), "champion": None},
+            {"outcome": PromotionDecision(promoted=False, why=""), "champion": None},
             "no champion, version 4 not promoted",
         ),
         ({"outcome": None, "ended": "stopped: cancelled"}, "stopped: cancelled"),

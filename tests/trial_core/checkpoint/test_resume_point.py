@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.manifests import new_manifest
 from trial_core.checkpoint.manifest import Topology
-from trial_core.checkpoint.resume_point import Start
+from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.errors import CheckpointError
 
 
@@ -26,12 +26,12 @@ PIPELINE = new_manifest(topology=topology(4, data_parallel_size=2, pipeline_para
 )
 def test_other_ranks_and_stages_can_restore(now: Topology) -> None:
     """A checkpoint is not bound to the ranks that saved it."""
-    Start.continuing(SAVED).require_convertible(now)
+    ResumePoint.continuing(SAVED).require_convertible(now)
 
 
 def test_as_many_copies_of_a_divided_model_as_one_likes() -> None:
     """A pipeline's stages stay; there may be more or fewer pipelines."""
-    Start.continuing(PIPELINE).require_convertible(
+    ResumePoint.continuing(PIPELINE).require_convertible(
         topology(6, data_parallel_size=3, pipeline_parallel_size=2)
     )
 
@@ -44,7 +44,7 @@ def test_other_stages_are_refused() -> None:
     )
     now = topology(4, data_parallel_size=1, pipeline_parallel_size=4)
     with pytest.raises(CheckpointError, match=said):
-        Start.continuing(PIPELINE).require_convertible(now)
+        ResumePoint.continuing(PIPELINE).require_convertible(now)
 
 
 def test_batches_of_another_size_are_refused_on_other_ranks() -> None:
@@ -54,25 +54,30 @@ def test_batches_of_another_size_are_refused_on_other_ranks() -> None:
         "train_batch_size=8 .* or with 2 slots"
     )
     with pytest.raises(CheckpointError, match=said):
-        Start.continuing(SAVED).require_convertible(topology(4, batch_samples=16))
+        ResumePoint.continuing(SAVED).require_convertible(topology(4, batch_samples=16))
 
 
 @pytest.mark.parametrize(
-    "start", [Start.warm(SAVED, weights_only=False), Start.warm(SAVED, weights_only=True), Start()]
+    "start",
+    [
+        ResumePoint.warm(SAVED, weights_only=False),
+        ResumePoint.warm(SAVED, weights_only=True),
+        ResumePoint(),
+    ],
 )
-def test_a_new_trial_may_have_other_batches(start: Start) -> None:
+def test_a_new_trial_may_have_other_batches(start: ResumePoint) -> None:
     """It counts from 0."""
     start.require_convertible(topology(4, batch_samples=16))
 
 
 def test_as_many_ranks_may_have_other_batches() -> None:
     """Files are used as they are; whoever changes the size alone means to."""
-    Start.continuing(SAVED).require_convertible(topology(2, batch_samples=16))
+    ResumePoint.continuing(SAVED).require_convertible(topology(2, batch_samples=16))
 
 
 def test_checkpoints_of_earlier_releases_do_not_tell_how_large_batches_were() -> None:
     """They are taken to have been alike."""
-    Start.continuing(new_manifest(topology=topology(2, batch_samples=0))).require_convertible(
+    ResumePoint.continuing(new_manifest(topology=topology(2, batch_samples=0))).require_convertible(
         topology(4, batch_samples=16)
     )
 
@@ -81,4 +86,4 @@ def test_weights_alone_are_offered_to_a_new_trial() -> None:
     """Where its whole state cannot be taken over."""
     now = topology(4, data_parallel_size=1, pipeline_parallel_size=4)
     with pytest.raises(CheckpointError, match="source_weights_only=true"):
-        Start.warm(PIPELINE, weights_only=False).require_convertible(now)
+        ResumePoint.warm(PIPELINE, weights_only=False).require_convertible(now)

@@ -11,7 +11,7 @@ from trial_core.controller.collective_errors import Outcome, on_every_rank, on_t
 from trial_core.distributed import DistributedContext
 from trial_core.errors import CheckpointDamaged, StorageError, TrialflowError
 from trial_core.trainer import background_upload
-from trial_core.trainer.background_upload import TRIES, Upload, persistently
+from trial_core.trainer.background_upload import TRIES, BackgroundUpload, persistently
 
 
 class Rank(DistributedContext):
@@ -73,7 +73,7 @@ def test_an_upload_runs_beside_and_tells_when_it_has_ended() -> None:
         may_end.wait(30)
         return Outcome("stored")
 
-    running = Upload(work)
+    running = BackgroundUpload(work)
     assert running.outcome() is None
     may_end.set()
     assert running.outcome(within_seconds=30) == Outcome("stored")
@@ -102,4 +102,4 @@ def test_a_mistake_in_an_upload_is_not_lost() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        Upload(work).outcome(within_seconds=30)
+        BackgroundUpload(work).outcome(within_seconds=30)

@@ -13,7 +13,7 @@ import torch
 
 from trial_core.checkpoint.manifest import Topology
 from trial_core.controller.rank_state import capture_rng, restore_rng, write_rank_state
-from trial_core.controller.resharded_state import Move, read_redistributed
+from trial_core.controller.resharded_state import RankRemap, read_redistributed
 from trial_core.controller.safe_load import Reader
 from trial_core.errors import CheckpointDamaged, CheckpointError
 
@@ -41,7 +41,7 @@ def test_callbacks_have_their_ranks_state_or_the_first_ones(
 ) -> None:
     """4 ranks go on with what 2 have saved."""
     states(tmp_path)
-    state = read_redistributed(tmp_path, rank, Reader(), Move(TWO, FOUR, 7))
+    state = read_redistributed(tmp_path, rank, Reader(), RankRemap(TWO, FOUR, 7))
     assert state["callbacks"] == {"counter": callbacks_of}
     assert state["training_data"]["drawn"] == 3
 
@@ -51,7 +51,7 @@ def test_generators_begin_anew_by_their_seed(tmp_path: Path) -> None:
     states(tmp_path)
 
     def after(seed: int) -> tuple[float, ...]:
-        restore_rng(read_redistributed(tmp_path, 0, Reader(), Move(TWO, FOUR, seed))["rng"])
+        restore_rng(read_redistributed(tmp_path, 0, Reader(), RankRemap(TWO, FOUR, seed))["rng"])
         return draws()
 
     assert after(7) == after(7) != after(8)
@@ -59,7 +59,7 @@ def test_generators_begin_anew_by_their_seed(tmp_path: Path) -> None:
     undisturbed = draws()
     torch.manual_seed(1)
     random.seed(3)
-    read_redistributed(tmp_path, 0, Reader(), Move(TWO, FOUR, 7))
+    read_redistributed(tmp_path, 0, Reader(), RankRemap(TWO, FOUR, 7))
     assert torch.rand(1).item() == undisturbed[2]
 
 
@@ -68,7 +68,7 @@ def test_ranks_of_the_same_number_keep_all_they_had(tmp_path: Path) -> None:
     states(tmp_path, loader={"next": 3})
     expected = capture_rng()
     other_stage = Topology(world_size=2, data_parallel_size=2, zero_stage=3)
-    state = read_redistributed(tmp_path, 1, Reader(), Move(TWO, other_stage, 7))
+    state = read_redistributed(tmp_path, 1, Reader(), RankRemap(TWO, other_stage, 7))
     assert torch.equal(state["rng"]["torch"], expected["torch"])
     assert state["training_data"]["loader"] == {"next": 3}
 
@@ -77,14 +77,14 @@ def test_a_loaders_own_state_is_not_shared_out(tmp_path: Path) -> None:
     """How it counts is known to it alone."""
     states(tmp_path, loader={"next": 3})
     with pytest.raises(CheckpointError, match="own training loader on each of 2 data-parallel"):
-        read_redistributed(tmp_path, 0, Reader(), Move(TWO, FOUR, 7))
-    read_redistributed(tmp_path, 0, Reader(), Move(TWO, FOUR, 7), "state")  # does not need it
+        read_redistributed(tmp_path, 0, Reader(), RankRemap(TWO, FOUR, 7))
+    read_redistributed(tmp_path, 0, Reader(), RankRemap(TWO, FOUR, 7), "state")  # does not need it
 
 
 def test_the_first_ranks_state_is_needed(tmp_path: Path) -> None:
     """Without it the checkpoint is damaged."""
     with pytest.raises(CheckpointDamaged, match="no trialflow/rank-00000"):
-        read_redistributed(tmp_path, 2, Reader(), Move(TWO, FOUR, 7))
+        read_redistributed(tmp_path, 2, Reader(), RankRemap(TWO, FOUR, 7))
 
 
 def test_seeds_differ_by_rank_and_by_batch() -> None:
@@ -92,7 +92,7 @@ def test_seeds_differ_by_rank_and_by_batch() -> None:
 
     def seed(rank: int, batches: int) -> int:
         engine: Any = SimpleNamespace(topology=lambda: FOUR, data_parallel_rank=rank)
-        move = Move.of(TWO, engine, 42, batches)
+        move = RankRemap.of(TWO, engine, 42, batches)
         assert move is not None
         return move.seed
 
@@ -104,5 +104,5 @@ def test_there_is_no_move_where_files_can_be_used_as_they_are() -> None:
     """Nor where nothing is restored; another batch size alone is none."""
     same = Topology(world_size=2, data_parallel_size=2, zero_stage=1, batch_samples=8)
     engine: Any = SimpleNamespace(topology=lambda: same, data_parallel_rank=0)
-    assert Move.of(TWO, engine, 42, 10) is None
-    assert Move.of(None, engine, 42, 10) is None
+    assert RankRemap.of(TWO, engine, 42, 10) is None
+    assert RankRemap.of(None, engine, 42, 10) is None

@@ -8,7 +8,7 @@ import pytest
 
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.context import RunInfo
-from trial_core.controller.run_file_upload import Measured, instruments_in
+from trial_core.controller.run_file_upload import RunFileUpload, instruments_in
 
 
 @pytest.fixture
@@ -18,9 +18,9 @@ def info(tmp_path: Path) -> RunInfo:
     return info
 
 
-def measured(info: RunInfo, tmp_path: Path) -> Measured:
+def measured(info: RunInfo, tmp_path: Path) -> RunFileUpload:
     store = CheckpointStore(str(tmp_path / "storage"))
-    return Measured(info, store, tmp_path / "run")
+    return RunFileUpload(info, store, tmp_path / "run")
 
 
 def test_a_storage_that_fails_does_not_end_training(info: RunInfo, tmp_path: Path) -> None:
@@ -49,5 +49,5 @@ def test_what_the_writer_has_in_hand_is_uploaded(info: RunInfo, tmp_path: Path) 
 def test_a_process_local_storage_is_left_to_the_driver(info: RunInfo, tmp_path: Path) -> None:
     """What a rank put into its own memory nobody would ever see."""
     store = CheckpointStore("memory://measured-here")
-    assert Measured(info, store, tmp_path / "run").upload().files == 0
+    assert RunFileUpload(info, store, tmp_path / "run").upload().files == 0
     assert store.storage.sizes("runs") == {}

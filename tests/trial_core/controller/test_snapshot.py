@@ -18,7 +18,7 @@ from trial_core.distributed import DistributedContext
 from trial_core.errors import CheckpointError, StorageError
 from trial_core.messages import PersistCheckpoint, Persisted, SaveCheckpoint, Saved
 from trial_core.slots.group import SlotGroup
-from trial_core.transfer.memory_files import is_image
+from trial_core.transfer.memory_files import is_memory_file
 
 Warm = Callable[[int], SlotGroup]
 
@@ -44,7 +44,7 @@ def test_shards_are_staged_in_memory(warm_slots: Warm, tmp_path: Path) -> None:
     saved = slots.request(SaveCheckpoint(uuid="one-more"), Saved)
     shards = [path for rank in saved for path in Path(rank.staging).rglob("model0/*.pt")]
     assert shards
-    assert all(is_image(path) and path.read_bytes()[:2] == b"PK" for path in shards)
+    assert all(is_memory_file(path) and path.read_bytes()[:2] == b"PK" for path in shards)
 
 
 @with_ranks

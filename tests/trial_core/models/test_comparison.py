@@ -11,7 +11,7 @@ from hypothesis import strategies as some
 
 from tests.support.manifests import new_manifest
 from trial_core.checkpoint.manifest import Manifest
-from trial_core.models.comparison import Rule
+from trial_core.models.comparison import PromotionRule
 from trial_core.run.sequencer import Progress
 
 NAN, INF = float("nan"), float("inf")
@@ -56,13 +56,13 @@ def test_smaller_is_better(
     champion: float | None, challenger: float, margin: float, is_better: bool, why: str
 ) -> None:
     """By more than the margin, in the decimals in which both are written."""
-    verdict = Rule("loss", True, margin).compare(champion, challenger)
+    verdict = PromotionRule("loss", True, margin).compare(champion, challenger)
     assert (verdict.is_better, verdict.why) == (is_better, why)
 
 
 def test_larger_is_better() -> None:
     """The other way round."""
-    rule = Rule("accuracy", smaller_is_better=False, margin=0.01)
+    rule = PromotionRule("accuracy", smaller_is_better=False, margin=0.01)
     assert rule.compare(0.9, 0.92).why == (
         "better by 0.02: accuracy 0.92 against the champion's 0.9"
     )
@@ -75,19 +75,19 @@ def test_never_both(one: float, other: float, margin: float) -> None:
     """Of two, at most one is better than the other, whichever way the metric improves; and what is
     better when smaller is better is not when larger is."""
     for smaller in (True, False):
-        rule = Rule("loss", smaller, margin)
+        rule = PromotionRule("loss", smaller, margin)
         assert not (rule.compare(one, other).is_better and rule.compare(other, one).is_better)
     assert not (
-        Rule("loss", True, margin).compare(one, other).is_better
-        and Rule("loss", False, margin).compare(one, other).is_better
+        PromotionRule("loss", True, margin).compare(one, other).is_better
+        and PromotionRule("loss", False, margin).compare(one, other).is_better
     )
 
 
 @given(finite, finite, some.floats(0, 1e6))
 def test_a_margin_only_ever_keeps(champion: float, challenger: float, margin: float) -> None:
     """What is not better without one is not better with one."""
-    with_one = Rule("loss", True, margin).compare(champion, challenger).is_better
-    without = Rule("loss", True, 0.0).compare(champion, challenger).is_better
+    with_one = PromotionRule("loss", True, margin).compare(champion, challenger).is_better
+    without = PromotionRule("loss", True, 0.0).compare(champion, challenger).is_better
     assert without or not with_one
     assert without == (challenger < champion)
 
@@ -105,11 +105,11 @@ def test_the_best_checkpoint() -> None:
     the later one."""
     numbers = [saved(7, 0.5), saved(11, 0.3), saved(13, 0.3), saved(17, 0.4)]
     others = [saved(19, NAN), saved(23, 0.1, is_validated=False), saved(29, "0.1")]
-    best = Rule("loss", True).best([*others, *numbers])
+    best = PromotionRule("loss", True).best([*others, *numbers])
     assert best is numbers[2]
-    assert Rule("loss", False).best([*others, *numbers]) is numbers[0]
-    assert Rule("loss", True).best(others) is None
-    assert Rule("accuracy", True).best(numbers) is None
+    assert PromotionRule("loss", False).best([*others, *numbers]) is numbers[0]
+    assert PromotionRule("loss", True).best(others) is None
+    assert PromotionRule("accuracy", True).best(numbers) is None
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_the_best_checkpoint() -> None:
 )
 def test_why_there_is_no_best_one(manifests: list[Manifest], why: str) -> None:
     """In words, whatever the reason."""
-    rule = Rule("loss")
+    rule = PromotionRule("loss")
     assert rule.best(manifests) is None
     assert rule.why_none(manifests) == why
 
@@ -134,5 +134,5 @@ def test_why_there_is_no_best_one(manifests: list[Manifest], why: str) -> None:
 def test_a_challenger_that_is_not_finite_never_wins(champion: float, challenger: float) -> None:
     """Against whatever champion, whichever way the metric improves."""
     for smaller in (True, False):
-        is_better = Rule("loss", smaller).compare(champion, challenger).is_better
+        is_better = PromotionRule("loss", smaller).compare(champion, challenger).is_better
         assert not is_better or challenger == 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trial_core.run.run_status import Progress
+from trial_core.run.run_status import RunStatus
 
 
 class Clock:
@@ -23,14 +23,14 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def progress(clock: Clock) -> Progress:
+def progress(clock: Clock) -> RunStatus:
     """A run of 100 batches of 16 samples that begins now."""
-    progress = Progress(clock=clock)
+    progress = RunStatus(clock=clock)
     progress.run_started("toy-0a", 100, 0, 16)
     return progress
 
 
-def train(progress: Progress, clock: Clock, begin: int, until: int, seconds: float) -> None:
+def train(progress: RunStatus, clock: Clock, begin: int, until: int, seconds: float) -> None:
     """A train-workload, told once half-way."""
     detail = f"[{begin}→{until}]"
     progress.stage_started("train-workload", detail)
@@ -41,13 +41,13 @@ def train(progress: Progress, clock: Clock, begin: int, until: int, seconds: flo
     progress.metrics_reported("training", until, {"loss": 1.0})
 
 
-def validate(progress: Progress, clock: Clock, seconds: float) -> None:
+def validate(progress: RunStatus, clock: Clock, seconds: float) -> None:
     progress.stage_started("validate", "")
     clock.now += seconds
     progress.stage_ended("validate", "", seconds)
 
 
-def test_speed_is_that_of_training_alone(progress: Progress, clock: Clock) -> None:
+def test_speed_is_that_of_training_alone(progress: RunStatus, clock: Clock) -> None:
     """A validation between two workloads does not lower samples per second."""
     train(progress, clock, 0, 10, seconds=4)
     validate(progress, clock, seconds=50)
@@ -55,7 +55,7 @@ def test_speed_is_that_of_training_alone(progress: Progress, clock: Clock) -> No
     assert progress.samples_per_second == pytest.approx(20 * 16 / 8)
 
 
-def test_speed_follows_a_change(progress: Progress, clock: Clock) -> None:
+def test_speed_follows_a_change(progress: RunStatus, clock: Clock) -> None:
     """A slow first batch is forgotten after some seconds."""
     train(progress, clock, 0, 2, seconds=60)
     for begin in range(2, 62, 10):
@@ -63,7 +63,7 @@ def test_speed_follows_a_change(progress: Progress, clock: Clock) -> None:
     assert progress.samples_per_second == pytest.approx(10 * 16 / 5)
 
 
-def test_time_left_counts_every_stage(progress: Progress, clock: Clock) -> None:
+def test_time_left_counts_every_stage(progress: RunStatus, clock: Clock) -> None:
     """Validations will come again, so they count for the time left."""
     train(progress, clock, 0, 25, seconds=5)
     validate(progress, clock, seconds=5)
@@ -72,14 +72,14 @@ def test_time_left_counts_every_stage(progress: Progress, clock: Clock) -> None:
 
 def test_time_left_of_a_resumed_run(clock: Clock) -> None:
     """Batches trained before the run say nothing about its speed."""
-    progress = Progress(clock=clock)
+    progress = RunStatus(clock=clock)
     progress.run_started("toy-0a", 100, 80, 16)
     assert progress.seconds_left is None
     train(progress, clock, 80, 90, seconds=7)
     assert progress.seconds_left == pytest.approx(7)
 
 
-def test_an_upload_is_beside_the_stage(progress: Progress) -> None:
+def test_an_upload_is_beside_the_stage(progress: RunStatus) -> None:
     """Training goes on while a checkpoint is uploaded; at the end the upload is all there is."""
     progress.stage_started("checkpoint-upload", "@10")
     progress.stage_started("train-workload", "[10→20]")
@@ -90,7 +90,7 @@ def test_an_upload_is_beside_the_stage(progress: Progress) -> None:
     assert progress.uploads == []
 
 
-def test_a_restart_goes_back(progress: Progress, clock: Clock) -> None:
+def test_a_restart_goes_back(progress: RunStatus, clock: Clock) -> None:
     """After a restart the run is where its last checkpoint was."""
     train(progress, clock, 0, 40, seconds=4)
     progress.stage_started("train-workload", "[40→50]")

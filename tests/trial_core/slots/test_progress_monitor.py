@@ -18,7 +18,7 @@ from trial_core.messages import AnyRequest, Done, Ping, RunValidation, TrainBatc
 from trial_core.slots import progress_monitor
 from trial_core.slots.group import SlotGroup
 from trial_core.slots.launcher import RankProcess
-from trial_core.slots.progress_monitor import Signs
+from trial_core.slots.progress_monitor import ProgressMonitor
 
 
 class Ranks:
@@ -30,7 +30,7 @@ class Ranks:
         monkeypatch.setattr(
             progress_monitor, "time", SimpleNamespace(monotonic=lambda: self.seconds)
         )
-        self.signs = Signs([self])
+        self.signs = ProgressMonitor([self])
 
     def written_bytes(self) -> int:
         return self.bytes

@@ -9,7 +9,7 @@ import pytest
 
 from trial_core.storage import buffer_pool
 from trial_core.storage.buffer_pool import Window, piece_bytes, read_piece
-from trial_core.storage.parallel import Stopped, StopSignal
+from trial_core.storage.parallel import StopSignal, WorkCancelled
 
 MIB = 2**20
 
@@ -38,7 +38,7 @@ def test_who_waits_for_a_piece_can_be_stopped() -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(one.take, 1, stop)
         stop.set()
-        with pytest.raises(Stopped):
+        with pytest.raises(WorkCancelled):
             waiting.result(10)
 
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from trial_core.storage.event_loop import LoopTask
-from trial_core.storage.parallel import Stopped, StopSignal
+from trial_core.storage.parallel import StopSignal, WorkCancelled
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_when_it_is_stopped_it_is_over(loop: asyncio.AbstractEventLoop) -> None:
         waiting = pool.submit(task.result, stop)
         begun.wait(10)
         stop.set()
-        with pytest.raises(Stopped):
+        with pytest.raises(WorkCancelled):
             waiting.result(10)
     assert lines == ["over", "on_end"]
 
@@ -68,7 +68,7 @@ def test_what_was_stopped_before_is_over_as_well(loop: asyncio.AbstractEventLoop
     """However late the signal is looked at, nothing goes on behind it."""
     stop, ended = StopSignal(), threading.Event()
     stop.set()
-    with pytest.raises(Stopped):
+    with pytest.raises(WorkCancelled):
         LoopTask(loop, asyncio.Event().wait(), ended.set).result(stop)
     assert ended.is_set()
 

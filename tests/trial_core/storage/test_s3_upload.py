@@ -23,7 +23,7 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError, StorageError
 from trial_core.storage import buffer_pool
-from trial_core.storage.parallel import Stopped, StopSignal
+from trial_core.storage.parallel import StopSignal, WorkCancelled
 from trial_core.storage.s3 import S3Storage
 from trial_core.storage.s3_requests import S3Requests
 from trial_core.storage.s3_upload import end_uploads
@@ -135,7 +135,7 @@ def test_an_upload_that_is_stopped_leaves_nothing(
     """Because another file has failed, say."""
     stop = StopSignal()
     after_pieces(monkeypatch, 2, stop.set)
-    with pytest.raises(Stopped):
+    with pytest.raises(WorkCancelled):
         storage_of(s3_store).upload(
             stage(tmp_path / "staging", {"big": BIG}) / "big", "checkpoints/u/big", stop
         )

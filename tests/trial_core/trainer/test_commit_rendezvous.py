@@ -14,7 +14,7 @@ import torch.distributed as dist
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.controller.collective_errors import Outcome
 from trial_core.errors import CheckpointError, SlotsError
-from trial_core.trainer.commit_rendezvous import Meeting
+from trial_core.trainer.commit_rendezvous import CommitRendezvous
 
 FULL = Outcome(None, "StorageError", "the disk is full")
 
@@ -36,7 +36,7 @@ def meet(
     shared = store or dist.HashStore()
 
     def attend(rank: int) -> Outcome:
-        meeting = Meeting(shared, "one", rank, len(stored), patience_seconds)
+        meeting = CommitRendezvous(shared, "one", rank, len(stored), patience_seconds)
         own = stored[rank]
         return meeting.commit(own() if callable(own) else own, commit)
 
@@ -126,7 +126,7 @@ def test_a_commit_that_fails_is_told_to_all() -> None:
 def test_a_rank_that_does_not_come_is_named_to_all() -> None:
     """After a deadline, on every rank that waits."""
     store = dist.HashStore()
-    came = [Meeting(store, "one", rank, size=4, patience_seconds=0.2) for rank in (0, 2)]
+    came = [CommitRendezvous(store, "one", rank, size=4, patience_seconds=0.2) for rank in (0, 2)]
     with ThreadPoolExecutor(2) as ranks:
         outcomes = list(ranks.map(lambda m: m.commit(Outcome(files(0)), len), came))
     assert {outcome.error_type for outcome in outcomes} == {"DeadlineExceeded"}
@@ -138,7 +138,7 @@ def test_a_rank_that_does_not_come_is_named_to_all() -> None:
 
 def test_without_rank_0_nobody_waits_for_ever() -> None:
     """Twice as long, since rank 0 may itself have waited."""
-    alone = Meeting(dist.HashStore(), "one", rank=1, size=2, patience_seconds=0.1)
+    alone = CommitRendezvous(dist.HashStore(), "one", rank=1, size=2, patience_seconds=0.1)
     outcome = alone.commit(Outcome(files(1)), len)
     assert "rank 0 has not committed it 0.2 s after rank 1 had stored its own" in outcome.message
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.trial_core.trainer.test_fit_loop import Told
 from trial_core.checkpoint.manifest import Topology
-from trial_core.checkpoint.resume_point import Start
+from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config.script import script_config
 from trial_core.context import RunInfo
@@ -18,7 +18,7 @@ from trial_core.errors import Superseded
 from trial_core.messages import HookDone, TrialBuilt
 from trial_core.run.sequencer import Schedule
 from trial_core.trainer.fit_loop import follow_schedule
-from trial_core.trainer.fit_stages import Fit
+from trial_core.trainer.fit_stages import FitStages
 from trial_core.units import Batch
 
 TRIAL = "toy-0000beef"
@@ -42,7 +42,7 @@ def test_a_fit_that_is_superseded_ends(tmp_path: Path) -> None:
     store = CheckpointStore(f"file://{tmp_path}/checkpoints")
     told = TakenOver(store)
     controller: Any = told
-    fit = Fit(
+    fit = FitStages(
         controller,
         TrialBuilt(
             hooks=["on_checkpoint_upload_end"],
@@ -61,6 +61,6 @@ def test_a_fit_that_is_superseded_ends(tmp_path: Path) -> None:
     every = Batch(3)
     schedule = Schedule(Batch(9), every, validation_period=every, checkpoint_period=every)
     with pytest.raises(Superseded, match=r"attempt another, by .* this is attempt this one"):
-        follow_schedule(fit, schedule, [Start()])
+        follow_schedule(fit, schedule, [ResumePoint()])
     (manifest,) = store.list()
     assert (manifest.progress.batches_trained, manifest.attempt) == (3, "this one")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trial_core.checkpoint.manifest import Topology
-from trial_core.checkpoint.resume_point import Start
+from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config.script import script_config
 from trial_core.context import RunInfo
@@ -25,7 +25,7 @@ from trial_core.messages import (
 )
 from trial_core.run.sequencer import Schedule
 from trial_core.trainer.fit_loop import follow_schedule
-from trial_core.trainer.fit_stages import Fit
+from trial_core.trainer.fit_stages import FitStages
 from trial_core.units import Batch
 
 
@@ -75,7 +75,7 @@ def run(folder: Path, told: Told, metric: str, every: int = 3, **schedule: Any) 
     hooks = ["on_validation_end", "on_checkpoint_upload_end", "on_trial_shutdown"]
     built = TrialBuilt(hooks=hooks, topology=topology, batch_samples=1, versions={})
     controller: Any = told
-    fit = Fit(
+    fit = FitStages(
         controller,
         built,
         RunInfo("toy-0000beef", {}),
@@ -87,7 +87,7 @@ def run(folder: Path, told: Told, metric: str, every: int = 3, **schedule: Any) 
     )
     period = Batch(every)
     follow_schedule(
-        fit, Schedule(Batch(7), Batch(7), validation_period=period, **schedule), [Start()]
+        fit, Schedule(Batch(7), Batch(7), validation_period=period, **schedule), [ResumePoint()]
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.support.manifests import new_manifest
 from tests.trial_core.trainer.test_fit_loop import Told
 from trial_core.checkpoint.manifest import Manifest, Topology
-from trial_core.checkpoint.resume_point import Start
+from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config.script import script_config
 from trial_core.context import RunInfo
@@ -23,7 +23,7 @@ from trial_core.messages import Fetched, Persisted, TrialBuilt
 from trial_core.retention.claims import claims, running
 from trial_core.run.sequencer import Progress
 from trial_core.trainer import background_upload
-from trial_core.trainer.fit_stages import Fit
+from trial_core.trainer.fit_stages import FitStages
 
 TRIAL = "toy-0000beef"
 TOPOLOGY = Topology(world_size=1, data_parallel_size=1)
@@ -58,10 +58,10 @@ def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_upload, "PAUSE_SECONDS", 0.0)
 
 
-def new_fit(store: CheckpointStore, told: Any, **more: Any) -> Fit:
+def new_fit(store: CheckpointStore, told: Any, **more: Any) -> FitStages:
     built = TrialBuilt(hooks=[], topology=TOPOLOGY, batch_samples=1, versions={})
     config = script_config({"checkpointing": {"when_busy": "skip"}})
-    return Fit(
+    return FitStages(
         told, built, RunInfo(TRIAL, {}), DistributedContext.from_environment({}), store, config,
         None, test_mode=False, **more,
     )  # fmt: skip
@@ -77,7 +77,10 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(
     """And that is said, with what is wrong."""
     newer, older = saved(8), saved(4)
     fit = new_fit(store, Fetching(store, Fetched(damage="shard.pt has 3 bytes")))
-    assert fit.fetch_start([Start.continuing(each) for each in (newer, older)]).uuid == older.uuid
+    assert (
+        fit.fetch_start([ResumePoint.continuing(each) for each in (newer, older)]).uuid
+        == older.uuid
+    )
     (said,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert said.getMessage() == f"checkpoint {newer.uuid} cannot be used: shard.pt has 3 bytes"
 
@@ -85,7 +88,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(
 def test_where_all_are_damaged_nothing_begins(store: CheckpointStore) -> None:
     """A trial that has saved is not trained from the beginning because of a flipped bit."""
     told = Fetching(store, Fetched(damage="a.pt is missing"), Fetched(damage="b.pt is missing"))
-    starts = [Start.continuing(saved(8)), Start.continuing(saved(4))]
+    starts = [ResumePoint.continuing(saved(8)), ResumePoint.continuing(saved(4))]
     with pytest.raises(CheckpointDamaged) as refusal:
         new_fit(store, told).fetch_start(starts)
     assert str(refusal.value).startswith(
@@ -98,21 +101,24 @@ def test_a_damaged_source_is_named_as_such(store: CheckpointStore) -> None:
     """It is the experiment that names it."""
     told = Fetching(store, Fetched(damage="a.pt is missing"))
     with pytest.raises(CheckpointDamaged, match=r"^searcher.source_checkpoint_uuid: a.pt is miss"):
-        new_fit(store, told).fetch_start([Start.warm(saved(8), weights_only=True)])
+        new_fit(store, told).fetch_start([ResumePoint.warm(saved(8), weights_only=True)])
 
 
 def test_a_storage_that_fails_once_is_asked_again(store: CheckpointStore) -> None:
     """The same checkpoint is fetched on the second try."""
     told, newer = Fetching(store, Fetched(problem="HTTP 503")), saved(8)
     fit = new_fit(store, told)
-    assert fit.fetch_start([Start.continuing(newer), Start.continuing(saved(4))]).uuid == newer.uuid
+    assert (
+        fit.fetch_start([ResumePoint.continuing(newer), ResumePoint.continuing(saved(4))]).uuid
+        == newer.uuid
+    )
     assert told.fetched == [newer.uuid] * 2
 
 
 def test_what_the_storage_does_not_give_is_not_taken_for_damaged(store: CheckpointStore) -> None:
     """It may be whole tomorrow: the fit ends rather than go on from an older one."""
     told, newer = Fetching(store, *[Fetched(problem="HTTP 503")] * 9), saved(8)
-    starts = [Start.continuing(newer), Start.continuing(saved(4))]
+    starts = [ResumePoint.continuing(newer), ResumePoint.continuing(saved(4))]
     with pytest.raises(
         StorageError, match=f"^rank 0: checkpoint {newer.uuid} cannot be fetched: HTTP 503$"
     ):
@@ -127,7 +133,7 @@ def test_what_is_fetched_has_been_claimed(store: CheckpointStore) -> None:
     told = Fetching(store, Fetched(damage="a.pt is missing"))
     with running(store, TRIAL) as claim:
         fit = new_fit(store, told, claim=claim)
-        fit.fetch_start([Start.continuing(newer), Start.continuing(older)])
+        fit.fetch_start([ResumePoint.continuing(newer), ResumePoint.continuing(older)])
         assert told.needed == [[newer.uuid], [older.uuid]]
         assert [held.needs for held in claims(store)] == [[older.uuid]]
 

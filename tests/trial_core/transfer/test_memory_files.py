@@ -11,7 +11,12 @@ from typing import IO
 
 import pytest
 
-from trial_core.transfer.memory_files import GROWTH_BYTES, Images, default_limit_bytes, is_image
+from trial_core.transfer.memory_files import (
+    GROWTH_BYTES,
+    MemoryFiles,
+    default_limit_bytes,
+    is_memory_file,
+)
 from trial_core.transfer.staging import staged_files
 
 LIMIT_BYTES = 1000
@@ -27,7 +32,7 @@ def holding(content: bytes) -> Callable[[IO[bytes]], None]:
     return write
 
 
-def snapshot(images: Images, folder: Path, files: dict[str, bytes]) -> None:
+def snapshot(images: MemoryFiles, folder: Path, files: dict[str, bytes]) -> None:
     images.begin()
     for name, content in files.items():
         images.write(folder, name, holding(content))
@@ -37,11 +42,11 @@ def snapshot(images: Images, folder: Path, files: dict[str, bytes]) -> None:
 @pytest.mark.parametrize("second", [b"longer than it was before", b"short", b"as long"])
 def test_an_image_reads_as_the_file_that_was_written_last(tmp_path: Path, second: bytes) -> None:
     """Its memory is used again, and nothing of an earlier snapshot shows through."""
-    images = Images(LIMIT_BYTES)
+    images = MemoryFiles(LIMIT_BYTES)
     snapshot(images, tmp_path / "a", {"model/shard.pt": b"as long"})
     snapshot(images, tmp_path / "b", {"model/shard.pt": second})
     path = tmp_path / "b" / "model" / "shard.pt"
-    assert is_image(path)
+    assert is_memory_file(path)
     assert path.read_bytes() == second
     images.close()
 
@@ -49,7 +54,7 @@ def test_an_image_reads_as_the_file_that_was_written_last(tmp_path: Path, second
 def test_an_image_may_grow_beyond_what_was_set_aside(tmp_path: Path) -> None:
     """A file that is longer than expected is made room for, with what was written kept."""
     content = os.urandom(1 << 20) * (GROWTH_BYTES // (1 << 20) + 2)
-    images = Images(2 * len(content))
+    images = MemoryFiles(2 * len(content))
     snapshot(images, tmp_path, {"shard.pt": content})
     assert (tmp_path / "shard.pt").read_bytes() == content
     images.close()
@@ -57,7 +62,7 @@ def test_an_image_may_grow_beyond_what_was_set_aside(tmp_path: Path) -> None:
 
 def test_another_process_reads_an_image(tmp_path: Path) -> None:
     """By its path in the staging folder: so the upload needs no copy."""
-    images = Images(LIMIT_BYTES)
+    images = MemoryFiles(LIMIT_BYTES)
     snapshot(images, tmp_path, {"shard.pt": b"seen from afar"})
     read = "import sys; print(open(sys.argv[1]).read())"
     seen = subprocess.check_output([sys.executable, "-c", read, tmp_path / "shard.pt"], text=True)
@@ -67,7 +72,7 @@ def test_another_process_reads_an_image(tmp_path: Path) -> None:
 
 def test_images_are_files_of_the_checkpoint(tmp_path: Path) -> None:
     """Links that lead out of the staging folder are left out, those to images are not."""
-    images = Images(LIMIT_BYTES)
+    images = MemoryFiles(LIMIT_BYTES)
     snapshot(images, tmp_path, {"model/shard.pt": b"weights"})
     (tmp_path / "elsewhere").symlink_to("/etc/hostname")
     assert staged_files(tmp_path, rank=0) == ["model/shard.pt"]
@@ -79,9 +84,9 @@ def test_what_does_not_fit_goes_to_disk(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, room: int
 ) -> None:
     """The limit is for all images together; beyond it nothing is lost, and it is said."""
-    images, fits = Images(LIMIT_BYTES), os.urandom(LIMIT_BYTES - room)
+    images, fits = MemoryFiles(LIMIT_BYTES), os.urandom(LIMIT_BYTES - room)
     snapshot(images, tmp_path, {"fits": fits, "over": b"over" * 250})
-    assert is_image(tmp_path / "fits")
+    assert is_memory_file(tmp_path / "fits")
     assert not (tmp_path / "over").is_symlink()
     assert (tmp_path / "fits").read_bytes() == fits
     assert (tmp_path / "over").read_bytes() == b"over" * 250
@@ -91,7 +96,7 @@ def test_what_does_not_fit_goes_to_disk(
 
 def test_what_does_not_fit_is_written_once(tmp_path: Path) -> None:
     """Each write may be a copy from an accelerator, which holds up training."""
-    images, written = Images(LIMIT_BYTES), []
+    images, written = MemoryFiles(LIMIT_BYTES), []
 
     def write(file: IO[bytes]) -> None:
         written.append(file.write(b"x" * LIMIT_BYTES))
@@ -107,7 +112,7 @@ def test_without_memory_all_is_staged_on_disk(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A limit of 0 asks for it, so that it is no news."""
-    snapshot(images := Images(0), tmp_path, {"a": b"12"})
+    snapshot(images := MemoryFiles(0), tmp_path, {"a": b"12"})
     assert not (tmp_path / "a").is_symlink()
     assert (tmp_path / "a").read_bytes() == b"12"
     assert caplog.text == ""
@@ -121,7 +126,7 @@ def test_snapshots_leave_no_descriptors(tmp_path: Path, size: int) -> None:
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    images = Images(LIMIT_BYTES)
+    images = MemoryFiles(LIMIT_BYTES)
     snapshot(images, tmp_path / "first", {"shard.pt": b"x" * size})
     after_one = descriptors()
     for number in range(5):
@@ -132,11 +137,11 @@ def test_snapshots_leave_no_descriptors(tmp_path: Path, size: int) -> None:
 
 def test_files_that_are_saved_no_more_give_their_memory_back(tmp_path: Path) -> None:
     """A snapshot of other files does not add to the memory of those before it."""
-    images = Images(LIMIT_BYTES)
+    images = MemoryFiles(LIMIT_BYTES)
     snapshot(images, tmp_path / "a", {"one": b"x" * 600})
     snapshot(images, tmp_path / "b", {"two": b"y" * 300})
     snapshot(images, tmp_path / "c", {"two": b"y" * 300, "three": b"z" * 600})
-    assert is_image(tmp_path / "c" / "three")
+    assert is_memory_file(tmp_path / "c" / "three")
     images.close()
 
 

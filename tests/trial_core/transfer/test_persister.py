@@ -17,7 +17,7 @@ from tests.support.manifests import entry, stage, stored_files
 from tests.support.processes import descendants, wait_until_gone
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointDamaged, StorageError
-from trial_core.transfer.memory_files import Images
+from trial_core.transfer.memory_files import MemoryFiles
 from trial_core.transfer.persister import Persister
 from trial_core.transfer.persister_process import StagedFile
 
@@ -55,7 +55,7 @@ def staged(folder: Path, files: dict[str, bytes]) -> list[StagedFile]:
 def test_what_was_staged_is_stored_and_described(tmp_path: Path, persister: Persister) -> None:
     """On disk or in memory: the manifest's entries are those of the bytes that were staged."""
     store, checkpoint = CheckpointStore(str(tmp_path / "store")), str(uuid.uuid4())
-    files, images = staged(tmp_path / "staging", FILES), Images(10_000)
+    files, images = staged(tmp_path / "staging", FILES), MemoryFiles(10_000)
     images.begin()
     images.write(tmp_path / "staging", "image.pt", lambda file: file.write(b"in memory"))
     images.end()

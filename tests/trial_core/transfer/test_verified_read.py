@@ -16,7 +16,7 @@ from trial_core.errors import CheckpointDamaged
 from trial_core.storage import buffer_pool
 from trial_core.storage.base import Storage
 from trial_core.storage.buffer_pool import Window
-from trial_core.storage.chunks import Piece
+from trial_core.storage.chunks import RangeRead
 from trial_core.storage.parallel import StopSignal
 from trial_core.transfer.files import fetch_files, find_damage
 
@@ -52,7 +52,7 @@ def overwrite_after_the_first_range(
 
     def read_then_overwrite(
         of: str, start: int, view: memoryview, stop: StopSignal, version: str | None = None
-    ) -> Piece:
+    ) -> RangeRead:
         piece = read_into(of, start, view, stop, version)
         if start == 0:
             store.storage.write(key, BIG[::-1])
@@ -81,7 +81,7 @@ def test_ranges_of_one_file_are_read_at_once(
     manifest = upload(local_store, tmp_path / "staging", {"big": BIG})
     both, read_into = Barrier(2), local_store.storage.read_into
 
-    def read_together(of: str, start: int, *others: Any) -> Piece:
+    def read_together(of: str, start: int, *others: Any) -> RangeRead:
         if start < 2 * PIECE:
             both.wait(timeout=10)
         return read_into(of, start, *others)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trial_core.deepspeed.reshard.partitions import Partitions, Piece
+from trial_core.deepspeed.reshard.partitions import Fragment, Partitions
 from trial_core.errors import CheckpointError
 
 Shapes = Mapping[str, torch.Size]
@@ -171,7 +171,7 @@ def other_groups(saved: int, now: int) -> CheckpointError:
 
 def _add_pieces(
     found: Mapping[str, Parameter],
-    pieces: list[Piece],
+    pieces: list[Fragment],
     master: torch.Tensor,
     padding: int,
     state: Mapping[str, Any],

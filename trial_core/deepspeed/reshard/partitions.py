@@ -14,7 +14,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Piece:
+class Fragment:
     """A part of a parameter, in a rank's partition.
 
     Attributes:
@@ -47,7 +47,7 @@ class Partitions:
     ranks: int
     cuts_each: bool
 
-    def pieces(self, buffer: int, rank: int, partition: int) -> list[Piece]:
+    def pieces(self, buffer: int, rank: int, partition: int) -> list[Fragment]:
         """What lies in a rank's partition of a buffer.
 
         Args:
@@ -67,23 +67,23 @@ def part_of_each(elements: int, ranks: int) -> int:
 
 def _cut_through(
     sizes: Mapping[str, int], paddings: Sequence[int], partition: int, rank: int
-) -> list[Piece]:
+) -> list[Fragment]:
     begin, end = rank * partition, (rank + 1) * partition
     pieces, place = [], 0
     for (name, size), padding in zip(sizes.items(), paddings, strict=True):
         first, last = max(place, begin), min(place + size, end)
         if first < last:
-            pieces.append(Piece(name, first - place, last - first, first - begin))
+            pieces.append(Fragment(name, first - place, last - first, first - begin))
         place += size + padding
     return pieces
 
 
-def _cut_each(sizes: Mapping[str, int], ranks: int, rank: int) -> list[Piece]:
+def _cut_each(sizes: Mapping[str, int], ranks: int, rank: int) -> list[Fragment]:
     pieces, offset = [], 0
     for name, size in sizes.items():
         part = part_of_each(size, ranks)
         count = min(part, size - rank * part)
         if count > 0:
-            pieces.append(Piece(name, rank * part, count, offset))
+            pieces.append(Fragment(name, rank * part, count, offset))
         offset += part
     return pieces

@@ -4,7 +4,7 @@ A *pass* is one epoch's items in order: indices of samples, or batches of indice
 here gives any part of any pass: `iterate(epoch, start, step)`. Sharding and skipping are then
 arithmetic on `start` and `step`, and cost nothing, however far they reach.
 
-`as_passes` turns whatever a user gives a loader into such a sampler. How directly a pass can be
+`as_index_stream` turns whatever a user gives a loader into such a sampler. How directly a pass can be
 entered depends on what it was (`Access`); in no case is the dataset touched.
 """
 
@@ -56,7 +56,7 @@ class Access(IntEnum):
     """Anywhere at once: passes are equally long and pure functions of the epoch."""
 
 
-class Passes(Sampler[T], Generic[T]):
+class IndexStream(Sampler[T], Generic[T]):
     """A sampler of which any part of any pass can be had.
 
     Attributes:
@@ -96,16 +96,16 @@ class Passes(Sampler[T], Generic[T]):
         return list(self.iterate(epoch))
 
 
-class Wrapper(Passes[T], Generic[T]):
+class Wrapper(IndexStream[T], Generic[T]):
     """A sampler made of another one; as direct and as endless as that one."""
 
     def __init__(self, base: Iterable[T]) -> None:
-        self.base: Passes[T] = as_passes(base)
+        self.base: IndexStream[T] = as_index_stream(base)
         self.access = self.base.access
         self.endless = self.base.endless
 
 
-class Fixed(Passes[T], Generic[T]):
+class Fixed(IndexStream[T], Generic[T]):
     """The same items in the same order in every pass."""
 
     def __init__(self, items: Sequence[T]) -> None:
@@ -148,7 +148,7 @@ class Shuffled(Wrapper[T], Generic[T]):
         return [items[i] for i in places]
 
 
-class Reseeded(Passes[int]):
+class Reseeded(IndexStream[int]):
     """One of torch's random samplers, drawing from a generator of its own in every pass."""
 
     def __init__(self, sampler: Any, seed: int) -> None:
@@ -165,7 +165,7 @@ class Reseeded(Passes[int]):
         return len(self._sampler)
 
 
-class Foreign(Passes[T], Generic[T]):
+class Foreign(IndexStream[T], Generic[T]):
     """A sampler of the user's own.
 
     If it has ``set_epoch`` and a length, passes are entered directly. Otherwise all passes are
@@ -246,7 +246,7 @@ class Batches(Wrapper[Any]):
             deque(itertools.islice(items, (step - 1) * self._size), maxlen=0)
 
 
-def as_passes(sampler: Iterable[Any], seed: int = 0, per_batch: int = 1) -> Passes[Any]:
+def as_index_stream(sampler: Iterable[Any], seed: int = 0, per_batch: int = 1) -> IndexStream[Any]:
     """`sampler` as passes; `seed` is for samplers that draw from torch's global generator.
 
     A torch sampler's own generator gives the seed instead, by its ``initial_seed()``.
@@ -254,12 +254,12 @@ def as_passes(sampler: Iterable[Any], seed: int = 0, per_batch: int = 1) -> Pass
     Args:
         per_batch: how many of its items make a micro-batch.
     """
-    if isinstance(sampler, Passes):
+    if isinstance(sampler, IndexStream):
         return sampler
     kind = type(sampler)
     if isinstance(sampler, BatchSampler) and kind is BatchSampler:
         size = sampler.batch_size
-        return Batches(as_passes(sampler.sampler, seed, size), size, sampler.drop_last)
+        return Batches(as_index_stream(sampler.sampler, seed, size), size, sampler.drop_last)
     if isinstance(sampler, SequentialSampler) and kind is SequentialSampler:
         return Fixed(range(len(sampler)))
     if isinstance(sampler, _RANDOM_SAMPLERS) and kind in _RANDOM_SAMPLERS:

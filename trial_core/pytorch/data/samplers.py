@@ -24,7 +24,13 @@ from typing import Any, Generic, TypeVar
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from trial_core.errors import TrialError
-from trial_core.pytorch.data.index_streams import Access, Passes, Shuffled, Wrapper, as_passes
+from trial_core.pytorch.data.index_streams import (
+    Access,
+    IndexStream,
+    Shuffled,
+    Wrapper,
+    as_index_stream,
+)
 
 T = TypeVar("T")
 
@@ -211,7 +217,7 @@ def adapt_batch_sampler(
     rank: int = 0,
     *,
     seed: int = 0,
-) -> Passes[Any]:
+) -> IndexStream[Any]:
     """One rank's part of a sampler or batch sampler: repeat -> shard -> skip.
 
     Args:
@@ -226,7 +232,7 @@ def adapt_batch_sampler(
     """
     if num_replicas > 1:
         _refuse_sharded(batch_sampler)
-    chain = as_passes(batch_sampler, seed)
+    chain = as_index_stream(batch_sampler, seed)
     if repeat:
         chain = _Repeat(chain)
     return _Skip(_Shard(chain, num_replicas, rank), skip)

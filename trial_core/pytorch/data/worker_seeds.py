@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from trial_core.pytorch.data.index_streams import Passes, Wrapper
+from trial_core.pytorch.data.index_streams import IndexStream, Wrapper
 from trial_core.pytorch.seeding import derive_seed, seed_globals
 
 
@@ -55,7 +55,7 @@ class SeededBatches(Wrapper[Any]):
         stride: the distance from each batch to the next in that sequence.
     """
 
-    def __init__(self, batches: Passes[Any], seed: int, first: int, stride: int) -> None:
+    def __init__(self, batches: IndexStream[Any], seed: int, first: int, stride: int) -> None:
         super().__init__(batches)
         self._seed = seed
         self._first = first
