@@ -100,14 +100,14 @@ def check_pool_name(name: str) -> None:
 
 def job_template(pool_type: PoolType) -> dict[str, Any]:
     """The base job template of our work pools of a type."""
-    file = files("deployments") / "work_pools" / f"{pool_type}.json"
+    file = files("trialflow.deployments") / "work_pools" / f"{pool_type}.json"
     template: dict[str, Any] = json.loads(file.read_text("utf-8"))
     return template
 
 
 def deployments() -> list[DesiredDeployment]:
     """The deployments in our ``prefect.yaml``."""
-    described = yaml.safe_load((files("deployments") / "prefect.yaml").read_text("utf-8"))
+    described = yaml.safe_load((files("trialflow.deployments") / "prefect.yaml").read_text("utf-8"))
     return [
         DesiredDeployment(
             name=each["name"],

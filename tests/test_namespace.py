@@ -74,6 +74,8 @@ class Installed:
             )  # fmt: skip
         try:
             yield process
+        except AssertionError as error:
+            raise AssertionError((self.folder / "command.log").read_text()[-4000:]) from error
         finally:
             process.send_signal(signal.SIGTERM)
             try:
