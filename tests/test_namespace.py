@@ -256,7 +256,11 @@ def test_a_flow_is_served_in_a_folder_with_packages_of_our_names(
     experiment = installed.experiment("served", 4)
     parameters = installed.run("trialflow", "config", experiment)
     script = installed.folder / "serve.py"
-    script.write_text("import trialflow\n\ntrialflow.train.serve(name='from-a-wheel')\n")
+    script.write_text(
+        "import trialflow\n\n"
+        "if __name__ == '__main__':  # the process that runs the flow imports this script too\n"
+        "    trialflow.train.serve(name='from-a-wheel')\n"
+    )
     with installed.running("python", script.name, server=prefect_server):
         known = {"deployments": {"name": {"any_": ["from-a-wheel"]}}}
         _until(lambda: prefect_server.query("deployments/filter", known), "the deployment")
