@@ -54,7 +54,8 @@ from trial_core.messages import (
     TrialBuilt,
 )
 from trial_core.slots.group import SlotGroup
-from trial_core.transfer.files import fetch_files, merge_entries
+from trial_core.transfer.fetch import fetch_files
+from trial_core.transfer.upload import merge_entries
 
 MIB, GIB = 2**20, 2**30
 PEERS = ("deepspeed_boto3", "torch_dcp", "torch_dcp_async", "lightning")

@@ -1,4 +1,4 @@
-"""Checkpoints that have rotted in their storage, as real ranks find them before they train on."""
+"""Real ranks find damage in a stored checkpoint before they train on."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Saved:
         return self.run.checkpoints[-1]
 
     def stored(self, path: str, *, before: bool = False) -> Path:
-        """Where a file of the newer checkpoint lies, or of the one `before`."""
+        """The path of a stored file of the newer checkpoint, or of the one `before`."""
         uuid = self.run.checkpoints[-2] if before else self.uuid
         return self.folder / "checkpoints" / "checkpoints" / uuid / path
 
     def files(self, kind: str) -> list[FileEntry]:
-        """One file of each rank, by what is in its name."""
+        """One file of each rank whose name contains `kind`."""
         entries = self.run.files[self.uuid]
         found = sorted((e for e in entries if kind in e.path), key=lambda e: e.rank)
         assert [entry.rank for entry in found] == [0, 1]
@@ -60,13 +60,13 @@ def saved(warm_slots: Warm, tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 @pytest.fixture(autouse=True)
-def unharmed_again(saved: Saved, tmp_path: Path) -> Iterator[None]:
-    """Puts the stored files back as they were."""
+def repaired(saved: Saved, tmp_path: Path) -> Iterator[None]:
+    """Restores the stored files after each test."""
     files = saved.stored("")
-    shutil.copytree(files, tmp_path / "unharmed")
+    shutil.copytree(files, tmp_path / "intact")
     yield
     shutil.rmtree(files)
-    shutil.copytree(tmp_path / "unharmed", files)
+    shutil.copytree(tmp_path / "intact", files)
 
 
 def flip_a_bit(saved: Saved, first: Path, second: Path) -> None:
@@ -89,19 +89,25 @@ def swap(saved: Saved, first: Path, second: Path) -> None:
     second.write_bytes(one)
 
 
-def take_another_steps(saved: Saved, first: Path, second: Path) -> None:
+def replace_by_an_older_file(saved: Saved, first: Path, second: Path) -> None:
     path = first.relative_to(saved.stored("")).as_posix()
     shutil.copyfile(saved.stored(path, before=True), first)
 
 
-@pytest.mark.parametrize("corrupt", [flip_a_bit, truncate, remove, swap, take_another_steps])
-@pytest.mark.parametrize("kind", ["optim_states", "ballast-"])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_what_has_rotted_is_found_before_training_goes_on(
+@pytest.mark.parametrize(
+    ("corrupt", "kind", "rank"),
+    [
+        (replace_by_an_older_file, "optim_states", 0),
+        (remove, "ballast-", 1),
+        pytest.param(flip_a_bit, "ballast-", 0, marks=pytest.mark.long),
+        pytest.param(truncate, "optim_states", 1, marks=pytest.mark.long),
+        pytest.param(swap, "ballast-", 0, marks=pytest.mark.long),
+    ],
+)
+def test_damage_is_found_before_training_continues(
     saved: Saved, tmp_path: Path, corrupt: Callable[[Saved, Path, Path], None], kind: str, rank: int
 ) -> None:
-    """Ranks of a machine that has nothing yet say which file it is, whose, and both digests; and
-    no file that differs is among what they have fetched."""
+    """The ranks name the file, its rank and both digests; no damaged file is fetched."""
     entry, other = saved.files(kind)[rank], saved.files(kind)[1 - rank]
     path = saved.stored(entry.path)
     corrupt(saved, path, saved.stored(other.path))
@@ -109,18 +115,18 @@ def test_what_has_rotted_is_found_before_training_goes_on(
     request = FetchCheckpoint(uuid=saved.uuid, files=saved.run.files[saved.uuid])
     fetched = saved.slots.request(request, Fetched)
 
-    said = [each.damage for each in fetched if each.damage]
-    assert said, "nobody has noticed"
-    shown = [told(entry, path), told(other, saved.stored(other.path))]
-    assert all(any(each in damage for each in shown) for damage in said)
+    reported = [each.damage for each in fetched if each.damage]
+    assert reported, "no rank reported damage"
+    expected = [description(entry, path), description(other, saved.stored(other.path))]
+    assert all(any(each in damage for each in expected) for damage in reported)
     assert [each.problem for each in fetched] == [None, None]
     for name, content in stored_files(tmp_path).items():
         for each in saved.run.files[saved.uuid]:
             assert not name.endswith(each.path) or digest(content) == each.digest
 
 
-def told(entry: FileEntry, path: Path) -> str:
-    """What must be said of a file, as it lies there now."""
+def description(entry: FileEntry, path: Path) -> str:
+    """The expected description of a stored file as it is now."""
     start = f"{entry.path}, written by rank {entry.rank}, "
     if not path.exists():
         return f"{start}is missing (expected {entry.size_bytes} bytes, {entry.digest})"
@@ -134,19 +140,8 @@ def digest(content: bytes) -> str:
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
-def test_unharmed_it_is_fetched(saved: Saved, tmp_path: Path) -> None:
-    """The same request, with nothing wrong, is answered by every rank without a word."""
+def test_an_intact_checkpoint_is_fetched(saved: Saved, tmp_path: Path) -> None:
+    """The same request reports no damage."""
     build(saved.slots, saved.config, tmp_path)
     request = FetchCheckpoint(uuid=saved.uuid, files=saved.run.files[saved.uuid])
     assert saved.slots.request(request, Fetched) == [Fetched(), Fetched()]
-
-
-def test_the_ballast_tells_by_its_digest_alone(saved: Saved) -> None:
-    """Of all ranks and steps it has one size, and each time other contents."""
-    files = [
-        saved.stored(entry.path, before=before).read_bytes()
-        for entry in saved.files("ballast-")
-        for before in (False, True)
-    ]
-    assert {len(content) for content in files} == {2**20}
-    assert len(set(files)) == 4
