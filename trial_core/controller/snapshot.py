@@ -16,6 +16,7 @@ from typing import Any
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config.checkpointing_section import STALL_TIMEOUT_SECONDS
 from trial_core.controller.rank_state import (
     rank_state,
     read_rank_state,
@@ -31,7 +32,6 @@ from trial_core.transfer.fetch import fetch_files
 from trial_core.transfer.memory_files import GIB, MemoryFiles, default_limit_bytes, is_memory_file
 from trial_core.transfer.persister import Persister
 from trial_core.transfer.staging import staged_files
-from trial_core.transfer.stall_watch import STALL_SECONDS
 from trial_core.transfer.upload import upload_files
 
 
@@ -55,7 +55,7 @@ class Snapshots:
         self._memory_gib = settings.get("memory_gib_per_rank")
         self._reader = Reader(bool(settings.get("trusted")))
         self._images: MemoryFiles | None = None
-        self._persister = Persister(settings.get("stall_timeout_seconds", STALL_SECONDS))
+        self._persister = Persister(settings.get("stall_timeout_seconds", STALL_TIMEOUT_SECONDS))
 
     def staging(self, uuid: str) -> Path:
         """Where this rank stages checkpoint `uuid`."""

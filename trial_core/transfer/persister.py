@@ -31,7 +31,7 @@ from trial_core.transfer.persister_process import (
     UploadRequest,
 )
 from trial_core.transfer.staging import StagedFile
-from trial_core.transfer.stall_watch import STALL_SECONDS, StallWatch
+from trial_core.transfer.stall_watch import StallWatch
 
 _logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Persister:
         stall_seconds: kill the process when it has moved nothing for this long; None: never.
     """
 
-    def __init__(self, stall_seconds: float | None = STALL_SECONDS) -> None:
+    def __init__(self, stall_seconds: float | None = None) -> None:
         self._stall_seconds = stall_seconds
         self._process: _Process | None = None
         self._stored: dict[str, dict[str, FileEntry]] = {}

@@ -16,11 +16,6 @@ import psutil
 
 _logger = logging.getLogger(__name__)
 
-STALL_SECONDS = 900.0
-"""The default stall timeout. A sync of much cached data to disk may take minutes in which no bytes
-are counted. Three attempts of a rank take less than the other ranks wait for it, so the others
-receive its error."""
-
 PROGRESS_LOG_SECONDS = 300.0
 """How often to log the progress of a long transfer. The rank itself logs nothing meanwhile, and its
 driver would count it as hung."""

@@ -21,7 +21,8 @@ WRITERS = 16
 
 @pytest.fixture
 def storage(ceph_s3: S3Server) -> Storage:
-    return open_storage(f"{ceph_s3.new_bucket()}/folder", ceph_s3.options)
+    options = {**ceph_s3.options, "config_kwargs": {"retries": {"max_attempts": 0}}}
+    return open_storage(f"{ceph_s3.new_bucket()}/folder", options)
 
 
 def test_one_of_many_concurrent_writers_creates_the_object(storage: Storage) -> None:
