@@ -195,41 +195,29 @@ def read_files(
     Args:
         on_damage: called once for each damaged file; may raise to end all reads.
     """
-    ranges = _Ranges(storage, files)
+    buffers, lock = storage.buffers, Lock()
+    ranges = (each for file in files for each in file.ranges())
+
+    def take(stop: StopSignal) -> tuple[Range, bytearray] | None:
+        # The range and its buffer together, to avoid a deadlock: a range keeps its buffer until all
+        # earlier ranges are hashed, so the earlier ranges must have theirs.
+        with lock:
+            if (taken := next(ranges, None)) is None:
+                return None
+            _, start, end = taken
+            return taken, buffers.acquire(end - start, stop)
 
     def work(number: int, stop: StopSignal) -> None:
-        while (taken := ranges.take(stop)) is not None:
+        while (taken := take(stop)) is not None:
             (file, start, end), buffer = taken
             try:
                 file.read(storage, start, memoryview(buffer)[: end - start], stop, on_damage)
             finally:
-                storage.buffers.release(buffer)
+                buffers.release(buffer)
 
-    with storage.buffers.in_use():
+    with buffers.in_use():
         try:
             in_parallel(work, range(threads), threads)
         finally:
             for file in files:
                 file.close()
-
-
-class _Ranges:
-    """The ranges of all files in order, each handed out together with a buffer.
-
-    Together, to avoid a deadlock: a range keeps its buffer until all earlier ranges are hashed, so
-    the earlier ranges must have theirs.
-    """
-
-    def __init__(self, storage: Storage, files: Sequence[StoredFile]) -> None:
-        self._buffers = storage.buffers
-        self._ranges = (each for file in files for each in file.ranges())
-        self._lock = Lock()
-
-    def take(self, stop: StopSignal) -> tuple[Range, bytearray] | None:
-        """The next range and a buffer for it; None if there is none left."""
-        with self._lock:
-            taken = next(self._ranges, None)
-            if taken is None:
-                return None
-            _, start, end = taken
-            return taken, self._buffers.acquire(end - start, stop)

@@ -120,12 +120,6 @@ class Storage:
         with self._errors.translated(f"read {key} in"):
             return self._read(self._path(key))
 
-    def read_range(self, key: str, start: int, end: int) -> bytes:
-        """The bytes from `start` to `end` (exclusive); fewer where the object ends."""
-        with self._errors.translated(f"read {key} in"):
-            data: bytes = self._fs.cat_file(self._path(key), start=start, end=end)
-            return data
-
     def create(self, key: str, data: bytes) -> None:
         """Create a small object. If several writers create the same key, one succeeds.
 
@@ -156,7 +150,8 @@ class Storage:
             version: returned by an earlier read. A storage that keeps versions reads that version;
                 others read the current state, so compare the result's version.
         """
-        data = self.read_range(key, start, start + len(view))
+        with self._errors.translated(f"read {key} in"):
+            data = self._fs.cat_file(self._path(key), start=start, end=start + len(view))
         view[: len(data)] = data
         return RangeRead(len(data), None)
 
@@ -344,13 +339,10 @@ class Storage:
         self._put_small(path, data, mode="create")
 
     def _put_small(self, path: str, data: bytes, **options: Any) -> None:
-        self._make_folder_of(path)
-        self._fs.pipe_file(path, data, **options)
-
-    def _make_folder_of(self, path: str) -> None:
         # Object stores have no folders; makedirs would create a bucket there.
         if not isinstance(self._fs, AsyncFileSystem):
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        self._fs.pipe_file(path, data, **options)
 
     def _store_file(self, source: Path, size_bytes: int, key: str, stop: StopSignal) -> str:
         """Store the first `size_bytes` of a file; return their SHA-256 as hexadecimal digits."""

@@ -22,7 +22,7 @@ from trial_core.storage.event_loop import LoopTask
 from trial_core.storage.local_files import changed_during_upload, read_at
 from trial_core.storage.parallel import StopSignal
 from trial_core.storage.s3_requests import S3Requests
-from trial_core.storage.s3_upload import MultipartUpload
+from trial_core.storage.s3_upload import multipart_upload
 
 _logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class S3Storage(Storage):
         self, source: Path, file: int, size_bytes: int, key: str, stop: StopSignal
     ) -> str:
         digest, step = hashlib.sha256(), piece_bytes(size_bytes)
-        with MultipartUpload(self._requests, self._key(key), stop, self._errors) as upload:
+        with multipart_upload(self._requests, self._key(key), stop, self._errors) as send:
             for start in range(0, size_bytes, step):
                 buffer = self.buffers.acquire(step, stop)
                 release = partial(self.buffers.release, buffer)
@@ -105,8 +105,7 @@ class S3Storage(Storage):
                 except BaseException:
                     release()
                     raise
-                upload.send(view, crc, release)
-            upload.complete()
+                send(view, crc, release)
         return digest.hexdigest()
 
     def _store_whole(

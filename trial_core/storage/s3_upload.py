@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from trial_core.storage.event_loop import LoopTask
@@ -19,70 +19,38 @@ ABORT_SECONDS = 30.0
 """Time limit for aborting a failed upload. The sweep at the next run's start finds the rest."""
 
 
-class MultipartUpload:
-    """A context manager that uploads parts; it aborts the upload unless `complete` succeeded.
+SendPart = Callable[[memoryview, int | None, Callable[[], None]], None]
+"""Starts to send the next part: bytes, CRC, and a callback for when the bytes are no longer read.
+Raises the error of an earlier part that has failed."""
+
+
+@contextmanager
+def multipart_upload(
+    requests: S3Requests, key: str, stop: StopSignal, errors: ErrorTranslator
+) -> Iterator[SendPart]:
+    """Send parts inside the block; they become one object when it ends, or are aborted on an error.
 
     The abort runs on the event loop, so an interrupt of this thread does not stop it.
     """
+    upload_id: str | None = None
+    parts: list[LoopTask[dict[str, Any]]] = []
+    try:
+        # If the reply is lost, the id stays unknown; the abort then lists all uploads to the key.
+        upload_id = known_id = LoopTask(requests.loop, requests.create_upload(key)).result(stop)
 
-    def __init__(
-        self, requests: S3Requests, key: str, stop: StopSignal, errors: ErrorTranslator
-    ) -> None:
-        self._requests = requests
-        self._key = key
-        self._stop = stop
-        self._errors = errors
-        self._id: str | None = None
-        self._parts: list[LoopTask[dict[str, Any]]] = []
-        self._is_complete = False
+        def send(view: memoryview, crc: int | None, on_end: Callable[[], None]) -> None:
+            put = requests.put_part(key, known_id, len(parts) + 1, view, crc)
+            parts.append(LoopTask(requests.loop, put, on_end))
+            for part in parts:
+                if part.has_failed:
+                    part.result(stop)
 
-    def __enter__(self) -> MultipartUpload:
-        try:
-            create = self._requests.create_upload(self._key)
-            self._id = LoopTask(self._requests.loop, create).result(self._stop)
-        except BaseException:
-            self._abort()  # the server may have begun an upload and its reply was lost
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if not self._is_complete:
-            self._abort()
-
-    def send(self, view: memoryview, crc: int | None, on_end: Callable[[], None]) -> None:
-        """Start to send the next part.
-
-        Args:
-            on_end: called when the view is no longer read.
-
-        Raises:
-            Exception: the error of an earlier part that has failed.
-        """
-        if self._id is None:
-            raise RuntimeError("the upload has not begun")
-        number = len(self._parts) + 1
-        put = self._requests.put_part(self._key, self._id, number, view, crc)
-        self._parts.append(LoopTask(self._requests.loop, put, on_end))
-        for part in self._parts:
-            if part.has_failed:
-                part.result(self._stop)
-
-    def complete(self) -> None:
-        """Wait for all parts, then make them one object."""
-        if self._id is None:
-            raise RuntimeError("the upload has not begun")
-        parts = [part.result(self._stop) for part in self._parts]
-        complete = self._requests.complete_upload(self._key, self._id, parts)
-        LoopTask(self._requests.loop, complete).result(self._stop)
-        self._is_complete = True
-
-    def _abort(self) -> None:
-        abort_uploads_to(self._requests, self._key, self._errors, self._id, self._parts)
+        yield send
+        sent = [part.result(stop) for part in parts]
+        LoopTask(requests.loop, requests.complete_upload(key, upload_id, sent)).result(stop)
+    except BaseException:
+        abort_uploads_to(requests, key, errors, upload_id, parts)
+        raise
 
 
 def abort_uploads_to(
