@@ -1,13 +1,12 @@
-"""What checkpoints cost: training blocked, processor time, memory; beside others' ways.
+"""Measures the cost of checkpoints, compared with other libraries.
 
-Against a real S3 gateway on this machine (Ceph's), which takes a share of the same cores. Every
-comparison is made in this one run. (``--server moto``, an imitation, is for trying the benchmark
-out: its figures tell nothing.)
+It runs against a real S3 gateway (Ceph) on this machine, which uses the same cores. All compared
+figures come from one run. ``--server moto`` is for testing the benchmark only.
 
-- blocked: how long training stands still for one checkpoint of a ZeRO-1 state on 2 ranks.
-- transfers: one 512 MiB file, up and down, each in a fresh process: processor time and memory.
-- share: the part of a ZeRO-3 checkpoint that one rank of four, on a machine of its own, fetches.
-- training: batches of more than half a second, with and without a checkpoint every ten.
+- blocked: how long one checkpoint of a ZeRO-1 state on 2 ranks blocks training.
+- transfers: processor time and memory to upload and download a 512 MiB file in a fresh process.
+- share: the part of a ZeRO-3 checkpoint that one of four ranks fetches on its own machine.
+- training: batches of more than half a second, with and without a checkpoint every ten batches.
 """
 
 from __future__ import annotations
@@ -54,14 +53,15 @@ from trial_core.messages import (
     TrialBuilt,
 )
 from trial_core.slots.group import SlotGroup
-from trial_core.transfer.files import fetch_files, merge_entries
+from trial_core.transfer.fetch import fetch_files
+from trial_core.transfer.upload import merge_entries
 
 MIB, GIB = 2**20, 2**30
 PEERS = ("deepspeed_boto3", "torch_dcp", "torch_dcp_async", "lightning")
-BYTES_A_LAYER = 16 * (1024 * 1024 + 1024)
+BYTES_PER_LAYER = 16 * (1024 * 1024 + 1024)
 CONNECTIONS = 8
-SLOWER = 10
-LEAST_BATCH_SECONDS = 0.5
+SLOWDOWN = 10
+MIN_BATCH_SECONDS = 0.5
 SERVERS = {"ceph": ceph_gateway, "moto": moto_server}
 
 TARGETS = {
@@ -77,23 +77,23 @@ TARGETS = {
 
 
 def blocked(server: S3Server, state_mib: int, turns: int) -> dict[str, float]:
-    """Save in every way, in turns; then with a store that is ten times as slow."""
-    layers = max(1, state_mib * MIB // BYTES_A_LAYER)
+    """Save with every library in turns, then to a store that is ten times slower."""
+    layers = max(1, state_mib * MIB // BYTES_PER_LAYER)
     with faulty_s3(server) as proxy, tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         job: dict[str, Any] = {
             "layers": layers,
             "bucket": server.new_bucket(),
             "stores": {"fast": server.options, "slow": proxy.server().options},
         }
-        lines = in_ranks(Path(folder), {**job, "ways": ["ours", *PEERS], "turns": turns})
-        # So many bytes go through one connection at a time; there are a few for each rank.
+        lines = in_ranks(Path(folder), {**job, "methods": ["ours", *PEERS], "turns": turns})
+        # The bytes per second of one connection; each rank uses a few.
         whole = median(lines, "ours", "whole")
-        pace = layers * BYTES_A_LAYER / (SLOWER * whole) / CONNECTIONS
-        pace *= slowdown(saved_slowly(proxy, Path(folder), job, pace, 1)) / SLOWER
+        pace = layers * BYTES_PER_LAYER / (SLOWDOWN * whole) / CONNECTIONS
+        pace *= slowdown(saved_slowly(proxy, Path(folder), job, pace, 1)) / SLOWDOWN
         slow = saved_slowly(proxy, Path(folder), job, pace, max(2, turns // 2))
     figures = {
         "blocked_s": median(lines, "ours", "blocked"),
-        "state_mib": layers * BYTES_A_LAYER / MIB,
+        "state_mib": layers * BYTES_PER_LAYER / MIB,
     }
     for peer in PEERS:
         pairs = ratios(lines, "ours", peer)
@@ -110,19 +110,18 @@ def blocked(server: S3Server, state_mib: int, turns: int) -> dict[str, float]:
 def saved_slowly(
     proxy: FaultyS3, folder: Path, job: dict[str, Any], pace: float, turns: int
 ) -> list[dict[str, Any]]:
-    """Save with the store as it is and, in turns, with one that takes so many bytes a second over
-    each connection."""
+    """Save in turns to the fast store and to one that reads `pace` bytes/s per connection."""
     proxy.new_plan(Fault("slow", times=None, method="PUT", bytes_per_second=int(pace)))
-    return in_ranks(folder, {**job, "ways": ["ours", "ours_slow_store"], "turns": turns})
+    return in_ranks(folder, {**job, "methods": ["ours", "ours_slow_store"], "turns": turns})
 
 
 def slowdown(lines: list[dict[str, Any]]) -> float:
-    """How many times as long a save took with the slow store."""
+    """The duration of a save to the slow store, divided by that of one to the fast store."""
     return median(lines, "ours_slow_store", "whole") / median(lines, "ours", "whole")
 
 
 def in_ranks(folder: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run `benchmarks.checkpoint_ranks` on 2 ranks; what they measured, without the warm-up."""
+    """Run `benchmarks.checkpoint_ranks` on 2 ranks; return its results without the warm-up."""
     path = folder / "job.json"
     path.write_text(json.dumps(job))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -138,21 +137,21 @@ def in_ranks(folder: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
     return [line for line in lines if line["turn"] > 0]
 
 
-def median(lines: Iterable[dict[str, Any]], way: str, what: str) -> float:
-    """The median of a way's seconds."""
-    return statistics.median(float(line[what]) for line in lines if line["way"] == way)
+def median(lines: Iterable[dict[str, Any]], method: str, figure: str) -> float:
+    """The median of a method's seconds."""
+    return statistics.median(float(line[figure]) for line in lines if line["method"] == method)
 
 
-def ratios(lines: Iterable[dict[str, Any]], way: str, other: str) -> list[float]:
-    """How long `way` blocked over how long `other` did, turn by turn."""
+def ratios(lines: Iterable[dict[str, Any]], method: str, other: str) -> list[float]:
+    """For each turn, the seconds that `method` blocked divided by those of `other`."""
     turns: dict[int, dict[str, float]] = defaultdict(dict)
     for line in lines:
-        turns[line["turn"]][line["way"]] = line["blocked"]
-    return [turn[way] / turn[other] for turn in turns.values()]
+        turns[line["turn"]][line["method"]] = line["blocked"]
+    return [turn[method] / turn[other] for turn in turns.values()]
 
 
 def transfers(server: S3Server, size_mib: int, turns: int) -> dict[str, float]:
-    """One file up and down, by s3fs and by ours, each time in a fresh process."""
+    """Upload and download a file with s3fs and with trialflow, each in a fresh process."""
     seen: dict[str, list[dict[str, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         large, small = new_file(Path(folder, "large"), size_mib), new_file(Path(folder, "small"), 1)
@@ -169,21 +168,21 @@ def transfers(server: S3Server, size_mib: int, turns: int) -> dict[str, float]:
                 "options": server.options,
                 "target": f"{folder}/down-{turn}",
             }
-            for way in ("s3fs", "ours"):
+            for library in ("s3fs", "ours"):
                 for direction in ("upload", "restore"):
-                    seen[f"{direction}_{way}"].append(
-                        transfer({**job, "work": f"{direction}_{way}"})
+                    seen[f"{direction}_{library}"].append(
+                        transfer({**job, "work": f"{direction}_{library}"})
                     )
     figures: dict[str, float] = {}
     for direction in ("upload", "restore"):
         ours, peer = seen[f"{direction}_ours"], seen[f"{direction}_s3fs"]
-        for name, what, unit in (
+        for name, field, unit in (
             ("processor", "processor_seconds", size_mib / 1024),
             ("memory", "extra_bytes", MIB),
             ("time", "seconds", 1.0),
         ):
-            of_ours = statistics.median(each[what] for each in ours)
-            of_peer = statistics.median(each[what] for each in peer)
+            of_ours = statistics.median(each[field] for each in ours)
+            of_peer = statistics.median(each[field] for each in peer)
             figures[f"{direction}_{name}_ratio"] = of_ours / of_peer
             figures[f"{direction}_{name}_ours"] = of_ours / unit
             figures[f"{direction}_{name}_s3fs"] = of_peer / unit
@@ -191,15 +190,15 @@ def transfers(server: S3Server, size_mib: int, turns: int) -> dict[str, float]:
 
 
 def transfer(job: dict[str, Any]) -> dict[str, float]:
-    """Have it done by `benchmarks.transfers`."""
+    """Run a job in `benchmarks.transfers`."""
     command = [sys.executable, "-m", "benchmarks.transfers", json.dumps(job)]
     printed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    outcome: dict[str, float] = json.loads(printed.stdout.splitlines()[-1])
-    return outcome
+    result: dict[str, float] = json.loads(printed.stdout.splitlines()[-1])
+    return result
 
 
 def new_file(folder: Path, size_mib: int) -> dict[str, Any]:
-    """A file of random bytes, as a transfer's job names it."""
+    """Write a file of random bytes; return its part of a transfer's job."""
     folder.mkdir()
     digest = hashlib.sha256()
     with open(folder / "shard.bin", "wb") as file:
@@ -215,7 +214,7 @@ def new_file(folder: Path, size_mib: int) -> dict[str, Any]:
 
 
 def share(server: S3Server) -> dict[str, float]:
-    """Save under ZeRO-3 on 4 ranks; the largest part that one of them needs to restore."""
+    """Save under ZeRO-3 on 4 ranks; measure the largest part that one rank needs to restore."""
     with launched(4) as slots, tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         config = experiment(
             "ShardedTrial", 4, server.new_bucket(), hyperparameters={"model": "medium"}
@@ -252,18 +251,18 @@ def by_rank(persisted: Sequence[Result]) -> dict[int, list[FileEntry]]:
     """The files that each rank has stored.
 
     Raises:
-        StorageError: one has not: a checkpoint that nobody stores costs nothing.
+        StorageError: a rank has stored nothing, so that nothing was measured.
     """
     files = {}
     for rank, part in enumerate(persisted):
         if not isinstance(part, Persisted) or part.problem or part.mistake:
-            raise StorageError(f"nothing was measured: rank {rank} has stored nothing: {part}")
+            raise StorageError(f"nothing was measured, because rank {rank} stored no files: {part}")
         files[rank] = part.files
     return files
 
 
 def training(server: S3Server, pairs: int) -> dict[str, float]:
-    """Ten batches, in turns with ten that a checkpoint is saved before and stored beside."""
+    """Train ten batches with and without a checkpoint that is uploaded meanwhile, in turns."""
     found: list[float] = []
     seconds: list[float] = []
     added: list[float] = []
@@ -287,26 +286,25 @@ def training(server: S3Server, pairs: int) -> dict[str, float]:
                     persisted = slots.submit(PersistCheckpoint(uuid=checkpoint))
                 slots.request(TrainBatches(until=trained), Trained)
                 if saves:
-                    by_rank(persisted.result())  # fails if they are not stored
+                    by_rank(persisted.result())  # raises if the upload failed
                 turn[saves] = time.perf_counter() - began
                 busy[saves] = _busy_seconds() - busy_before
                 of_ranks[saves] = _busy_seconds(slots) - ranks_before
                 if saves:
                     slots.request(ReleaseStaging(uuid=checkpoint), Done)
-            if pair:  # the first warms up
+            if pair:  # the first pair warms up
                 found.append(turn[True] / turn[False])
                 seconds.append(turn[False] / 10)
                 added.append(busy[True] - busy[False])
                 added_by_ranks.append(of_ranks[True] - of_ranks[False])
     print(f"training with a checkpoint every 10 batches: {Estimate.of(found).shown(4)}", flush=True)
-    if statistics.median(seconds) < LEAST_BATCH_SECONDS:
-        print(f"the target is for batches of {LEAST_BATCH_SECONDS} s: here they are too quick")
+    if statistics.median(seconds) < MIN_BATCH_SECONDS:
+        print(f"the target applies to batches of at least {MIN_BATCH_SECONDS} s: these are faster")
     whole, own = statistics.median(added), statistics.median(added_by_ranks)
     available = 10 * statistics.median(seconds) * (os.cpu_count() or 1)
     print(
-        f"a checkpoint takes {whole:.2f} s of the processors' time, {own:.2f} s of it in the ranks "
-        f"and the rest in the S3 gateway beside them: {whole / available:.3f} of what all cores "
-        "have in ten batches",
+        f"a checkpoint takes {whole:.2f} s of processor time, {own:.2f} s of it in the ranks, the "
+        f"rest in the S3 gateway: {whole / available:.3f} of the time of all cores in ten batches",
         flush=True,
     )
     return {
@@ -319,13 +317,15 @@ def training(server: S3Server, pairs: int) -> dict[str, float]:
 
 
 def _busy_seconds(slots: SlotGroup | None = None) -> float:
-    """Processor seconds used since they were started: by the ranks, else by the whole machine."""
+    """Processor seconds used so far by the ranks and their children, or by the whole machine."""
     if slots is None:
         times = psutil.cpu_times()
         return float(sum(times) - times.idle - times.iowait)
     ranks = [psutil.Process(pid) for pid in slots.pids]
-    everyone = [*ranks, *(child for rank in ranks for child in rank.children(recursive=True))]
-    return float(sum(sum(process.cpu_times()[:4]) for process in everyone))  # reaped children's too
+    processes = [*ranks, *(child for rank in ranks for child in rank.children(recursive=True))]
+    return float(
+        sum(sum(process.cpu_times()[:4]) for process in processes)
+    )  # [:4]: with reaped children
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""What saving blocks, in ranks: started by `benchmarks.checkpoint`, one process a rank.
+"""Measures on each rank how long saving blocks training. Started by `benchmarks.checkpoint`.
 
-Every way saves the state of the same engine to the same S3 gateway, in turns. A turn is timed from
-all ranks being there until training could go on in all of them; the rest of the save, where there
-is any, is waited for before the next turn.
+Every method saves the state of the same engine to the same S3 gateway, in turns. A turn is timed
+from a barrier until training could continue on all ranks. The next turn starts after the background
+part of the save.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from trial_core.controller.snapshot import Snapshots
 from trial_core.deepspeed.deepspeed_engine import DeepSpeedTrialEngine
 
 WIDTH = 1024
-Rest = Callable[[], Any]
+Remaining = Callable[[], Any]
 
 
 class Saved(ShardedTrial):
-    """Linear layers under ZeRO-1 and Adam: 16 bytes of state a parameter, over all ranks."""
+    """Linear layers under ZeRO-1 and Adam: 16 bytes of state per parameter, over all ranks."""
 
     def __init__(self, context: td.DeepSpeedTrialContext) -> None:
         layers = int(context.get_hparam("layers"))
@@ -55,13 +55,13 @@ class Saved(ShardedTrial):
             },
         )
         self.engine = context.wrap_model_engine(engine)
-        loss = self.engine(torch.ones(1, WIDTH)).sum()  # the optimizer has no state before
+        loss = self.engine(torch.ones(1, WIDTH)).sum()  # creates the optimizer's state
         self.engine.backward(loss)
         self.engine.step()
 
 
-class Ways:
-    """The ways of saving, of one rank. Each blocks as it does, and returns what is left to do."""
+class SaveMethods:
+    """The save methods on one rank. Each returns the work that remains in the background."""
 
     def __init__(self, context: td.DeepSpeedTrialContext, job: dict[str, Any]) -> None:
         self._trial = Saved(context)
@@ -87,29 +87,29 @@ class Ways:
         self._gloo = dist.new_group(backend="gloo")
 
     def close(self) -> None:
-        """End the uploading processes."""
+        """End the persister processes."""
         for snapshots in self._ours.values():
             snapshots.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def forget(self) -> None:
-        """Delete what was stored: a gateway that keeps objects in memory has room for few."""
+    def delete_stored(self) -> None:
+        """Delete all stored objects: the gateway keeps them in memory."""
         if self._rank == 0:
             self._fsspec.invalidate_cache()
             for path in self._fsspec.ls(self._job["bucket"]):
                 self._fsspec.rm(path, recursive=True)
         dist.barrier()
 
-    def ours(self) -> Rest:
-        """Snapshot; the persist is left."""
+    def ours(self) -> Remaining:
+        """trialflow: the snapshot blocks; the upload remains."""
         return self._snapshot("fast")
 
-    def ours_slow_store(self) -> Rest:
-        """The same, where the store takes ten times as long."""
+    def ours_slow_store(self) -> Remaining:
+        """As `ours`, to the slow store."""
         return self._snapshot("slow")
 
-    def deepspeed_boto3(self) -> Rest:
-        """save_checkpoint to local disk, then each rank uploads its files: Determined's way."""
+    def deepspeed_boto3(self) -> Remaining:
+        """save_checkpoint to local disk, then each rank uploads its files, as Determined does."""
         folder = self._folder / "native"
         self._trial.engine.save_checkpoint(str(folder), tag="model0")
         for path in sorted(folder.rglob("*")):
@@ -119,20 +119,20 @@ class Ways:
         dist.barrier()
         return lambda: shutil.rmtree(folder)
 
-    def torch_dcp(self) -> Rest:
+    def torch_dcp(self) -> Remaining:
         """torch.distributed.checkpoint.save with its FsspecWriter."""
         writer = FsspecWriter(f"{self._job['bucket']}/dcp", **self._job["stores"]["fast"])
         save(self._state(), storage_writer=writer, process_group=self._gloo)
         return lambda: None
 
-    def torch_dcp_async(self) -> Rest:
+    def torch_dcp_async(self) -> Remaining:
         """torch.distributed.checkpoint.async_save with its FsspecWriter."""
         writer = FsspecWriter(f"{self._job['bucket']}/dcp-async", **self._job["stores"]["fast"])
         saving = async_save(self._state(), storage_writer=writer, process_group=self._gloo)
         return saving.result  # type: ignore[union-attr]  # a Future
 
-    def lightning(self) -> Rest:
-        """torch.save to memory, then through fsspec in a transaction, as Lightning saves a file."""
+    def lightning(self) -> Remaining:
+        """torch.save to memory, then a write in an fsspec transaction, as Lightning does."""
         content = io.BytesIO()
         torch.save(self._state(), content)
         url = f"{self._job['bucket']}/lightning/rank-{self._rank}.ckpt"
@@ -141,24 +141,24 @@ class Ways:
         dist.barrier()
         return lambda: None
 
-    def _snapshot(self, store: str) -> Rest:
+    def _snapshot(self, store: str) -> Remaining:
         snapshots, checkpoint = self._ours[store], self._uuid()
         snapshots.stage(checkpoint, self._engine, 1, None)
         persisted = self._threads.submit(snapshots.persist, checkpoint)
 
-        def rest() -> None:
+        def finish() -> None:
             persisted.result()
             snapshots.release(checkpoint)
 
-        return rest
+        return finish
 
     def _uuid(self) -> str:
-        made = [str(uuid.uuid4())]
-        dist.broadcast_object_list(made)
-        return made[0]
+        shared = [str(uuid.uuid4())]
+        dist.broadcast_object_list(shared)
+        return shared[0]
 
     def _state(self) -> dict[str, Any]:
-        """What this rank would save: the model once, and its own part of the optimizer."""
+        """The state that this rank saves: the model on rank 0, and its part of the optimizer."""
         optimizer = self._trial.engine.optimizer
         flat = optimizer.single_partition_of_fp32_groups[0]
         moments = optimizer.optimizer.state[flat]
@@ -167,20 +167,20 @@ class Ways:
         return {"model": model, **{f"{key}-{self._rank}": value for key, value in own.items()}}
 
 
-def measure(ways: Ways, names: list[str], turns: int) -> Iterator[dict[str, Any]]:
-    """Save in every way, in turns; the first turn of each warms up and is told as such."""
+def measure(methods: SaveMethods, names: list[str], turns: int) -> Iterator[dict[str, Any]]:
+    """Save with every method in turns; turn 0 warms up."""
     for turn in range(turns + 1):
         for name in names:
             dist.barrier()
-            began = time.perf_counter()
-            rest = getattr(ways, name)()
+            start = time.perf_counter()
+            finish = getattr(methods, name)()
             dist.barrier()
-            blocked = time.perf_counter() - began
-            rest()
+            blocked = time.perf_counter() - start
+            finish()
             dist.barrier()
-            whole = time.perf_counter() - began
-            ways.forget()
-            yield {"way": name, "turn": turn, "blocked": blocked, "whole": whole}
+            whole = time.perf_counter() - start
+            methods.delete_stored()
+            yield {"method": name, "turn": turn, "blocked": blocked, "whole": whole}
 
 
 @contextmanager
@@ -191,14 +191,14 @@ def context_of(job: dict[str, Any]) -> Iterator[td.DeepSpeedTrialContext]:
 
 
 def main() -> None:
-    """Measure; rank 0 prints each turn as a line of JSON."""
+    """Run the benchmark; rank 0 prints each turn as a line of JSON."""
     job = json.loads(Path(sys.argv[1]).read_text())
     with context_of(job) as context:
-        ways = Ways(context, job)
-        for line in measure(ways, job["ways"], job["turns"]):
+        methods = SaveMethods(context, job)
+        for line in measure(methods, job["methods"], job["turns"]):
             if context.distributed.get_rank() == 0:
                 print(json.dumps(line), flush=True)
-        ways.close()
+        methods.close()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from trial_core.messages import (
     LoadersBuilt,
     TrialBuilt,
 )
-from trial_core.transfer.files import fetch_files
+from trial_core.transfer.fetch import fetch_files
 from trial_core.units import EpochLength
 from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
 from trialflow.tasks.run import TrialRun

@@ -14,7 +14,6 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
 from trial_core.checkpoint.manifest import FileEntry, Manifest
-from trial_core.checkpoint.staged_checkpoint import StagedCheckpoint
 from trial_core.errors import CheckpointError, SlotsError, StorageError
 from trial_core.messages import (
     Done,
@@ -25,8 +24,8 @@ from trial_core.messages import (
     Saved,
 )
 from trial_core.run.sequencer import Progress
-from trial_core.storage.storage_errors import of_rank
-from trial_core.transfer.files import upload_files
+from trial_core.transfer.staged_checkpoint import StagedCheckpoint
+from trial_core.transfer.upload import prefix_rank, upload_files
 from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
 from trialflow.tasks.run import TrialRun
 
@@ -121,9 +120,9 @@ def _upload(run: TrialRun, staged: StagedCheckpoint) -> dict[int, list[FileEntry
     persisted = run.slots.request(request, Persisted, stall_seconds=_upload_stall_seconds(run))
     for rank, result in enumerate(persisted):
         if result.problem:
-            raise StorageError(of_rank(rank, result.problem))
+            raise StorageError(prefix_rank(rank, result.problem))
         if result.mistake:
-            raise CheckpointError(of_rank(rank, result.mistake))
+            raise CheckpointError(prefix_rank(rank, result.mistake))
     return {rank: result.files for rank, result in enumerate(persisted)}
 
 

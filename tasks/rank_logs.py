@@ -19,8 +19,8 @@ from pathlib import Path
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.run.run_files import TENSORBOARD, tensorboard_url
 from trial_core.storage.parallel import StopSignal, WorkCancelled
+from trial_core.transfer.run_files import TENSORBOARD, tensorboard_url
 
 BURST_LINES = 500
 LINES_PER_SECOND = 5.0

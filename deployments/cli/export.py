@@ -140,14 +140,14 @@ def _is_trusted(config: Path | None) -> bool:
 
 def _export(store: CheckpointStore, wanted: Wanted, to: Path, force: bool) -> tuple[int, int]:
     """Fetch, put together and write; how many names and bytes."""
-    from trial_core.storage.local import whole_file
-    from trial_core.storage.storage_errors import Explainer
-    from trial_core.transfer.files import fetch_files
+    from trial_core.storage.local_files import atomic_file
+    from trial_core.storage.storage_errors import ErrorTranslator
+    from trial_core.transfer.fetch import fetch_files
 
     entries = _files_of(wanted.manifest, wanted.engine)
     # Tried first: hours of fetching must not end in a file that cannot be written.
-    explainer = Explainer(str(to))
-    with explainer.explaining("write"):
+    errors = ErrorTranslator(str(to))
+    with errors.translated("write"):
         to.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=to.parent).close()
     with tempfile.TemporaryDirectory(prefix="trialflow-export-") as folder:
@@ -156,8 +156,8 @@ def _export(store: CheckpointStore, wanted: Wanted, to: Path, force: bool) -> tu
         made = Path(folder) / f"weights{to.suffix}"
         count = _convert(Path(folder), wanted, made)
         with (
-            explainer.explaining("write"),
-            whole_file(to, is_durable=True, is_new=not force) as file,
+            errors.translated("write"),
+            atomic_file(to, is_durable=True, is_new=not force) as file,
             made.open("rb") as source,
         ):
             shutil.copyfileobj(source, file, COPY_BYTES)

@@ -27,7 +27,7 @@ from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import load_config
 from trial_core.errors import CheckpointError, CheckpointNotFound, TrialflowError
-from trial_core.transfer.files import fetch_files
+from trial_core.transfer.fetch import fetch_files
 
 EXPERIMENT = Path(__file__).with_name("experiment.yaml")
 WEIGHTS = "model0/mp_rank_00_model_states.pt"  # as DeepSpeed names them, ZeRO stages 0 to 2

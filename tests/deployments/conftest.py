@@ -9,7 +9,7 @@ from tests.support.manifests import FILES, new_manifest, stage
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.run.sequencer import Progress
-from trial_core.transfer.files import upload_files
+from trial_core.transfer.upload import upload_files
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from tests.support.manifests import stored_files
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointDamaged, CheckpointNotFound, StorageError
-from trial_core.transfer.files import fetch_files, find_damage
+from trial_core.transfer.fetch import fetch_files
 
 DEADLINE_SECONDS = 30.0
 Kind = Literal["500", "503", "cut request", "lose reply"]
@@ -52,7 +52,7 @@ class Place:
             listed = store.list()
             assert listed == [outcome] or isinstance(outcome, StorageError)
             for manifest in listed:
-                assert find_damage(store, manifest.uuid, manifest.files) == []
+                assert store.find_damage(manifest.uuid, manifest.files) == []
             if not listed:
                 with pytest.raises((CheckpointNotFound, CheckpointDamaged)):
                     store.open(uuid)

@@ -22,7 +22,7 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.fencing import Token
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.transfer.files import download, verify_files
+from trial_core.transfer.fetch import download
 
 pytestmark = pytest.mark.slots
 
@@ -121,7 +121,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
             victims = rng.choice([(0,), (1,), (0, 1)])
             fits.kill(fit, rng.randrange(BATCHES), rng.uniform(0, LONGEST_DELAY_SECONDS), victims)
         for manifest in store_of(fit).list():
-            verify_files(store_of(fit), manifest.uuid, manifest.files)
+            assert store_of(fit).find_damage(manifest.uuid, manifest.files) == []
     before = newest(fit)
     fits.run(fit)
 

@@ -18,7 +18,7 @@ from tests.support.faults.scene import Scene
 from tests.support.manifests import stored_files
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.errors import StorageError
-from trial_core.transfer.files import fetch_files
+from trial_core.transfer.fetch import fetch_files
 
 FAULTS = {
     "cut request": Fault("cut request"),

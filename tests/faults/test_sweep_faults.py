@@ -13,7 +13,7 @@ from tests.support.faults.saving import ATTEMPT, TRIAL, Site, keys_of
 from tests.support.faults.scene import Scene
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.errors import StorageError
-from trial_core.transfer.files import upload_files, verify_files
+from trial_core.transfer.upload import upload_files
 
 FAULTS = (
     Fault("cut request"),
@@ -49,7 +49,7 @@ def sweep(scene: Scene, fault: Fault) -> bool:
     outcome = scene.soon(lambda: store.sweep(TRIAL))
     scene.endpoint.new_plan()
     assert site.behind.list() == [manifest]
-    verify_files(site.behind, manifest.uuid, manifest.files)
+    assert site.behind.find_damage(manifest.uuid, manifest.files) == []
     if not isinstance(outcome, StorageError):
         assert site.objects() == keys_of([manifest]), str(plan)
     site.behind.sweep(TRIAL)
@@ -69,7 +69,7 @@ def delete(scene: Scene, fault: Fault) -> bool:
     outcome = scene.soon(lambda: store.delete(manifest))
     scene.endpoint.new_plan()
     for listed in site.behind.list():
-        verify_files(site.behind, listed.uuid, listed.files)
+        assert site.behind.find_damage(listed.uuid, listed.files) == []
     if not isinstance(outcome, StorageError):
         assert site.objects() == set(), str(plan)
     site.behind.delete(manifest)

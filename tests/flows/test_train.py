@@ -24,7 +24,6 @@ from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import RankFailed, StorageError, TrialError
-from trial_core.transfer.files import verify_files
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
@@ -103,7 +102,7 @@ def test_the_story_of_a_run(
 
     store = CheckpointStore(config.checkpoint_storage.url)
     manifest = store.open(result.checkpoint_uuid)
-    verify_files(store, manifest.uuid, manifest.files)
+    assert store.find_damage(manifest.uuid, manifest.files) == []
     assert manifest.metrics["validation"] == result.validation_metrics
     assert manifest.topology.world_size == 2
     assert {entry.rank for entry in manifest.files} == {0, 1}
@@ -227,7 +226,7 @@ def resumes_over_s3(here: Path, server: S3Server) -> None:
     assert {m.progress.batches_trained for m in manifests} == {4, 8, 12, 16}
     assert manifests[-1].uuid == result.checkpoint_uuid
     for manifest in manifests:
-        verify_files(store, manifest.uuid, manifest.files)
+        assert store.find_damage(manifest.uuid, manifest.files) == []
     secret = server.options["secret"].encode()
     assert secret not in manifests[-1].to_json()
     written = [path for path in here.rglob("*") if path.is_file()]

@@ -16,12 +16,12 @@ import trialflow.flows.uploads
 from tests.support.prefect import free_port, isolated
 from tests.support.slots import toy_config
 from trial_core.checkpoint.manifest import FileEntry, Manifest, Topology
-from trial_core.checkpoint.staged_checkpoint import StagedCheckpoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config.checkpointing_section import CheckpointingConfig
 from trial_core.errors import SlotsError
 from trial_core.run.observer import Observer
 from trial_core.run.sequencer import Progress
+from trial_core.transfer.staged_checkpoint import StagedCheckpoint
 from trialflow.flows.server.prefect_settings import environment
 from trialflow.flows.uploads import Uploads
 from trialflow.tasks.run import TrialRun

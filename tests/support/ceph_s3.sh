@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
-# A throw-away S3 server for tests and benchmarks: one Ceph monitor, one OSD and
-# one RADOS gateway on 127.0.0.1, with everything they write below one folder.
+# A temporary S3 server for tests and benchmarks: one Ceph monitor, one OSD and
+# one RADOS gateway on 127.0.0.1. All their files are below one folder.
 #
 #   ceph_s3.sh up DIR [PORT]   start (PORT: default 8000; 0 picks a free one), wait
 #                           until it serves, print the endpoint's URL
-#   ceph_s3.sh down DIR        stop what `up` started, drop its data; DIR/log stays
+#   ceph_s3.sh down DIR        stop the daemons and delete their data; DIR/log stays
 #
 # Environment of `up`:
 #   CEPH_S3_ACCESS_KEY, CEPH_S3_SECRET_KEY   default test-access, test-secret
 #   CEPH_S3_STORE   bluestore (default: a sparse file, DIR/osd/block) or memstore
 #                   (objects in the OSD's memory)
-#   CEPH_S3_SIZE    capacity in GiB, default 20. Keep it well above what is stored
-#                   at once: requests to a full server hang rather than fail
+#   CEPH_S3_SIZE    capacity in GiB, default 20. Keep it well above the stored
+#                   data: requests to a full server hang instead of failing
 #
 # Debian 12: apt-get install -y --no-install-recommends \
 #                ceph-mon ceph-osd radosgw ceph-common
 set -euo pipefail
 # The caller's Ceph or Python settings must not leak into the cluster.
 unset CEPH_ARGS CEPH_CONF CEPH_KEYRING PYTHONPATH PYTHONHOME
-MARK='# Made by ceph_s3.sh; its "down" removes what lies beside this file.'
+MARK='# Made by ceph_s3.sh; its "down" deletes the files beside this one.'
 
 die() { echo "ceph_s3.sh: $*" >&2; exit 1; }
 usage() { sed -n '2,/^set /s/^# \{0,1\}//p' "$0" >&2; exit 2; }
@@ -27,23 +27,23 @@ answers() (  # does it answer an anonymous GET / with 200?
   exec 3<>"/dev/tcp/127.0.0.1/$1" && printf 'GET / HTTP/1.0\r\n\r\n' >&3 &&
     IFS= read -r -t 5 -u 3 line && [[ $line = *' 200 '* ]]
 ) 2>/dev/null
-free_port() {  # below Linux's ephemeral ports, so no outgoing connection takes it
+free_port() {  # below Linux's ephemeral ports, which outgoing connections use
   local p
   while p=$((20000 + RANDOM % 10000)); listening "$p"; do :; done
   echo "$p"
 }
-# Run one step of `up`, its output in the log (a daemon must not keep our stdout).
+# Run one step of `up` with its output in the log: a daemon must not hold our stdout.
 step() {
   timeout 60 "$@" >>"$DIR/log/up.log" 2>&1 ||
     die "failed ($?): $*; the end of its output: $(tail -n 5 "$DIR/log/up.log")"
 }
 
-# Is this process one of DIR's daemons? (Pids get reused; command lines tell.)
+# Is this process one of DIR's daemons? Pids are reused, so compare command lines.
 ours() { grep -qzxF -- "$DIR/ceph.conf" "/proc/$1/cmdline" 2>/dev/null; }
 
 down() {
   local daemon pid n
-  grep -qsxF "$MARK" "$DIR/ceph.conf" || return 0    # nothing of ours is here
+  grep -qsxF "$MARK" "$DIR/ceph.conf" || return 0    # not a folder of this script
   for daemon in radosgw osd mon; do        # clients before their servers
     pid=$(cat "$DIR/run/$daemon.pid" 2>/dev/null) && ours "$pid" || continue
     kill "$pid" || true
@@ -64,14 +64,14 @@ up() {
   [[ $store = bluestore || $store = memstore ]] || die "CEPH_S3_STORE is bluestore or memstore, not $store"
   [[ ! -e $DIR/mon ]] || die "$DIR holds a cluster already; first run: ceph_s3.sh down $DIR"
   [[ -z $(ls -A "$DIR" 2>/dev/null) ]] || grep -qsxF "$MARK" "$DIR/ceph.conf" ||
-    die "$DIR is neither new, nor empty, nor left by an earlier ceph_s3.sh"
+    die "$DIR is not new, not empty and was not made by ceph_s3.sh: choose another folder"
   [[ $port != 0 ]] || port=$(free_port)
   ! listening "$port" || die "port $port is taken"
 
   mkdir -p "$DIR/log"
   : >"$DIR/log/up.log"
   trap 'down; echo "ceph_s3.sh: not started; logs are in $DIR/log" >&2' EXIT
-  trap 'exit 1' INT TERM HUP               # once the running step is through
+  trap 'exit 1' INT TERM HUP               # after the running step
   mon=$(free_port)
   fsid=$(cat /proc/sys/kernel/random/uuid)
   uuid=$(cat /proc/sys/kernel/random/uuid)
@@ -96,11 +96,11 @@ mon allow pool size one = true
 osd pool default pg num = 8
 osd pool default pgp num = 8
 osd pool default pg autoscale mode = off
-# A nearly full disk is no reason for the monitor to shut down.
+# Do not shut the monitor down when the disk is nearly full.
 mon data avail warn = 0
 mon data avail crit = 0
-# Start sooner: the gateway makes its pools one by one, each a map change; the
-# OSD closes its block file about ten times, each time waiting for one poll.
+# Start faster: the gateway creates its pools one by one, each with a map change;
+# the OSD closes its block file about ten times and waits for one poll each time.
 paxos propose interval = 0.01
 paxos min wait = 0.01
 bdev aio poll ms = 10
@@ -117,7 +117,7 @@ osd objectstore = $store
 osd memory target = 1G
 bluestore block size = ${size}G
 memstore device bytes = ${size}G
-# Reuse freed space first; otherwise the file grows to its full size in time.
+# Reuse freed space first; otherwise the file grows to its full size.
 bluestore avl alloc bf free pct = 100
 [client.rgw]
 log file = $DIR/log/radosgw.log
@@ -145,14 +145,14 @@ CONF
   step ceph "${conf[@]}" osd new "$uuid" 0
   step ceph-osd "${conf[@]}" -i 0 --mkfs
   step ceph-osd "${conf[@]}" -i 0
-  # Waits for the OSD. Before the gateway starts, so that only one of them makes
-  # the zone's pools.
+  # This waits for the OSD. It must end before the gateway starts, because both
+  # create the zone's pools.
   step radosgw-admin "${conf[@]}" -n client.rgw user create --uid=test --display-name=test \
     --access-key="${CEPH_S3_ACCESS_KEY:-test-access}" --secret-key="${CEPH_S3_SECRET_KEY:-test-secret}"
   step radosgw "${conf[@]}" -n client.rgw
   for ((n = 0; n < 300; n++)); do
     if answers "$port"; then trap - EXIT; echo "http://127.0.0.1:$port"; return; fi
-    # It has gone to the background, and may not have written its pid yet.
+    # The daemon may not have written its pid yet.
     pid=$(cat "$DIR/run/radosgw.pid" 2>/dev/null) || true
     [[ -z $pid ]] || ours "$pid" || break
     sleep 0.1

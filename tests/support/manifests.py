@@ -15,7 +15,7 @@ from trial_core.checkpoint.manifest import FileEntry, Manifest, Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
 from trial_core.run.sequencer import Progress
-from trial_core.transfer.files import upload_files
+from trial_core.transfer.upload import upload_files
 
 LONG_AGO = "2001-05-09T17:04:00.000000Z"
 FILES = {

@@ -32,7 +32,7 @@ from trial_core.models.records import Move
 from trial_core.models.registry import Registry
 from trial_core.run.sequencer import Progress
 from trial_core.run.stop_request import Stopping
-from trial_core.transfer.files import upload_files
+from trial_core.transfer.upload import upload_files
 from trialflow.flows.evaluate import EvaluateResult
 from trialflow.flows.server.embedded import flush
 from trialflow.flows.train import TrialResult

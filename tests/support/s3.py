@@ -1,9 +1,8 @@
 """S3 servers for tests, each on a free port of 127.0.0.1, as context managers and pytest fixtures.
 
-``moto_s3`` is moto's imitation: started in this process, at once, everywhere. ``ceph_s3`` is a real
-gateway (Ceph's, from the distribution's packages); tests that use it carry the marker ``gateway``.
-Where its programs are not installed those tests are skipped and say what to install, unless
-TRIALFLOW_TEST_GATEWAY=require, as in CI, which makes that a failure.
+``moto_s3`` is moto, an imitation on a thread of this process. ``ceph_s3`` is a real gateway (Ceph,
+from the distribution's packages); tests that use it have the marker ``gateway``. If its programs
+are not installed, these tests are skipped; TRIALFLOW_TEST_GATEWAY=require (as in CI) fails them.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from s3fs import S3FileSystem
 
 CEPH_SCRIPT = Path(__file__).with_name("ceph_s3.sh")
 CEPH_PROGRAMS = ("ceph", "ceph-authtool", "ceph-mon", "ceph-osd", "monmaptool", "radosgw")
-HOW_TO_INSTALL = "apt-get install -y --no-install-recommends ceph-mon ceph-osd radosgw ceph-common"
+INSTALL_COMMAND = "apt-get install -y --no-install-recommends ceph-mon ceph-osd radosgw ceph-common"
 
 
 @dataclass(frozen=True)
 class S3Server:
-    """A running S3 server and a user who may do everything on it."""
+    """A running S3 server, and the credentials of a user with all rights."""
 
     endpoint_url: str
     access_key: str
@@ -38,7 +37,7 @@ class S3Server:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What fsspec needs to reach the server as that user: the options of a storage."""
+        """The options of a storage on this server."""
         return {
             "endpoint_url": self.endpoint_url,
             "key": self.access_key,
@@ -46,7 +45,7 @@ class S3Server:
         }
 
     def new_bucket(self) -> str:
-        """Make an empty bucket and return its URL (``s3://test-…``)."""
+        """Create an empty bucket; return its URL (``s3://test-…``)."""
         url = f"s3://test-{uuid.uuid4().hex[:12]}"
         S3FileSystem(**self.options).mkdir(url)
         return url
@@ -54,7 +53,7 @@ class S3Server:
 
 @contextmanager
 def moto_server() -> Iterator[S3Server]:
-    """Moto's S3 on a thread of this process. It accepts any credentials."""
+    """Moto on a thread of this process. It accepts any credentials."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
@@ -66,14 +65,14 @@ def moto_server() -> Iterator[S3Server]:
 
 @contextmanager
 def ceph_gateway() -> Iterator[S3Server]:
-    """A real S3 gateway with its store in memory; takes about 2 s to start.
+    """A real S3 gateway that stores in memory; starts in about 2 s.
 
     Raises:
-        RuntimeError: it did not start; says why.
+        RuntimeError: the gateway did not start; says why.
     """
     folder = tempfile.mkdtemp(prefix="ceph-s3-")
-    # The daemons are nobody's children. So a watcher holds the other end of a pipe and takes them
-    # down when this process closes it, or is killed. A session of its own keeps Ctrl-C from it.
+    # The daemons have no parent process. A watcher stops them when the pipe from this process is
+    # closed, also by a kill. The new session protects the watcher from Ctrl-C.
     watcher = subprocess.Popen(
         ["bash", "-c", 'read -r _; "$0" down "$1"; rm -rf "$1"', str(CEPH_SCRIPT), folder],
         stdin=subprocess.PIPE,
@@ -95,22 +94,22 @@ def ceph_gateway() -> Iterator[S3Server]:
             check=False,
         )
         if started.returncode != 0:
-            raise RuntimeError(f"no S3 gateway: {started.stderr.strip()}")
+            raise RuntimeError(f"the S3 gateway did not start: {started.stderr.strip()}")
         yield S3Server(started.stdout.strip(), "ceph-access-key", "ceph-secret-key")
     finally:
         watcher.communicate()
 
 
 def missing_ceph_programs() -> list[str]:
-    """Which of the gateway's programs are not installed."""
+    """The gateway's programs that are not installed."""
     return [program for program in CEPH_PROGRAMS if shutil.which(program) is None]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a gateway test where there can be no gateway, or fail it where one is required."""
+    """Skip a gateway test if the gateway is not installed, or fail it if one is required."""
     if item.get_closest_marker("gateway") is None or not (missing := missing_ceph_programs()):
         return
-    reason = f"not installed: {', '.join(missing)}; to run this test: {HOW_TO_INSTALL}"
+    reason = f"not installed: {', '.join(missing)}; to run this test: {INSTALL_COMMAND}"
     if os.environ.get("TRIALFLOW_TEST_GATEWAY") == "require":
         pytest.fail(reason, pytrace=False)
     pytest.skip(reason)
@@ -118,13 +117,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def moto_s3() -> Iterator[S3Server]:
-    """Moto's S3 server, one for the whole session; take a bucket of your own."""
+    """Moto, one server per session; create a bucket for each test."""
     with moto_server() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def ceph_s3() -> Iterator[S3Server]:
-    """A real S3 gateway, one for the whole session; take a bucket of your own."""
+    """A real S3 gateway, one per session; create a bucket for each test."""
     with ceph_gateway() as server:
         yield server

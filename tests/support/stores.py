@@ -1,3 +1,9 @@
+"""Fixtures: empty checkpoint stores of each kind.
+
+By default each kind of storage, each S3 server and each engine is used once; the other combinations
+are long tests.
+"""
+
 from __future__ import annotations
 
 import uuid
@@ -9,18 +15,23 @@ from tests.support.s3 import S3Server
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.storage.open_storage import ENGINE_VARIABLE
 
+long = pytest.mark.long
+gateway = pytest.mark.gateway
 
-@pytest.fixture(params=["s3fs", "obstore"])
+
+@pytest.fixture(params=["obstore", pytest.param("s3fs", marks=long)])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each engine that moves bytes to and from S3, for stores opened in the test."""
+    """The engine of S3 stores that the test opens."""
     name: str = request.param
     monkeypatch.setenv(ENGINE_VARIABLE, name)
     return name
 
 
-@pytest.fixture(params=["file", "memory", "s3fs"])
+@pytest.fixture(
+    params=["file", "obstore", pytest.param("memory", marks=long), pytest.param("s3fs", marks=long)]
+)
 def kind(request: pytest.FixtureRequest) -> str:
-    """Each kind of storage. Where bytes are moved, S3 by way of obstore is one more."""
+    """The kind of storage; for S3, its engine."""
     name: str = request.param
     return name
 
@@ -35,18 +46,37 @@ def store(
     if kind == "memory":
         return CheckpointStore(f"memory://{uuid.uuid4()}")
     monkeypatch.setenv(ENGINE_VARIABLE, kind)
-    server: S3Server = request.getfixturevalue("moto_s3")
-    return CheckpointStore(f"{server.new_bucket()}/some/folder", server.options)
+    return _new_store(request.getfixturevalue("moto_s3"))
 
 
-@pytest.fixture(params=["moto_s3", pytest.param("ceph_s3", marks=pytest.mark.gateway)])
-def s3_store(request: pytest.FixtureRequest, engine: str) -> CheckpointStore:
-    """An empty store on each S3 server, with each engine."""
-    server: S3Server = request.getfixturevalue(request.param)
-    return CheckpointStore(f"{server.new_bucket()}/some/folder", server.options)
+@pytest.fixture(
+    params=[
+        ("moto_s3", "obstore"),
+        pytest.param(("moto_s3", "s3fs"), marks=long),
+        pytest.param(("ceph_s3", "s3fs"), marks=gateway),
+        pytest.param(("ceph_s3", "obstore"), marks=[gateway, long]),
+    ],
+    ids="-".join,
+)
+def s3_store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CheckpointStore:
+    """An empty store on an S3 server, with one of the engines."""
+    server, engine = request.param
+    monkeypatch.setenv(ENGINE_VARIABLE, engine)
+    return _new_store(request.getfixturevalue(server))
+
+
+@pytest.fixture
+def s3fs_store(moto_s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> CheckpointStore:
+    """An empty store on moto, with the engine s3fs."""
+    monkeypatch.setenv(ENGINE_VARIABLE, "s3fs")
+    return _new_store(moto_s3)
 
 
 @pytest.fixture
 def local_store(tmp_path: Path) -> CheckpointStore:
     """An empty store in a folder: ``tmp_path / "local"``."""
     return CheckpointStore(str(tmp_path / "local"))
+
+
+def _new_store(server: S3Server) -> CheckpointStore:
+    return CheckpointStore(f"{server.new_bucket()}/some/folder", server.options)

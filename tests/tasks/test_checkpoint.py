@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.support.slots import toy_config
-from trial_core.checkpoint.staged_checkpoint import StagedCheckpoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.messages import Persisted
 from trial_core.run.observer import Observer
 from trial_core.run.sequencer import Progress
+from trial_core.transfer.staged_checkpoint import StagedCheckpoint
 from trialflow.tasks.checkpoint import _upload
 from trialflow.tasks.run import TrialRun
 

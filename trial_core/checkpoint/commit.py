@@ -97,7 +97,7 @@ def _announce(storage: Storage, manifest: Manifest, fence: Fence | None) -> Inte
 def _tidy(storage: Storage, intent: Intent) -> None:
     """Drop what retries may have left beside a committed checkpoint's files, and its intent."""
     try:
-        storage.end_uploads(layout.files_folder(intent.uuid))
+        storage.abort_uploads(layout.files_folder(intent.uuid))
         storage.remove(intent.key)
     except StorageError as error:
         _logger.warning("left until trial %s runs again: %s", intent.trial, error)

@@ -93,7 +93,7 @@ def sweep(storage: Storage, trial: str, number: int | None = None) -> list[Swept
         storage.remove(intent.key)
         swept.append(Swept(intent.uuid, intent.attempt or None, *cleared))
     for folder in layout.folders_of(trial):
-        if uploads := storage.end_uploads(folder):
+        if uploads := storage.abort_uploads(folder):
             swept.append(Swept(None, None, 0, 0, uploads))
     return swept
 

@@ -32,7 +32,6 @@ UPLOADS = "uploads"
 ATTEMPTS = "attempts"
 RUNS = "runs"
 MODELS = "models"
-PROBES = "probes"
 
 MANIFEST_NAME = "manifest.json"
 """What the manifest is called in a downloaded checkpoint's folder; no file may be called so."""

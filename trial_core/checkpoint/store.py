@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import uuid as uuids
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,15 +16,15 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.commit import begin, commit
 from trial_core.checkpoint.fencing import Fence, take_over
 from trial_core.checkpoint.intents import Swept, sweep
-from trial_core.checkpoint.manifest import Manifest, is_void
+from trial_core.checkpoint.manifest import FileEntry, Manifest, is_void
+from trial_core.checkpoint.verified_read import Damage, damage_error, find_damage
 from trial_core.errors import (
     CheckpointDamaged,
     CheckpointError,
     CheckpointNotFound,
     StorageError,
 )
-from trial_core.storage.base import StorageSpec
-from trial_core.storage.chunks import DELETED_IN_VAIN
+from trial_core.storage.base import NOT_DELETED_ADVICE, StorageSpec
 from trial_core.storage.open_storage import open_storage
 from trial_core.storage.parallel import StopSignal, in_parallel
 
@@ -37,6 +36,7 @@ _SHOWN = 5
 
 # Inside a class that has a method `list`, the type of that name is out of sight.
 _Manifests = list[Manifest]
+_Damaged = list[Damage]
 _Names = list[layout.ManifestName]
 _AllSwept = list[Swept]
 
@@ -89,7 +89,7 @@ class CheckpointStore:
         Raises:
             StorageError: that fails; says why and what to do.
         """
-        self.storage.try_out(f"{layout.PROBES}/{uuids.uuid4()}")
+        self.storage.check_usable()
 
     def take_over(self, trial: str, attempt: str) -> Fence:
         """Begin an attempt at a trial: from now on no earlier one can commit. The driver calls it
@@ -153,7 +153,7 @@ class CheckpointStore:
         if self.storage.read(manifest.name.key) is not None:
             raise StorageError(
                 f"{self.url}/{manifest.name.key} is still there after it was deleted: "
-                f"{DELETED_IN_VAIN}"
+                f"{NOT_DELETED_ADVICE}"
             )
         self.storage.clear(layout.files_folder(manifest.uuid))
 
@@ -230,25 +230,44 @@ class CheckpointStore:
         return manifest
 
     def verify(self, uuid: str) -> Manifest:
-        """Read every byte of a checkpoint again, and compare; its manifest.
+        """Read every byte of a checkpoint and compare sizes and digests; return its manifest.
 
         Args:
-            uuid: of the checkpoint, or an unambiguous beginning.
+            uuid: of the checkpoint, or an unambiguous prefix of it.
 
         Raises:
-            CheckpointNotFound: none, or several, are called so; or it has just been deleted.
-            CheckpointDamaged: files are missing or differ: which, whose, expected and seen.
+            CheckpointNotFound: no checkpoint or several match, or it has just been deleted.
+            CheckpointDamaged: names every file that is missing or differs.
         """
-        # Late: it needs this module.
-        from trial_core.transfer.files import refuse_if_deleted, verify_files
-
         manifest = self.open(uuid)
-        try:
-            verify_files(self, manifest.uuid, manifest.files)
-        except CheckpointDamaged:
-            refuse_if_deleted(self, manifest.uuid)
-            raise
+        if damage := self.find_damage(manifest.uuid, manifest.files):
+            self.raise_if_deleted(manifest.uuid)
+            raise damage_error(self.storage, manifest.uuid, damage)
         return manifest
+
+    def find_damage(self, uuid: str, entries: Iterable[FileEntry]) -> _Damaged:
+        """Read every byte of files of a checkpoint; return those that differ from their entries.
+
+        After finding damage in an unclaimed checkpoint, call `raise_if_deleted`.
+        """
+        return find_damage(self.storage, uuid, entries)
+
+    def raise_if_deleted(self, uuid: str) -> None:
+        """Call after finding damage in an unclaimed checkpoint: a concurrent prune deletes the
+        manifest first.
+
+        Raises:
+            CheckpointNotFound: the checkpoint was deleted after its manifest was read.
+        """
+        try:
+            self.open(uuid)
+        except CheckpointNotFound:
+            raise CheckpointNotFound(
+                f"checkpoint {uuid} has been deleted meanwhile, from {self.url}: use another one; "
+                "a pin protects a checkpoint from deletion"
+            ) from None
+        except CheckpointDamaged:
+            return  # its manifest exists but cannot be read
 
     def _names(self, trial: str | None = None) -> _Names:
         """What is committed, by the names of the manifests."""

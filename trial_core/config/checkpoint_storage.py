@@ -18,7 +18,7 @@ from trial_core.config.error_text import did_you_mean, refusal, shown
 from trial_core.config.lengths import Period
 from trial_core.config.values import Count, PlainMapping, Text
 from trial_core.retention.policy import RetentionPolicy
-from trial_core.storage.storage_errors import without_credentials
+from trial_core.storage.credentials import without_credentials
 
 # What the others are as soon as one of them is given, which are Determined's defaults.
 _KEPT = RetentionPolicy()

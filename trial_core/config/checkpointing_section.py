@@ -8,7 +8,11 @@ from pydantic import Field
 
 from trial_core.config.base import Section
 from trial_core.config.values import Flag
-from trial_core.transfer.stall_watch import STALL_SECONDS
+
+STALL_TIMEOUT_SECONDS = 900.0
+"""The default stall timeout of transfers. A sync of much cached data to disk may take minutes in
+which no bytes are counted. Three attempts of a rank take less than the other ranks wait for it, so
+the others receive its error."""
 
 
 class CheckpointingConfig(Section):
@@ -37,7 +41,7 @@ class CheckpointingConfig(Section):
         "resumes has those that the trial builds. For trials that do not override save.",
     )
     stall_timeout_seconds: float | None = Field(
-        default=STALL_SECONDS,
+        default=STALL_TIMEOUT_SECONDS,
         gt=0,
         title="Stall timeout of transfers",
         description="Seconds without any byte moved after which a rank's upload or fetch counts as "

@@ -10,7 +10,7 @@ from trial_core.context import RunInfo
 from trial_core.errors import StorageError
 from trial_core.messages import RunFilesStored
 from trial_core.run.instruments import Instruments
-from trial_core.run.run_files import RunFiles, rank_folder
+from trial_core.transfer.run_files import RunFiles, rank_folder
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from typing import Any
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config.checkpointing_section import STALL_TIMEOUT_SECONDS
 from trial_core.controller.rank_state import (
     rank_state,
     read_rank_state,
@@ -27,12 +28,11 @@ from trial_core.controller.safe_load import Reader
 from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
 from trial_core.run.run_dirs import KEPT
-from trial_core.transfer.files import fetch_files, upload_files
+from trial_core.transfer.fetch import fetch_files
 from trial_core.transfer.memory_files import GIB, MemoryFiles, default_limit_bytes, is_memory_file
 from trial_core.transfer.persister import Persister
-from trial_core.transfer.persister_process import StagedFile
 from trial_core.transfer.staging import staged_files
-from trial_core.transfer.stall_watch import STALL_SECONDS
+from trial_core.transfer.upload import upload_files
 
 
 class Snapshots:
@@ -55,7 +55,7 @@ class Snapshots:
         self._memory_gib = settings.get("memory_gib_per_rank")
         self._reader = Reader(bool(settings.get("trusted")))
         self._images: MemoryFiles | None = None
-        self._persister = Persister(settings.get("stall_timeout_seconds", STALL_SECONDS))
+        self._persister = Persister(settings.get("stall_timeout_seconds", STALL_TIMEOUT_SECONDS))
 
     def staging(self, uuid: str) -> Path:
         """Where this rank stages checkpoint `uuid`."""
@@ -89,11 +89,7 @@ class Snapshots:
         folder, rank = self.staging(uuid), self._distributed.get_rank()
         if self._store.is_process_local:
             return upload_files(self._store, uuid, folder, rank)
-        files = [
-            StagedFile(name, str(folder / name), (folder / name).stat().st_size)
-            for name in staged_files(folder, rank)
-        ]
-        return self._persister.upload(self._store.spec, uuid, rank, files)
+        return self._persister.upload(self._store.spec, uuid, rank, staged_files(folder, rank))
 
     def release(self, uuid: str) -> None:
         """`uuid` is committed, or given up: drop what was staged for it, and fetched before it.

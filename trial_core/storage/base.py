@@ -1,7 +1,7 @@
-"""A storage: named bytes under a URL, in the few verbs that checkpoints need.
+"""The storage interface: the operations on stored objects that checkpoints need.
 
-Over fsspec, so ``file://``, ``memory://``, ``s3://``, ``gs://``, ``az://`` and whatever else it
-knows. Keys are POSIX paths relative to the URL. Whatever goes wrong is a `StorageError`.
+It works on every protocol of fsspec: ``file://``, ``memory://``, ``s3://``, ``gs://``, ``az://``
+and others. Keys are POSIX paths relative to the storage's URL. Every failure is a `StorageError`.
 """
 
 from __future__ import annotations
@@ -10,140 +10,179 @@ import hashlib
 import os
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from trial_core.errors import StorageError
-from trial_core.storage import probing
-from trial_core.storage.buffer_pool import Window
-from trial_core.storage.chunks import DELETED_IN_VAIN, DeletedFiles, RangeRead, changed, chunks
+from trial_core.storage.buffer_pool import BufferPool
+from trial_core.storage.local_files import changed_during_upload, read_chunks
 from trial_core.storage.parallel import StopSignal, in_parallel
-from trial_core.storage.storage_errors import Explainer, service_code, storage_exceptions
+from trial_core.storage.storage_errors import (
+    ErrorTranslator,
+    service_code,
+    storage_exceptions,
+)
 
-# AWS's answer to two conditional writes at once is that neither counts: "try again".
+PROBES = "probes"
+"""The folder of objects that are written and deleted to test a storage."""
+
+NOT_DELETED_ADVICE = (
+    "the storage may delay or forbid deletion: look for a retention rule or a legal hold, then "
+    "delete again"
+)
+
+# AWS may refuse both of two conditional writes that arrive at once, and ask to try again.
 _TRY_AGAIN_CODES = ("ConditionalRequestConflict", "OperationAborted")
 _CREATE_ATTEMPTS = 5
 _DELETE_THREADS = 8
-_SHOWN = 3
+_SHOWN_KEYS = 3
+
+# Older S3 servers ignore the condition and overwrite. An overloaded server may refuse a single
+# write, and servers do not agree on the error for a key that exists: so several writes are tried.
+_PROBE_WRITES = 3
+_CONDITIONAL_PROTOCOLS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
+"""Protocols whose fsspec file systems send the condition with the write. The others look first and
+write then, which a probe without a second writer cannot detect."""
 
 
 class StorageSpec(msgspec.Struct, frozen=True):
-    """Where a storage is: plain data, which travels from the driver to the ranks.
+    """Where a storage is, as plain data that the driver sends to the ranks.
 
     Attributes:
         url: fsspec URL of the root, absolute.
-        options: for the file system. May hold credentials, so it is not shown.
+        options: for the fsspec file system. May hold credentials, so `repr` hides them.
     """
 
     url: str
     options: dict[str, Any] = {}
 
     def __repr__(self) -> str:
-        shown = Explainer(self.url, self.options).url
+        shown = ErrorTranslator(self.url, self.options).url
         return f"StorageSpec(url={shown!r}, options=<{len(self.options)} not shown>)"
 
 
-class Storage:
-    """Named bytes below a URL. Safe to use from several threads.
+class RangeRead(NamedTuple):
+    """The result of a ranged read.
 
     Attributes:
-        url: the root as shown to people: without credentials.
-        window: bounds the memory of all that is under way.
+        size_bytes: the bytes read; fewer than requested where the object ends.
+        version: identifies the state of the object that was read; None if the storage has none.
+    """
+
+    size_bytes: int
+    version: str | None
+
+
+class DeletedFiles(NamedTuple):
+    """What `Storage.clear` has deleted.
+
+    Attributes:
+        files: number of objects.
+        size_bytes: their total size.
+        uploads: number of unfinished uploads.
+    """
+
+    files: int
+    size_bytes: int
+    uploads: int
+
+
+class Storage:
+    """Objects below a URL. Safe to use from several threads.
+
+    Attributes:
+        url: the root, without credentials.
+        buffers: bounds the memory of all transfers of this storage together.
     """
 
     def __init__(self, spec: StorageSpec, fs: Any, root: str) -> None:
         self.spec = spec
         self._fs = fs
         self._root = root.rstrip("/")
-        self._explainer = Explainer(spec.url, spec.options)
-        self.url = self._explainer.url.rstrip("/")
-        self.window = Window()
+        self._errors = ErrorTranslator(spec.url, spec.options)
+        self.url = self._errors.url.rstrip("/")
+        self.buffers = BufferPool()
         self._has_conditional_writes: bool | None = None
 
     @property
     def is_process_local(self) -> bool:
-        """Whether what is stored is seen by this process alone."""
+        """Whether only this process can see what is stored."""
         return isinstance(self._fs, MemoryFileSystem)
 
     def read(self, key: str) -> bytes | None:
-        """All bytes of a small object, None where there is none."""
-        with self._explainer.explaining(f"read {key} in"):
+        """All bytes of a small object; None if it does not exist."""
+        with self._errors.translated(f"read {key} in"):
             return self._read(self._path(key))
 
-    def read_range(self, key: str, start: int, end: int) -> bytes:
-        """The bytes from `start` up to, not including, `end`; fewer where the object ends."""
-        with self._explainer.explaining(f"read {key} in"):
-            data: bytes = self._fs.cat_file(self._path(key), start=start, end=end)
-            return data
-
     def create(self, key: str, data: bytes) -> None:
-        """Store a small object under a key that must be free. Of several writers one succeeds.
+        """Create a small object. If several writers create the same key, one succeeds.
 
-        Succeeds as well where these very bytes are there already: the reply to an earlier attempt
-        was lost, and it had done it. Where there are no conditional writes (see
-        `has_conditional_writes`), two writers that come at the same moment are not told apart.
+        Succeeds if the object exists with the same bytes: the reply to an earlier attempt may have
+        been lost. Without conditional writes (see `has_conditional_writes`), two writers at the
+        same moment may both succeed.
 
         Raises:
-            FileExistsError: other bytes are there.
+            FileExistsError: the object exists with other bytes.
         """
         path = self._path(key)
-        with self._explainer.explaining(f"write {key} in"):
+        with self._errors.translated(f"write {key} in"):
             existing = self._create_or_read(path, data)
         if existing is not None and existing != data:
             raise FileExistsError(f"{key} exists in {self.url}")
 
     def write(self, key: str, data: bytes) -> None:
-        """Store a small object, whether or not the key is free."""
-        with self._explainer.explaining(f"write {key} in"):
+        """Store a small object; overwrites an existing one."""
+        with self._errors.translated(f"write {key} in"):
             self._put_small(self._path(key), data)
 
     def read_into(
         self, key: str, start: int, view: memoryview, stop: StopSignal, version: str | None = None
     ) -> RangeRead:
-        """Read the bytes from `start` on into `view`, as many as it takes.
+        """Fill `view` with the object's bytes from `start` on.
 
         Args:
-            version: of an earlier piece. A storage that can then reads that very state of the
-                object; others read what is there, so compare what the piece says.
+            version: returned by an earlier read. A storage that keeps versions reads that version;
+                others read the current state, so compare the result's version.
         """
-        data = self.read_range(key, start, start + len(view))
+        with self._errors.translated(f"read {key} in"):
+            data = self._fs.cat_file(self._path(key), start=start, end=start + len(view))
         view[: len(data)] = data
         return RangeRead(len(data), None)
 
     def upload(
         self, source: Path, key: str, stop: StopSignal, size_bytes: int | None = None
     ) -> tuple[int, str]:
-        """Store a file, whether or not the key is free; return its size and ``sha256:…`` digest.
+        """Upload a file; return its size and its ``sha256:…`` digest. Overwrites.
 
-        However this ends, nothing of the file is left but the object, whole, or nothing at all.
+        A failed upload leaves neither a partial object nor an unfinished upload.
 
         Args:
-            size_bytes: how much of the file counts, from its start; None: all.
+            size_bytes: upload only the first bytes of the file; None: all.
 
         Raises:
-            CheckpointError: the file changed meanwhile, or has less than that.
+            CheckpointError: the file changed meanwhile, or is shorter than `size_bytes`.
         """
-        with self._explainer.explaining(f"upload {source} to {key} in"):
+        with self._errors.translated(f"upload {source} to {key} in"):
             before = os.stat(source)
             wanted = before.st_size if size_bytes is None else size_bytes
             if before.st_size < wanted:
-                raise changed(source)
+                raise changed_during_upload(source)
             digest = self._store_file(source, wanted, key, stop)
             after = os.stat(source)
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-            raise changed(source)
+            raise changed_during_upload(source)
         return wanted, f"sha256:{digest}"
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Keys and sizes of all objects below a folder; empty where there is no such folder."""
-        with self._explainer.explaining(f"list {folder} in"):
-            # Another process may have written since: no listing may come from a cache.
-            self._fs.invalidate_cache()
+        """Keys and sizes of all objects below a folder; empty if it does not exist."""
+        with self._errors.translated(f"list {folder} in"):
+            self._fs.invalidate_cache()  # other processes write as well
             found = self._find(self._path(folder))
         prefix = self._root.lstrip("/")
         keys = {name.lstrip("/")[len(prefix) :].lstrip("/"): name for name in found}
@@ -154,12 +193,12 @@ class Storage:
         }
 
     def delete(self, key: str) -> None:
-        """Delete an object."""
-        with self._explainer.explaining(f"delete {key} in"):
+        """Delete an object, which must exist."""
+        with self._errors.translated(f"delete {key} in"):
             self._fs.rm_file(self._path(key))
 
     def remove(self, key: str) -> None:
-        """Delete an object, if it is there; somebody else may be doing the same."""
+        """Delete an object if it exists; another process may delete it at the same time."""
         try:
             self.delete(key)
         except StorageError as error:
@@ -168,60 +207,80 @@ class Storage:
             raise
 
     def clear(self, folder: str) -> DeletedFiles:
-        """Delete all objects below a folder, and what unfinished uploads have left there.
+        """Delete all objects and unfinished uploads below a folder.
 
         Raises:
-            StorageError: the storage failed, or some are still there: which.
+            StorageError: the storage failed, or objects still exist; names some of them.
         """
-        uploads = self.end_uploads(folder)
-        there = self.sizes(folder)
-        in_parallel(lambda key, _: self.remove(key), there, _DELETE_THREADS)
-        if there and (left := sorted(self.sizes(folder))):
+        uploads = self.abort_uploads(folder)
+        before = self.sizes(folder)
+        in_parallel(lambda key, _: self.remove(key), before, _DELETE_THREADS)
+        if before and (left := sorted(self.sizes(folder))):
             raise StorageError(
-                f"{len(left)} of {len(there)} objects in {self.url}/{folder} are still there after "
-                f"they were deleted ({', '.join(left[:_SHOWN])}): {DELETED_IN_VAIN}"
+                f"{len(left)} of {len(before)} objects in {self.url}/{folder} are still there "
+                f"after they were deleted ({', '.join(left[:_SHOWN_KEYS])}): {NOT_DELETED_ADVICE}"
             )
-        return DeletedFiles(len(there), sum(there.values()), uploads)
+        return DeletedFiles(len(before), sum(before.values()), uploads)
 
-    def end_uploads(self, folder: str) -> int:
-        """Drop what unfinished uploads have left below a folder; how many. Nobody may be uploading
-        there: that upload would fail.
+    def abort_uploads(self, folder: str) -> int:
+        """Abort all unfinished uploads below a folder; return their number.
 
-        Storages that keep no such things, or drop them by themselves, have none.
+        An upload that is still running there fails. Storages that keep no unfinished uploads have
+        none to abort.
         """
         return 0
 
     def has_conditional_writes(self) -> bool:
-        """Whether of several who `create` the same key at the same moment one succeeds.
+        """Whether exactly one of several concurrent `create` calls for a key succeeds.
 
-        It is tried once, by a few requests (see `probing`).
+        The first call writes a few probe objects; the result is cached.
         """
         if self._has_conditional_writes is None:
-            self._has_conditional_writes = self._probe()
+            self._has_conditional_writes = self._probe_conditional_writes()
         return self._has_conditional_writes
 
-    def try_out(self, key: str) -> None:
-        """Write, read back and delete an object; the first use of a storage shows what is amiss.
+    def check_usable(self) -> None:
+        """Write, read back and delete a probe object.
 
         Raises:
-            StorageError: it is not usable, and why.
+            StorageError: one of these fails; says why and what to do.
         """
-        # From the file system's own set-up these come where the options or the URL are wrong.
-        with self._explainer.explaining("use", TypeError, ValueError, KeyError):
-            self.write(key, key.encode())
-        probing.read_back(self, key, key.encode())
+        key = f"{PROBES}/{uuid.uuid4()}"
+        data = key.encode()
+        # fsspec's own set-up raises these for wrong options or a wrong URL.
+        with self._errors.translated("use", TypeError, ValueError, KeyError):
+            self.write(key, data)
+        seen = self.read(key)
+        if seen != data:
+            raise StorageError(
+                f"{self.url} does not return what was written to it ({key}: wrote {data!r}, read "
+                f"{seen!r}): choose another storage for checkpoints"
+            )
         self.delete(key)
 
-    def _probe(self) -> bool:
-        # Whatever else fsspec knows looks whether the key is free, and then writes: alone it passes
-        # the probe as well.
-        return probing.sends_conditions(self._fs) and probing.keeps_what_is_there(self)
+    def _probe_conditional_writes(self) -> bool:
+        """Create an object and try to create it again with other bytes."""
+        if _CONDITIONAL_PROTOCOLS.isdisjoint(protocols_of(self._fs)):
+            return False
+        key = f"{PROBES}/{uuid.uuid4()}"
+        self.create(key, b"first")
+        try:
+            return all(self._refuses_to_create(key) for _ in range(_PROBE_WRITES))
+        finally:
+            self.remove(key)
+
+    def _refuses_to_create(self, key: str) -> bool:
+        try:
+            self.create(key, b"second")
+        except FileExistsError:
+            return True
+        return False
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
 
     def _find(self, path: str) -> dict[str, dict[str, Any]]:
-        """What fsspec says of every object below a folder, by its full name."""
+        """fsspec's details of every object below a folder, by full name."""
         if not isinstance(self._fs, AsyncFileSystem):
             return dict(self._walk(path))
         try:
@@ -233,11 +292,11 @@ class Storage:
         return found
 
     def _walk(self, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """As `_find`. fsspec's own walk takes a folder that cannot be listed for an empty one."""
+        """As `_find`. fsspec's own walk reports a folder that it cannot list as empty."""
         try:
             entries = self._fs.ls(path, detail=True)
         except FileNotFoundError:
-            return  # there is none, or none any more
+            return
         for entry in entries:
             name = entry["name"].rstrip("/")
             if entry["type"] == "directory" and name.lstrip("/") != path.strip("/"):
@@ -255,20 +314,19 @@ class Storage:
         return data
 
     def _create_or_read(self, path: str, data: bytes) -> bytes | None:
-        """None when created; else the bytes that were there."""
+        """Create an object; return None, or the bytes of the one that exists."""
         for attempt in range(_CREATE_ATTEMPTS):
             try:
                 self._create(path, data)
                 return None
             except storage_exceptions() as error:
-                # Whatever the error: what is there now tells how it went. A lost reply, a retry
-                # inside the client and a lost race look alike from here, and S3 servers do not
-                # even agree on how to say that the key is taken.
+                # The error alone cannot tell a lost reply, a retry inside the client and a lost
+                # race apart, and S3 servers use different codes for an existing key: so look.
                 existing = self._read(path)
                 last = attempt == _CREATE_ATTEMPTS - 1
                 if existing is None and (last or service_code(error) not in _TRY_AGAIN_CODES):
                     raise
-                if existing is not None and not _is_half(existing, data):
+                if existing is not None and not _is_truncated(existing, data):
                     return existing
                 if existing is not None:
                     self._put_small(path, data)
@@ -277,24 +335,21 @@ class Storage:
         return None
 
     def _create(self, path: str, data: bytes) -> None:
-        # One small PUT: over multipart uploads some servers ignore the condition.
+        # One small PUT: some servers ignore the condition on multipart uploads.
         self._put_small(path, data, mode="create")
 
-    def _put_small(self, path: str, data: bytes, **how: Any) -> None:
-        self._make_folder_of(path)
-        self._fs.pipe_file(path, data, **how)
-
-    def _make_folder_of(self, path: str) -> None:
-        """Object stores have no folders; on them, making one would make a bucket."""
+    def _put_small(self, path: str, data: bytes, **options: Any) -> None:
+        # Object stores have no folders; makedirs would create a bucket there.
         if not isinstance(self._fs, AsyncFileSystem):
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        self._fs.pipe_file(path, data, **options)
 
     def _store_file(self, source: Path, size_bytes: int, key: str, stop: StopSignal) -> str:
-        """Store so many bytes of a file; their digest in hexadecimal digits."""
+        """Store the first `size_bytes` of a file; return their SHA-256 as hexadecimal digits."""
         digest = hashlib.sha256()
         with open(source, "rb") as file, tempfile.NamedTemporaryFile() as copy:
             is_longer = os.fstat(file.fileno()).st_size > size_bytes
-            for chunk in chunks(file, size_bytes):
+            for chunk in read_chunks(file, size_bytes):
                 stop.check()
                 digest.update(chunk)
                 if is_longer:
@@ -304,7 +359,11 @@ class Storage:
         return digest.hexdigest()
 
 
-def _is_half(existing: bytes, data: bytes) -> bool:
-    """Whether that is how far a connection got that broke while `data` was written, as storages
-    without a conditional write may leave it."""
+def protocols_of(fs: Any) -> tuple[str, ...]:
+    """The protocols of an fsspec file system; its `protocol` is a string or a tuple."""
+    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+
+
+def _is_truncated(existing: bytes, data: bytes) -> bool:
+    """Whether `existing` is a prefix of `data`, left by a write whose connection broke."""
     return len(existing) < len(data) and data.startswith(existing)

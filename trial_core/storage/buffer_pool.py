@@ -1,14 +1,13 @@
-"""A bound on the memory that transfers take: pieces of files, each in a buffer of one window.
+"""The buffer pool: a bound on the memory that transfers take.
 
-A window is shared by everything that is under way in a storage, over all files together. Whoever
-wants to read another piece waits for a buffer; so however many files there are, and however large,
-no more than `WINDOW_PIECES` pieces of `PIECE_BYTES` are in memory: 96 MiB a process. Only for a
-file that does not fit into 10,000 pieces (of 156 GiB, and more) are pieces larger.
+Files are moved in pieces of `PIECE_BYTES`, each in one buffer of the storage's pool. All transfers
+of a storage share the pool: a thread waits for a free buffer before it reads another piece. So a
+process uses at most `POOL_BUFFERS` x `PIECE_BYTES` = 96 MiB. Pieces are larger only for files above
+156 GiB, which would need more than 10,000 of them.
 """
 
 from __future__ import annotations
 
-import os
 import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,41 +16,41 @@ from threading import Lock
 from trial_core.storage.parallel import StopSignal
 
 PIECE_BYTES = 16 * 2**20
-"""Size of a part of an upload, and of a ranged read."""
+"""Size of an upload's part and of a ranged read."""
 
-WINDOW_PIECES = 6
-"""How many of them are under way at once."""
+POOL_BUFFERS = 6
+"""Pieces in flight at once."""
 
 MAX_PIECES = 10_000
-"""The most parts that S3 lets an object have."""
+"""The most parts that S3 allows in an object."""
 
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 
 
 def piece_bytes(size_bytes: int) -> int:
-    """How large the pieces of a file are."""
+    """The piece size for a file of `size_bytes`."""
     smallest_allowed = -(-size_bytes // MAX_PIECES)
     return max(PIECE_BYTES, smallest_allowed)
 
 
-class Window:
-    """Buffers for so many pieces. Safe to use from several threads, and from finalizers.
+class BufferPool:
+    """A fixed number of reusable buffers. Safe to use from threads and from finalizers.
 
-    The memory is kept from piece to piece, because getting memory costs more than filling it, and
-    given back when nothing is under way.
+    Memory is kept between pieces, because allocating costs more than filling; it is freed when no
+    transfer is in flight.
     """
 
-    def __init__(self, pieces: int = WINDOW_PIECES) -> None:
-        # Of its methods, put may be called even while the same thread is inside another of them.
+    def __init__(self, buffers: int = POOL_BUFFERS) -> None:
+        # SimpleQueue.put is reentrant, so a finalizer may call it inside any other method.
         self._free: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
-        for _ in range(pieces):
+        for _ in range(buffers):
             self._free.put(bytearray())
         self._lock = Lock()
         self._users = 0
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """For as long as a transfer lasts, memory is kept."""
+        """Keep the buffers' memory until the block ends."""
         with self._lock:
             self._users += 1
         try:
@@ -60,36 +59,28 @@ class Window:
             with self._lock:
                 self._users -= 1
                 if self._users == 0:
-                    self._drop_memory()
+                    self._free_memory()
 
-    def take(self, size_bytes: int, stop: StopSignal) -> bytearray:
-        """A buffer of at least that size, once there is one; give it back.
+    def acquire(self, size_bytes: int, stop: StopSignal) -> bytearray:
+        """Wait for a buffer of at least `size_bytes`; `release` it afterwards.
 
         Raises:
-            Stopped: it is not wanted any more.
+            WorkCancelled: `stop` was set.
         """
         while True:
             stop.check()
             try:
-                buffer = self._free.get(timeout=_LOOK_SECONDS)
+                buffer = self._free.get(timeout=_POLL_SECONDS)
             except queue.Empty:
                 continue
-            # A new one rather than a longer one: of that the old bytes would be copied.
+            # Extending the buffer would copy its old bytes.
             return buffer if len(buffer) >= size_bytes else bytearray(size_bytes)
 
-    def give_back(self, buffer: bytearray) -> None:
-        """Nobody reads or writes that buffer any more."""
+    def release(self, buffer: bytearray) -> None:
+        """Return a buffer that is no longer read or written."""
         self._free.put(buffer)
 
-    def _drop_memory(self) -> None:
+    def _free_memory(self) -> None:
         for _ in range(self._free.qsize()):
             self._free.get_nowait()
             self._free.put(bytearray())
-
-
-def read_piece(file: int, offset: int, view: memoryview) -> bool:
-    """Fill `view` with what an open file holds from `offset` on; whether there is as much."""
-    done = 0
-    while done < len(view) and (more := os.preadv(file, [view[done:]], offset + done)):
-        done += more
-    return done == len(view)

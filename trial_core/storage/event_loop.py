@@ -1,7 +1,7 @@
-"""Work on fsspec's event loop, begun and awaited from threads.
+"""Coroutines on fsspec's event loop, started and awaited from other threads.
 
-What `asyncio.run_coroutine_threadsafe` gives says that it is cancelled as soon as somebody cancels
-it, though the work may still be writing into a buffer. Here work is over when it says so.
+The future of `asyncio.run_coroutine_threadsafe` counts as cancelled at once, while the coroutine
+may still write into a buffer. A `LoopTask` has ended only when its coroutine has.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ class LoopTask(Generic[Result]):
     """A coroutine on another thread's event loop.
 
     Args:
-        on_end: called once, when the coroutine does not run any more: however it ended, and also
-            if it was cancelled before it began.
+        on_end: called once when the coroutine has ended, also if it was cancelled before it began.
     """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        work: Coroutine[Any, Any, Result],
+        coroutine: Coroutine[Any, Any, Result],
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._loop = loop
-        self._work = work
+        self._coroutine = coroutine
         self._on_end = on_end
         self._task: asyncio.Task[Result] | None = None
         self._ended = threading.Event()
@@ -39,7 +38,7 @@ class LoopTask(Generic[Result]):
 
     @property
     def has_failed(self) -> bool:
-        """Whether it is over, and not with a result."""
+        """Whether the coroutine has ended without a result."""
         if self._task is None or not self._task.done():
             return False
         return self._task.cancelled() or self._task.exception() is not None
@@ -49,15 +48,15 @@ class LoopTask(Generic[Result]):
         self._loop.call_soon_threadsafe(self._cancel)
 
     def result(self, stop: StopSignal) -> Result:
-        """Wait for the result. However this returns or raises, the coroutine is over.
+        """Wait for the result. The coroutine has ended when this returns or raises.
 
         Raises:
-            WorkCancelled: it was cancelled, because it is not wanted any more.
+            WorkCancelled: `stop` was set, or the task was cancelled.
         """
         try:
-            with stop.waking(self.cancel):
+            with stop.calling(self.cancel):
                 self._ended.wait()
-        except BaseException:  # Ctrl-C, or no longer wanted
+        except BaseException:  # WorkCancelled, or Ctrl-C
             self.cancel()
             self._ended.wait()
             raise
@@ -66,17 +65,17 @@ class LoopTask(Generic[Result]):
         return self._task.result()
 
     def wait(self) -> None:
-        """Wait for the end, whatever it is. The coroutine goes on if this is interrupted."""
+        """Wait until the coroutine has ended. An interrupt of this wait does not cancel it."""
         self._ended.wait()
 
     async def end(self) -> None:
-        """On the loop itself: cancel the coroutine, and wait until it is over."""
+        """Cancel the coroutine and wait until it has ended. Call on the event loop."""
         self._cancel()
         if self._task is not None:
             await asyncio.wait([self._task])
 
     def _begin(self) -> None:
-        self._task = self._loop.create_task(self._work)
+        self._task = self._loop.create_task(self._coroutine)
         self._task.add_done_callback(self._end)
 
     def _cancel(self) -> None:

@@ -1,7 +1,7 @@
-"""The same S3 for obstore as for s3fs: what s3fs's client has been set up with, in obstore's words.
+"""Translates the settings of an s3fs client into those of obstore, so that both reach the same S3.
 
-The client is asked, not the options that it came from; so what botocore has found in the
-environment, a profile or a role counts as well.
+The settings are read from the client, not from the storage's options: they include what botocore
+found in the environment, a profile or a role.
 """
 
 from __future__ import annotations
@@ -17,42 +17,41 @@ from botocore import UNSIGNED
 from botocore.exceptions import NoCredentialsError
 from obstore.store import S3Store
 
-if TYPE_CHECKING:  # obstore has them for type checkers alone
+if TYPE_CHECKING:  # obstore defines them for type checkers only
     from obstore.store import ClientConfig, RetryConfig, S3Config, S3Credential
 
 RETRIES = 10
 CREDENTIALS_SECONDS = 60
-CREDENTIALS_FOR = timedelta(minutes=5)
-SENDING_TAKES = 4
-"""Times the read timeout, which is for the server's silence: sending a piece first takes a while,
-and the client's limit is on both together."""
+CREDENTIALS_VALID_FOR = timedelta(minutes=5)
+REQUEST_TIMEOUT_FACTOR = 4
+"""The time limit of a request, in read timeouts: it includes the time to send the body."""
 
 _AMAZON = ".amazonaws.com"
 
 
 class UntranslatableError(Exception):
-    """s3fs was told something that obstore cannot be told. Never leaves `ObstoreS3Storage`."""
+    """obstore does not support a setting of s3fs. Never leaves `ObstoreS3Storage`."""
 
 
 def s3_store(fs: Any, bucket: str, *, for_reading: bool) -> S3Store:
-    """obstore's view of a bucket that `fs`, a s3fs file system, sees.
+    """obstore's store for a bucket of `fs`, an s3fs file system.
 
     Raises:
-        UntranslatableError: there is none; says why.
+        UntranslatableError: obstore does not support a setting; names it.
     """
     fs.connect()
     config = fs.s3.meta.config
-    if reason := _untranslatable(fs, config, bucket):
-        raise UntranslatableError(reason)
-    endpoint, region = _place(fs, bucket)
-    is_virtual = _AMAZON not in endpoint and _s3(config, "addressing_style") == "virtual"
+    if setting := _unsupported_setting(fs, config, bucket):
+        raise UntranslatableError(setting)
+    endpoint, region = _location(fs, bucket)
+    is_virtual = _AMAZON not in endpoint and _s3_setting(config, "addressing_style") == "virtual"
     if is_virtual:
         endpoint = endpoint.replace("://", f"://{bucket}.", 1)
     settings: S3Config = {
         "endpoint": endpoint,
         "region": region,
         "virtual_hosted_style_request": is_virtual,
-        "unsigned_payload": _s3(config, "payload_signing_enabled") is False,
+        "unsigned_payload": _s3_setting(config, "payload_signing_enabled") is False,
         "skip_signature": config.signature_version is UNSIGNED,
     }
     if fs.req_kw:
@@ -67,23 +66,23 @@ def s3_store(fs: Any, bucket: str, *, for_reading: bool) -> S3Store:
     )
 
 
-def _untranslatable(fs: Any, config: Any, bucket: str) -> str | None:
-    """What obstore has no word for, if something."""
-    refused = {
+def _unsupported_setting(fs: Any, config: Any, bucket: str) -> str | None:
+    """The first setting that obstore does not support."""
+    unsupported = {
         "an access point instead of a bucket": bucket.startswith("arn:"),
         "s3_additional_kwargs": bool(fs.s3_additional_kwargs),
         "proxies": bool(config.proxies),
         "client_cert": bool(config.client_cert),
-        "use_accelerate_endpoint": bool(_s3(config, "use_accelerate_endpoint")),
+        "use_accelerate_endpoint": bool(_s3_setting(config, "use_accelerate_endpoint")),
         "use_dualstack_endpoint": bool(config.use_dualstack_endpoint),
         "use_fips_endpoint": bool(config.use_fips_endpoint),
         "signature_version": config.signature_version not in ("s3v4", UNSIGNED),
     }
-    return next((name for name, is_set in refused.items() if is_set), None)
+    return next((name for name, is_set in unsupported.items() if is_set), None)
 
 
-def _place(fs: Any, bucket: str) -> tuple[str, str]:
-    """Endpoint and region. s3fs goes where Amazon sends it; obstore must know beforehand."""
+def _location(fs: Any, bucket: str) -> tuple[str, str]:
+    """Endpoint and region. s3fs follows Amazon's redirects; obstore needs the right region."""
     meta = fs.s3.meta
     if _AMAZON not in meta.endpoint_url:
         return meta.endpoint_url, meta.region_name or "us-east-1"
@@ -97,14 +96,14 @@ def _place(fs: Any, bucket: str) -> tuple[str, str]:
 
 
 def _client_options(fs: Any, config: Any, endpoint: str, for_reading: bool) -> ClientConfig:
-    silence = timedelta(seconds=config.read_timeout)
+    read_timeout = timedelta(seconds=config.read_timeout)
     options: ClientConfig = {
         "allow_http": endpoint.startswith("http://"),
         "connect_timeout": timedelta(seconds=config.connect_timeout),
-        "timeout": silence * SENDING_TAKES,
+        "timeout": read_timeout * REQUEST_TIMEOUT_FACTOR,
     }
     if for_reading:
-        options["read_timeout"] = silence
+        options["read_timeout"] = read_timeout
     verify = fs.client_kwargs.get("verify")
     if verify is False:
         options["allow_invalid_certificates"] = True
@@ -120,7 +119,7 @@ def _retries(config: Any) -> int:
 
 
 def _credentials(fs: Any) -> Callable[[], S3Credential]:
-    """Where obstore gets credentials: where s3fs does."""
+    """A function that gives obstore the credentials of s3fs."""
     given = {
         "access_key_id": fs.key or fs.client_kwargs.get("aws_access_key_id"),
         "secret_access_key": fs.secret or fs.client_kwargs.get("aws_secret_access_key"),
@@ -135,18 +134,18 @@ def _credentials(fs: Any) -> Callable[[], S3Credential]:
 
     def provide() -> S3Credential:
         if given["access_key_id"] and given["secret_access_key"]:
-            return {**given, "expires_at": None}  # type: ignore[typeddict-item]  # both are texts
+            return {**given, "expires_at": None}  # type: ignore[typeddict-item]  # both are strings
         found = asyncio.run_coroutine_threadsafe(find(), fs.loop).result(CREDENTIALS_SECONDS)
         return {
             "access_key_id": found.access_key,
             "secret_access_key": found.secret_key,
             "token": found.token,
-            # Those of a role are renewed by botocore, when it is asked in time.
-            "expires_at": datetime.now(timezone.utc) + CREDENTIALS_FOR,
+            # botocore renews the credentials of a role when it is asked before they expire.
+            "expires_at": datetime.now(timezone.utc) + CREDENTIALS_VALID_FOR,
         }
 
     return provide
 
 
-def _s3(config: Any, name: str) -> Any:
+def _s3_setting(config: Any, name: str) -> Any:
     return (config.s3 or {}).get(name)

@@ -1,6 +1,6 @@
-"""S3 with obstore for the bytes of files: its requests run beside Python, not in it.
+"""S3 with obstore for file contents: its requests run outside the Python interpreter.
 
-Everything else stays with s3fs; and so do the bytes where obstore cannot be told what s3fs was.
+s3fs sends all other requests. It moves the contents too if obstore does not support a setting.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from obstore.exceptions import GenericError
 
 from trial_core.errors import StorageError
 from trial_core.storage import buffer_pool
-from trial_core.storage.base import StorageSpec
-from trial_core.storage.chunks import RangeRead, changed
+from trial_core.storage.base import RangeRead, StorageSpec
+from trial_core.storage.local_files import changed_during_upload, read_at
 from trial_core.storage.obstore_options import UntranslatableError, s3_store
 from trial_core.storage.parallel import StopSignal
 from trial_core.storage.s3 import S3Storage
 from trial_core.storage.s3_requests import ETAG, VERSION
-from trial_core.storage.s3_upload import end_uploads
+from trial_core.storage.s3_upload import abort_uploads_to
 from trial_core.storage.storage_errors import service_code
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _STEP_BYTES = 2**20
 
 
 class _Stores(NamedTuple):
-    """The same bucket twice: limits on time differ."""
+    """Two stores for the bucket: their time limits differ."""
 
     reading: S3Store
     writing: S3Store
@@ -51,13 +51,13 @@ class ObstoreS3Storage(S3Storage):
         """As `S3Storage`.
 
         Args:
-            is_required: whether to raise where obstore cannot be told what s3fs was.
+            is_required: raise an error instead of using s3fs if obstore does not support a setting.
         """
         super().__init__(spec, fs, root, uses_checksums)
         self._is_required = is_required
         self._lock = Lock()
         self._opened: _Stores | None = None
-        self._is_given_up = False
+        self._is_unsupported = False
 
     def read_into(
         self, key: str, start: int, view: memoryview, stop: StopSignal, version: str | None = None
@@ -67,14 +67,14 @@ class ObstoreS3Storage(S3Storage):
         if stores is None:
             return super().read_into(key, start, view, stop, version)
         done = 0
-        with self._explainer.explaining(f"read {key} in"):
+        with self._errors.translated(f"read {key} in"):
             while done < len(view):
                 before = done
                 try:
                     reply = obstore.get(
                         stores.reading,
                         self._key(key),
-                        options=_options(start + done, start + len(view), version),
+                        options=_get_options(start + done, start + len(view), version),
                     )
                     seen = _version_of(reply.meta)
                     if version is not None and seen != version:
@@ -84,11 +84,11 @@ class ObstoreS3Storage(S3Storage):
                         stop.check()
                         view[done : done + len(chunk)] = chunk
                         done += len(chunk)
-                    break  # the object ends there
+                    break  # the object ends here
                 except GenericError as error:
                     if service_code(error) == "InvalidRange":
-                        break  # it has become shorter
-                    if done == before:  # obstore itself has tried again
+                        break  # the object has become shorter
+                    if done == before:  # obstore has retried already
                         raise
         return RangeRead(done, version)
 
@@ -98,7 +98,7 @@ class ObstoreS3Storage(S3Storage):
         if stores is None or buffer_pool.piece_bytes(size_bytes) > step:
             return super()._store_file(source, size_bytes, key, stop)
         digest = hashlib.sha256()
-        with open(source, "rb", buffering=0) as file, self.window.in_use():
+        with open(source, "rb", buffering=0) as file, self.buffers.in_use():
 
             def piece(start: int) -> memoryview:
                 length = min(step, size_bytes - start)
@@ -109,11 +109,11 @@ class ObstoreS3Storage(S3Storage):
                 obstore.put(store, name, piece(0), use_multipart=False)
                 return digest.hexdigest()
             pieces = (piece(start) for start in range(0, size_bytes, step))
-            at_once = buffer_pool.WINDOW_PIECES
+            in_flight = buffer_pool.POOL_BUFFERS
             try:
-                obstore.put(store, name, pieces, chunk_size=step, max_concurrency=at_once)
+                obstore.put(store, name, pieces, chunk_size=step, max_concurrency=in_flight)
             except BaseException:
-                end_uploads(self._requests, name, self._explainer)
+                abort_uploads_to(self._requests, name, self._errors)
                 raise
         return digest.hexdigest()
 
@@ -126,44 +126,47 @@ class ObstoreS3Storage(S3Storage):
         digest: hashlib._Hash,
         stop: StopSignal,
     ) -> memoryview:
-        """A piece of a file, hashed; its buffer goes back to the window when nobody looks at it
-        any more, which for most of the time is obstore. So nobody else should keep it."""
-        buffer = self.window.take(size_bytes, stop)
+        """Read and hash a piece of a file.
+
+        Its buffer is released when the returned view is garbage-collected, after obstore has sent
+        it. So the caller must not keep the view.
+        """
+        buffer = self.buffers.acquire(size_bytes, stop)
         view = memoryview(buffer)[:size_bytes]
-        give_back = weakref.finalize(view, self.window.give_back, buffer)
-        give_back.atexit = False
+        release = weakref.finalize(view, self.buffers.release, buffer)
+        release.atexit = False
         try:
-            if not buffer_pool.read_piece(file, start, view):
-                raise changed(source)
+            if read_at(file, start, view) != size_bytes:
+                raise changed_during_upload(source)
             digest.update(view)
         except BaseException:
-            give_back()  # now: a traceback may keep the view for long
+            release()  # now: a traceback may keep the view alive
             raise
         return view
 
     def _stores(self) -> _Stores | None:
-        """obstore's bucket; None where s3fs has to do everything."""
+        """obstore's stores; None if s3fs must move the contents."""
         with self._lock:
-            if self._opened is None and not self._is_given_up:
-                with self._explainer.explaining("use"):
+            if self._opened is None and not self._is_unsupported:
+                with self._errors.translated("use"):
                     try:
                         self._opened = _Stores(
                             s3_store(self._fs, self._bucket, for_reading=True),
                             s3_store(self._fs, self._bucket, for_reading=False),
                         )
                     except UntranslatableError as error:
-                        self._give_up(error)
+                        self._fall_back(error)
             return self._opened
 
-    def _give_up(self, error: UntranslatableError) -> None:
-        reason = f"obstore cannot be used for {self.url}: it has no word for {error}"
+    def _fall_back(self, error: UntranslatableError) -> None:
+        reason = f"obstore cannot be used for {self.url}: it does not support {error}"
         if self._is_required:
-            raise StorageError(f"{reason}; leave the choice of TRIALFLOW_STORAGE_ENGINE to us")
-        _logger.debug("%s, so s3fs is", reason)
-        self._is_given_up = True
+            raise StorageError(f"{reason}; unset TRIALFLOW_STORAGE_ENGINE, or set it to s3fs")
+        _logger.debug("%s; s3fs is used instead", reason)
+        self._is_unsupported = True
 
 
-def _options(start: int, end: int, version: str | None) -> GetOptions:
+def _get_options(start: int, end: int, version: str | None) -> GetOptions:
     options: GetOptions = {"range": (start, end)}
     if version is not None and version.startswith(VERSION):
         options["version"] = version.removeprefix(VERSION)

@@ -1,4 +1,4 @@
-"""Opening a storage: from a URL and its options to the class that keeps its promises."""
+"""Opens a storage: chooses the class for a URL and its options."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import known_implementations, registry
 
 from trial_core.errors import StorageError
-from trial_core.storage.base import Storage, StorageSpec
+from trial_core.storage.base import Storage, StorageSpec, protocols_of
 from trial_core.storage.local import LocalStorage, MemoryStorage
-from trial_core.storage.storage_errors import Explainer
+from trial_core.storage.storage_errors import ErrorTranslator
 
 ENGINE_VARIABLE = "TRIALFLOW_STORAGE_ENGINE"
-"""Environment variable that says what moves the bytes of files to and from S3."""
+"""Environment variable that chooses the library that moves file contents to and from S3."""
 
 ENGINES = ("auto", "s3fs", "obstore")
-"""auto: obstore where it is installed and can be told what s3fs was, else s3fs."""
+"""auto: obstore if it is installed and supports the storage's options, else s3fs."""
 
 _CHECKSUMS = "request_checksum_calculation"
 _S3_PROTOCOLS = ("s3", "s3a")
@@ -36,28 +36,24 @@ _PACKAGES = {
 
 
 def open_storage(url: str, options: dict[str, Any] | None = None) -> Storage:
-    """The storage under a fsspec URL, or a plain path. Sends no request yet.
+    """The storage at an fsspec URL or a plain path. Sends no request yet.
 
     Raises:
-        StorageError: the URL is none, or a package for it is not installed.
+        StorageError: the URL is not valid, or its package is not installed.
     """
     options = dict(options or {})
     fs, root = _connect(url, options)
     if isinstance(fs, LocalFileSystem):
         return LocalStorage(StorageSpec(f"file://{root}", options), fs, root)
-    if is_s3(fs):
+    if _is_s3(fs):
         return _s3_storage(StorageSpec(url, options), fs, root)
     storage = Storage(StorageSpec(url, options), fs, root)
     return MemoryStorage(storage.spec, fs, root) if storage.is_process_local else storage
 
 
 def _connect(url: str, options: dict[str, Any]) -> tuple[Any, str]:
-    """The fsspec file system of a URL, and the root within it. No request is sent yet.
-
-    Raises:
-        StorageError: the URL is none, or a package for it is not installed.
-    """
-    explainer = Explainer(url, options)
+    """The fsspec file system of a URL, and the root within it."""
+    errors = ErrorTranslator(url, options)
     protocol = fsspec.core.split_protocol(url)[0] or "file"
     if protocol in _S3_PROTOCOLS:
         options = _s3_options(options)
@@ -65,35 +61,37 @@ def _connect(url: str, options: dict[str, Any]) -> tuple[Any, str]:
         url = os.path.abspath(os.path.expanduser(url))
     if "::" not in protocol and protocol not in {*known_implementations, *registry}:
         near = get_close_matches(protocol, ["file", "memory", *_PACKAGES], n=1)
-        hint = f"; did you mean {near[0]}://?" if near else ""
+        hint = f"did you mean {near[0]}://? " if near else ""
         raise StorageError(
-            f"{explainer.url}: no kind of storage is called {protocol}://{hint} "
-            "(file://, memory://, s3://, gs://, az:// and what else fsspec knows)"
+            f"{errors.url}: unknown protocol {protocol}://; {hint}use file://, memory://, s3://, "
+            "gs://, az:// or another protocol of fsspec"
         )
     try:
-        with explainer.explaining("use", TypeError, ValueError, KeyError):
+        with errors.translated("use", TypeError, ValueError, KeyError):
             fs, root = fsspec.core.url_to_fs(url, **options)
     except ImportError as error:
         package = _PACKAGES.get(protocol)
         advice = f"pip install {package}" if package else known_implementations[protocol]["err"]
         raise StorageError(
-            f"{explainer.url}: {protocol}:// needs a package that is not installed: {advice}"
+            f"{errors.url}: {protocol}:// needs a package that is not installed: {advice}"
         ) from error
-    if is_s3(fs) and not root:
-        raise StorageError(f"{explainer.url} names no bucket: write s3://bucket/folder")
+    if _is_s3(fs) and not root:
+        raise StorageError(f"{errors.url} names no bucket: write s3://bucket/folder")
     return fs, root
 
 
 def _s3_storage(spec: StorageSpec, fs: Any, root: str) -> Storage:
-    """S3, its bytes by the engine that is asked for, or that there is. Imported late: s3fs takes a
-    second to import, and obstore need not be there."""
+    # Imported here: s3fs takes a second to import, and obstore is optional.
     engine = os.environ.get(ENGINE_VARIABLE) or "auto"
     if engine not in ENGINES:
-        raise StorageError(f"{ENGINE_VARIABLE} is one of {', '.join(ENGINES)}, got {engine!r}")
+        raise StorageError(f"{ENGINE_VARIABLE} must be one of {', '.join(ENGINES)}, got {engine!r}")
     has_obstore = importlib.util.find_spec("obstore") is not None
     if engine == "obstore" and not has_obstore:
-        raise StorageError(f"{ENGINE_VARIABLE} asks for obstore: pip install 'trialflow[obstore]'")
-    with Explainer(spec.url, spec.options).explaining("use"):
+        raise StorageError(
+            f"{ENGINE_VARIABLE}=obstore, but obstore is not installed: "
+            "pip install 'trialflow[obstore]'"
+        )
+    with ErrorTranslator(spec.url, spec.options).translated("use"):
         uses_checksums = _uses_checksums(spec.options)
     if engine == "s3fs" or not has_obstore:
         from trial_core.storage.s3 import S3Storage
@@ -105,16 +103,16 @@ def _s3_storage(spec: StorageSpec, fs: Any, root: str) -> Storage:
 
 
 def _s3_options(given: dict[str, Any]) -> dict[str, Any]:
-    """The options of an S3 storage, with defaults of ours under what was given.
+    """The options of an S3 storage: the given ones over our defaults.
 
-    Listings and sizes are never remembered, because other processes write. What is sent is neither
-    signed nor summed by botocore, which does both on the event loop: requests are signed, TLS and
-    sums of our own protect what they carry, and the manifest's digests all of it.
+    Listings are not cached, because other processes write. botocore neither signs nor sums
+    payloads, because it would do so on the event loop: TLS and our own checksums protect them in
+    transit, the manifest's digests afterwards.
     """
-    from botocore.config import Config  # late, as s3fs
+    from botocore.config import Config  # slow to import
 
     config = dict(given.get("config_kwargs") or {})
-    if _CHECKSUMS in Config.OPTION_DEFAULTS:  # since botocore computes any by itself
+    if _CHECKSUMS in Config.OPTION_DEFAULTS:  # older releases compute none
         config.setdefault(_CHECKSUMS, "when_required")
     config["s3"] = {"payload_signing_enabled": False, **(config.get("s3") or {})}
     return {
@@ -126,16 +124,15 @@ def _s3_options(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _uses_checksums(options: dict[str, Any]) -> bool:
-    """Whether the user has not forbidden them, for a server that stumbles over them."""
-    said = (options.get("config_kwargs") or {}).get(_CHECKSUMS)
-    if said is None:
-        import botocore.session  # late, as s3fs
+    """Whether to send checksums; users switch them off for servers that fail on them."""
+    setting = (options.get("config_kwargs") or {}).get(_CHECKSUMS)
+    if setting is None:
+        import botocore.session  # slow to import
 
         session = botocore.session.Session(profile=options.get("profile"))
-        said = session.get_config_variable(_CHECKSUMS)
-    return bool(str(said).lower() != "when_required")
+        setting = session.get_config_variable(_CHECKSUMS)
+    return bool(str(setting).lower() != "when_required")
 
 
-def is_s3(fs: Any) -> bool:
-    protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
-    return not set(_S3_PROTOCOLS).isdisjoint(protocols)
+def _is_s3(fs: Any) -> bool:
+    return not set(_S3_PROTOCOLS).isdisjoint(protocols_of(fs))

@@ -1,4 +1,4 @@
-"""A few threads for work that waits: reads, writes and digests, which free the interpreter lock."""
+"""Threads for work that waits or releases the interpreter lock: reads, writes and digests."""
 
 from __future__ import annotations
 
@@ -13,59 +13,59 @@ Result = TypeVar("Result")
 
 
 class WorkCancelled(Exception):
-    """Work gave up because other work of the same call had failed. Never leaves `in_parallel`."""
+    """The work stopped because other work of the same call failed. Never leaves `in_parallel`."""
 
 
 class StopSignal:
-    """Tells long work that its result is no longer wanted."""
+    """Asks running work to stop."""
 
     def __init__(self) -> None:
         self._event = Event()
         self._lock = Lock()
-        self._calls: list[Callable[[], object]] = []
+        self._callbacks: list[Callable[[], object]] = []
 
     def set(self) -> None:
-        """Ask all work to stop at its next `check`, and wake what waits."""
+        """Make every later `check` raise, and run the registered callbacks."""
         with self._lock:
             self._event.set()
-            calls, self._calls = self._calls, []
-        for call in calls:
-            call()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
 
     def check(self) -> None:
         """Call between pieces of long work.
 
         Raises:
-            WorkCancelled: the work's result is no longer wanted.
+            WorkCancelled: the signal is set.
         """
         if self._event.is_set():
             raise WorkCancelled
 
     @contextmanager
-    def waking(self, call: Callable[[], object]) -> Iterator[None]:
-        """Have `call` called, once, if the signal is set before the block ends: to end a wait.
+    def calling(self, callback: Callable[[], object]) -> Iterator[None]:
+        """Call `callback` once if the signal is set inside the block, to interrupt a wait.
 
         Raises:
-            WorkCancelled: it is set already.
+            WorkCancelled: the signal is set already.
         """
         with self._lock:
             self.check()
-            self._calls.append(call)
+            self._callbacks.append(callback)
         try:
             yield
         finally:
             with self._lock:
-                if call in self._calls:
-                    self._calls.remove(call)
+                if callback in self._callbacks:
+                    self._callbacks.remove(callback)
 
 
 def in_parallel(
     work: Callable[[Item, StopSignal], Result], items: Iterable[Item], threads: int
 ) -> list[Result]:
-    """The results of `work` on every item, in order, computed on at most `threads` threads.
+    """Call `work` on every item, on at most `threads` threads; return the results in order.
 
-    Once one fails no other is begun, those under way are asked to stop, and when they have, the
-    first error is raised. So nothing still runs when this returns or raises.
+    After the first failure no further item is started, running work is asked to stop, and the
+    first error is raised. No work is still running when this returns or raises.
     """
     stop = StopSignal()
     with ThreadPoolExecutor(threads, thread_name_prefix="trialflow-storage") as pool:

@@ -1,116 +1,81 @@
-"""A file's way to S3 in parts, of which no end but a whole object or nothing at all is left."""
+"""Multipart uploads to S3, which end complete or aborted."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from trial_core.storage.event_loop import LoopTask
 from trial_core.storage.parallel import StopSignal
 from trial_core.storage.s3_requests import S3Requests
-from trial_core.storage.storage_errors import Explainer, storage_exceptions
+from trial_core.storage.storage_errors import ErrorTranslator, storage_exceptions
 
 _logger = logging.getLogger(__name__)
 
 ABORT_SECONDS = 30.0
-"""How long an upload that has failed may take to be aborted. What is left after that, the sweep at
-the next run's start finds."""
+"""Time limit for aborting a failed upload. The sweep at the next run's start finds the rest."""
 
 
-class MultipartUpload:
-    """One upload: a block, which sends parts and completes, or else aborts however it is left.
+SendPart = Callable[[memoryview, int | None, Callable[[], None]], None]
+"""Starts to send the next part: bytes, CRC, and a callback for when the bytes are no longer read.
+Raises the error of an earlier part that has failed."""
 
-    The abortion runs on the event loop, so nothing that befalls the thread interrupts it.
+
+@contextmanager
+def multipart_upload(
+    requests: S3Requests, key: str, stop: StopSignal, errors: ErrorTranslator
+) -> Iterator[SendPart]:
+    """Send parts inside the block; they become one object when it ends, or are aborted on an error.
+
+    The abort runs on the event loop, so an interrupt of this thread does not stop it.
     """
+    upload_id: str | None = None
+    parts: list[LoopTask[dict[str, Any]]] = []
+    try:
+        # If the reply is lost, the id stays unknown; the abort then lists all uploads to the key.
+        upload_id = known_id = LoopTask(requests.loop, requests.create_upload(key)).result(stop)
 
-    def __init__(
-        self, requests: S3Requests, key: str, stop: StopSignal, explainer: Explainer
-    ) -> None:
-        self._requests = requests
-        self._key = key
-        self._stop = stop
-        self._explainer = explainer
-        self._id: str | None = None
-        self._parts: list[LoopTask[dict[str, Any]]] = []
-        self._is_complete = False
+        def send(view: memoryview, crc: int | None, on_end: Callable[[], None]) -> None:
+            put = requests.put_part(key, known_id, len(parts) + 1, view, crc)
+            parts.append(LoopTask(requests.loop, put, on_end))
+            for part in parts:
+                if part.has_failed:
+                    part.result(stop)
 
-    def __enter__(self) -> MultipartUpload:
-        try:
-            create = self._requests.create_upload(self._key)
-            self._id = LoopTask(self._requests.loop, create).result(self._stop)
-        except BaseException:
-            self._abort()  # the server may have begun one, and its answer was lost
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if not self._is_complete:
-            self._abort()
-
-    def send(self, view: memoryview, crc: int | None, on_end: Callable[[], None]) -> None:
-        """Begin to send the next part.
-
-        Args:
-            on_end: called when the view is not looked at any more.
-
-        Raises:
-            Exception: an earlier part has failed: what of.
-        """
-        if self._id is None:
-            raise RuntimeError("the upload has not begun")
-        number = len(self._parts) + 1
-        put = self._requests.put_part(self._key, self._id, number, view, crc)
-        self._parts.append(LoopTask(self._requests.loop, put, on_end))
-        for part in self._parts:
-            if part.has_failed:
-                part.result(self._stop)
-
-    def complete(self) -> None:
-        """Wait for all parts, and make an object of them."""
-        if self._id is None:
-            raise RuntimeError("the upload has not begun")
-        parts = [part.result(self._stop) for part in self._parts]
-        complete = self._requests.complete_upload(self._key, self._id, parts)
-        LoopTask(self._requests.loop, complete).result(self._stop)
-        self._is_complete = True
-
-    def _abort(self) -> None:
-        end_uploads(self._requests, self._key, self._explainer, self._id, self._parts)
+        yield send
+        sent = [part.result(stop) for part in parts]
+        LoopTask(requests.loop, requests.complete_upload(key, upload_id, sent)).result(stop)
+    except BaseException:
+        abort_uploads_to(requests, key, errors, upload_id, parts)
+        raise
 
 
-def end_uploads(
+def abort_uploads_to(
     requests: S3Requests,
     key: str,
-    explainer: Explainer,
+    errors: ErrorTranslator,
     upload_id: str | None = None,
     parts: Sequence[LoopTask[Any]] = (),
 ) -> None:
-    """Abort what has failed of uploads to a key. Does not raise: there is a first cause already.
-
-    It is done on the event loop, also if this thread is interrupted meanwhile.
+    """Abort all uploads to a key, on the event loop. Logs a failure: the caller has a first cause.
 
     Args:
-        upload_id: of the upload, if it is known.
-        parts: those of its parts that may be under way.
+        upload_id: the upload's id, if it is known.
+        parts: parts of it that may still be in flight.
     """
 
-    async def end() -> None:
+    async def abort() -> None:
         for part in parts:
             await part.end()
         try:
-            await asyncio.wait_for(requests.end_uploads(key, upload_id), ABORT_SECONDS)
+            await asyncio.wait_for(requests.abort_uploads(key, upload_id), ABORT_SECONDS)
         except storage_exceptions() as error:
             _logger.warning(
-                "an upload to %s was not aborted, and may take space until the trial runs again "
-                "[%s]", key, explainer.hide(f"{type(error).__name__}: {error}"),
+                "an upload to %s was not aborted; it may take space until the trial runs again "
+                "[%s]", key, errors.redact(f"{type(error).__name__}: {error}"),
             )  # fmt: skip
 
-    LoopTask(requests.loop, end()).wait()
+    LoopTask(requests.loop, abort()).wait()

@@ -19,7 +19,7 @@ from trial_core.checkpoint.manifest import FileEntry
 from trial_core.controller.collective_errors import Outcome, attempt, raise_error
 from trial_core.distributed import DistributedContext
 from trial_core.errors import DeadlineExceeded, SlotsError
-from trial_core.storage.storage_errors import of_rank
+from trial_core.transfer.upload import prefix_rank
 
 # By how much the ends of different ranks' uploads of one checkpoint may differ.
 PATIENCE_SECONDS = 3600.0
@@ -120,7 +120,7 @@ class CommitRendezvous:
                 ranks = range(first := int(self._store.get(self._failed)), first + 1)
             outcomes = {rank: self._read(self._ranks[rank], delete=True) for rank in ranks}
         for rank, outcome in outcomes.items():
-            raise_error(outcome._replace(message=of_rank(rank, outcome.message)))
+            raise_error(outcome._replace(message=prefix_rank(rank, outcome.message)))
         return [outcome.result for outcome in outcomes.values()]
 
     def _wait_for_the_verdict(self) -> int:

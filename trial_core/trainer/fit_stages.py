@@ -15,7 +15,6 @@ from typing import Any
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.manifest import FileEntry, Manifest
 from trial_core.checkpoint.resume_point import Restore, ResumePoint, no_intact_checkpoint
-from trial_core.checkpoint.staged_checkpoint import StagedCheckpoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.context import RunInfo
@@ -48,6 +47,7 @@ from trial_core.run.searcher_metric import searcher_metric
 from trial_core.run.sequencer import Progress
 from trial_core.trainer.background_upload import BackgroundUpload, persistently
 from trial_core.trainer.commit_rendezvous import CommitRendezvous
+from trial_core.transfer.staged_checkpoint import StagedCheckpoint
 from trial_core.units import EpochLength
 
 logger = logging.getLogger(__name__)

@@ -24,12 +24,12 @@ from trial_core.distributed import DistributedContext
 from trial_core.errors import ConfigError, StorageError, TrialError
 from trial_core.retention.claims import Running, running
 from trial_core.run.run_dirs import clear_kept, prepare_run_dir, run_folder
-from trial_core.run.run_files import rank_folder
 from trial_core.run.sequencer import CheckpointPolicy, Schedule
 from trial_core.slots.stop_barrier import Brake
 from trial_core.trainer.fit_loop import FitResult, follow_schedule
 from trial_core.trainer.fit_stages import FitStages
 from trial_core.trainer.termination import Termination
+from trial_core.transfer.run_files import rank_folder
 from trial_core.units import Batch, Epoch, TrainUnit
 
 logger = logging.getLogger(__name__)

@@ -1,9 +1,8 @@
-"""File images in memory: what a rank copies its shards into, and uploads from.
+"""Memory files: files in memory that a rank writes its shards to and uploads from.
 
-An image is a file without a disk under it (Linux: ``memfd_create``), in place of a file in the
-staging folder. There a link stands to it, so whoever opens that path, in this process or another,
-reads the image. Its memory is kept for the next snapshot, because getting memory costs more than
-filling it; and it goes with the process, however that ends.
+A memory file (Linux: ``memfd_create``) replaces a file in the staging folder, where a link points
+to it: any process of this user can read it by the link's path. Its memory is reused by the next
+snapshot, because allocating costs more than filling. It is freed when the process ends.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ logger = logging.getLogger(__name__)
 GIB = 2**30
 
 GROWTH_BYTES = 64 * 2**20
-"""How much longer than needed a growing file is made; what is not written takes no memory."""
+"""How much longer than needed a growing file is made. Unwritten bytes take no memory."""
 
-_IMAGE_PATH = re.compile(r"/proc/\d+/fd/\d+")
+_MEMORY_FILE_PATH = re.compile(r"/proc/\d+/fd/\d+")
 _CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -33,38 +32,39 @@ _CGROUP_FILES = (
 
 
 class MemoryFiles:
-    """This rank's images: a file each, by its path in the staging folder.
+    """A rank's memory files, by their paths in the staging folder.
 
     Args:
-        limit_bytes: the most memory they may take together; what does not fit goes to disk.
+        limit_bytes: the most memory of all files together. A file that does not fit is written to
+            disk; 0 writes all files to disk.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes if hasattr(os, "memfd_create") else 0
-        self._images: dict[str, MemoryFile] = {}
+        self._files: dict[str, MemoryFile] = {}
         self._written: set[str] = set()
 
     def begin(self) -> None:
-        """A new snapshot begins: nobody may be reading the last one any more."""
+        """Begin a snapshot. The previous one must no longer be read."""
         self._written.clear()
 
     def end(self) -> None:
-        """The snapshot is complete: give back the memory of files that it no longer has."""
-        for name in self._images.keys() - self._written:
-            self._images.pop(name).close()
+        """End a snapshot: free the memory of files that it did not write."""
+        for name in self._files.keys() - self._written:
+            self._files.pop(name).close()
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         self._written.clear()
         self.end()
 
     def write(self, folder: Path, name: str, write: Callable[[IO[bytes]], None]) -> None:
-        """Write a file of a snapshot: into its image, or to disk where memory does not suffice.
+        """Write a file of a snapshot: to memory, or to disk if it does not fit.
 
         Args:
             folder: the staging folder.
             name: POSIX path below it.
-            write: is given the file, empty.
+            write: called with the empty file.
         """
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,45 +73,44 @@ class MemoryFiles:
             with open(path, "wb") as file:
                 write(file)
             return
-        # Not setdefault: an image that is made in vain would keep its descriptor.
-        image = self._images.get(name)
-        if image is None:
-            image = self._images[name] = MemoryFile(name, self._allows)
-        image.begin()
-        with _Target(image, path) as target:
-            write(target)  # type: ignore[arg-type]  # as much of a file as torch.save needs
-        if target.is_on_disk:
-            self._images.pop(name).close()
+        # Not setdefault: it would open another file each time.
+        memory_file = self._files.get(name)
+        if memory_file is None:
+            memory_file = self._files[name] = MemoryFile(name, self._has_room)
+        memory_file.begin()
+        with _SpillingFile(memory_file, path) as spilling:
+            write(spilling)  # type: ignore[arg-type]  # as much of a file as torch.save needs
+        if spilling.is_on_disk:
+            self._files.pop(name).close()
             logger.warning(
-                "a snapshot in memory may take %.1f GiB on this rank, and %s does not fit: it is "
-                "staged on disk, which holds up training for longer; "
-                "checkpointing.memory_gib_per_rank sets the limit",
-                self._limit_bytes / GIB, name,
+                "%s does not fit into this rank's limit of %.1f GiB for snapshots in memory: it is "
+                "staged on disk, which blocks training for longer; raise "
+                "checkpointing.memory_gib_per_rank",
+                name, self._limit_bytes / GIB,
             )  # fmt: skip
         else:
-            image.end()
+            memory_file.end()
             self._written.add(name)
-            path.symlink_to(image.path)
+            path.symlink_to(memory_file.path)
 
-    def _allows(self, more_bytes: int) -> bool:
-        kept_bytes = sum(image.kept_bytes for image in self._images.values())
+    def _has_room(self, more_bytes: int) -> bool:
+        kept_bytes = sum(file.kept_bytes for file in self._files.values())
         return more_bytes <= 0 or kept_bytes + more_bytes <= self._limit_bytes
 
 
-class _Target:
-    """What a file of a snapshot is written to: its image, and disk once that may not grow further.
+class _SpillingFile:
+    """A file in memory that moves to disk when it no longer fits.
 
-    A write that does not fit must not raise: `torch.save` would end its archive on the way out, and
-    raise something else. Nor is anything written twice: most of the time is that of the copy from
-    the accelerator.
+    A write that does not fit must not raise: `torch.save` would end its archive and raise another
+    error. It must not be repeated either: it may be a slow copy from the accelerator.
     """
 
-    def __init__(self, image: MemoryFile, path: Path) -> None:
-        self._image = image
+    def __init__(self, memory_file: MemoryFile, path: Path) -> None:
+        self._memory_file = memory_file
         self._path = path
         self._file: IO[bytes] | None = None
 
-    def __enter__(self) -> _Target:
+    def __enter__(self) -> _SpillingFile:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -120,36 +119,36 @@ class _Target:
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether what was written is on disk, all of it."""
+        """Whether the whole file is on disk."""
         return self._file is not None
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Append; how many bytes."""
+        """Append; return the number of bytes."""
         view = memoryview(data).cast("B")
-        if self._file is None and not self._image.append(view):
+        if self._file is None and not self._memory_file.append(view):
             self._file = open(self._path, "wb")  # noqa: SIM115  # see `__exit__`
-            self._image.copy_to(self._file)
+            self._memory_file.copy_to(self._file)
         if self._file is not None:
             self._file.write(view)
         return view.nbytes
 
     def flush(self) -> None:
-        """Nothing that others could see is held back: they look when the file is complete."""
+        """Do nothing: the file is read only when it is complete."""
 
 
 class MemoryFile:
-    """A file in memory, written at its end.
+    """An append-only file in memory.
 
     Args:
-        allows: whether so many more bytes of memory may be taken.
+        has_room: whether this number of additional bytes may be allocated.
 
     Attributes:
-        size_bytes: how much has been written.
-        kept_bytes: how much memory it has.
+        size_bytes: the bytes written.
+        kept_bytes: the memory allocated.
     """
 
-    def __init__(self, name: str, allows: Callable[[int], bool]) -> None:
-        self._allows = allows
+    def __init__(self, name: str, has_room: Callable[[int], bool]) -> None:
+        self._has_room = has_room
         self._fd = os.memfd_create(f"trialflow {name}"[:200], os.MFD_CLOEXEC)
         self._capacity_bytes = GROWTH_BYTES
         os.ftruncate(self._fd, self._capacity_bytes)
@@ -159,18 +158,18 @@ class MemoryFile:
 
     @property
     def path(self) -> str:
-        """Where any process of this user can open it, while this process lives."""
+        """The path by which any process of this user can open it while this process lives."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def begin(self) -> None:
-        """Write from the start again, over what is there."""
+        """Start to overwrite the file from its beginning."""
         os.ftruncate(self._fd, self._capacity_bytes)
         self.size_bytes = 0
 
     def append(self, view: memoryview) -> bool:
-        """Write more; False, and nothing is written, if that would take more than is allowed."""
+        """Append; return False and write nothing if there is no room."""
         end = self.size_bytes + view.nbytes
-        if not self._allows(end - self.kept_bytes):
+        if not self._has_room(end - self.kept_bytes):
             return False
         if end > self._capacity_bytes:
             self._grow(end)
@@ -180,17 +179,17 @@ class MemoryFile:
         return True
 
     def copy_to(self, file: IO[bytes]) -> None:
-        """Write all of it to a file."""
+        """Write the whole content to another file."""
         with memoryview(self._map) as whole, whole[: self.size_bytes] as written:
             file.write(written)
 
     def end(self) -> None:
-        """Make the file as long as what was written, and give back the rest of its memory."""
+        """Truncate the file to what was written, which frees the rest of its memory."""
         os.ftruncate(self._fd, self.size_bytes)
         self.kept_bytes = self.size_bytes
 
     def close(self) -> None:
-        """Give the memory back, once nobody has the file open."""
+        """Free the memory once no process has the file open."""
         self._map.close()
         os.close(self._fd)
 
@@ -202,16 +201,16 @@ class MemoryFile:
 
 
 def is_memory_file(path: Path) -> bool:
-    """Whether `path` is a link to an image, of this process or another."""
-    return path.is_symlink() and _IMAGE_PATH.fullmatch(os.readlink(path)) is not None
+    """Whether `path` is a link to a memory file, of this process or another."""
+    return path.is_symlink() and _MEMORY_FILE_PATH.fullmatch(os.readlink(path)) is not None
 
 
 def default_limit_bytes(ranks: int) -> int:
-    """Half of the memory that is free on this machine now, divided among its `ranks`."""
+    """Half of this machine's free memory, divided among its `ranks`."""
     free = psutil.virtual_memory().available
     for limit, used in _CGROUP_FILES:
         try:
             free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
-        except (OSError, ValueError):  # not in such a group, or without a limit ("max")
+        except (OSError, ValueError):  # no such cgroup, or no limit ("max")
             continue
     return max(0, free // 2 // ranks)

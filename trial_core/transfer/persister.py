@@ -1,8 +1,7 @@
-"""Uploads and fetches in a process of their own: none holds a rank's interpreter lock, and one that
-hangs can be ended.
+"""A rank's connection to its persister process, which uploads and downloads its files.
 
-A rank has one `Persister`, which starts the process when it is first needed, sends it jobs, and
-watches that it gets on.
+A separate process does not hold the rank's interpreter lock, and can be killed when it hangs. The
+`Persister` starts it when it is first needed, sends it requests and watches its progress.
 """
 
 from __future__ import annotations
@@ -26,39 +25,38 @@ from trial_core.transfer.persister_process import (
     Failed,
     FetchRequest,
     Finished,
-    Job,
     Report,
-    StagedFile,
+    Request,
     Stored,
     UploadRequest,
 )
-from trial_core.transfer.stall_watch import STALL_SECONDS, StallWatch
+from trial_core.transfer.staging import StagedFile
+from trial_core.transfer.stall_watch import StallWatch
 
 _logger = logging.getLogger(__name__)
 
 PROCESS = persister_process.__name__
 
 KILL_SECONDS = 10.0
-"""How long to wait for the end of a process that was killed: it may be inside a call of the
-system's that returns when a disk does."""
+"""How long to wait for a killed process to end: it may be inside a blocking system call."""
 
-_SHOWN = 3
+_SHOWN_FILES = 3
 
 _ERRORS: dict[str, type[CheckpointError]] = {
     "storage": StorageError,
     "damage": CheckpointDamaged,
-    "mistake": CheckpointError,
+    "invalid": CheckpointError,
 }
 
 
 class Persister:
-    """A rank's end of the process that moves its files. For one thread at a time.
+    """Uploads and fetches in a separate process. For one thread at a time.
 
     Args:
-        stall_seconds: for how long that may move nothing before it is ended; None: for ever.
+        stall_seconds: kill the process when it has moved nothing for this long; None: never.
     """
 
-    def __init__(self, stall_seconds: float | None = STALL_SECONDS) -> None:
+    def __init__(self, stall_seconds: float | None = None) -> None:
         self._stall_seconds = stall_seconds
         self._process: _Process | None = None
         self._stored: dict[str, dict[str, FileEntry]] = {}
@@ -66,12 +64,12 @@ class Persister:
     def upload(
         self, storage: StorageSpec, uuid: str, rank: int, files: list[StagedFile]
     ) -> list[FileEntry]:
-        """Upload this rank's files of a checkpoint; what its manifest must say of them.
+        """Upload this rank's files of a checkpoint; return their manifest entries.
 
-        May be called again after an error: what had been stored by then is not sent again.
+        May be called again after an error: files that are stored already are skipped.
 
         Raises:
-            StorageError: the storage failed; or the process ended, or was ended since it hung.
+            StorageError: the storage failed, the process died, or it hung and was killed.
             CheckpointError: a file changed meanwhile.
         """
         stored = self._stored.setdefault(uuid, {})
@@ -79,15 +77,15 @@ class Persister:
         def note(entry: FileEntry) -> None:
             stored[entry.path] = entry
 
-        job = UploadRequest(
+        request = UploadRequest(
             storage=storage, uuid=uuid, rank=rank, files=files, stored=[*stored.values()]
         )
         try:
-            return self._carry_out(job, note).files
-        except _Ended as end:
+            return self._request(request, note).files
+        except _ProcessEnded as end:
             left = [file.path for file in files if file.path not in stored]
             raise StorageError(
-                f"the process that uploads its files {end}; {_some(left)} not stored"
+                f"the process that uploads its files {end}; not stored: {_shown(left)}"
             ) from None
 
     def fetch(
@@ -98,66 +96,65 @@ class Persister:
         target: Path,
         local: Sequence[Path] = (),
     ) -> int:
-        """Bring files of a checkpoint to this machine, as `fetch_files` does; how many bytes came
-        from the storage.
+        """Bring files of a checkpoint to this machine, as `fetch_files`; return the bytes fetched.
 
         Raises:
             CheckpointDamaged: a file is missing or differs.
-            StorageError: the storage failed; or the process ended, or was ended since it hung.
+            StorageError: the storage failed, the process died, or it hung and was killed.
         """
         folders = [str(folder) for folder in local]
-        job = FetchRequest(
+        request = FetchRequest(
             storage=storage, uuid=uuid, files=files, target=str(target), local=folders
         )
         try:
-            return self._carry_out(job, lambda entry: None).fetched_bytes
-        except _Ended as end:
+            return self._request(request, lambda entry: None).fetched_bytes
+        except _ProcessEnded as end:
             paths = [file.path for file in files]
             raise StorageError(
-                f"the process that fetches its files {end}; it was to fetch {_some(paths)}"
+                f"the process that fetches its files {end}; files to fetch: {_shown(paths)}"
             ) from None
 
     def forget(self, uuid: str) -> None:
-        """A checkpoint is committed, or given up: what was stored of it need not be known."""
+        """Forget the stored files of a checkpoint that is committed or abandoned."""
         self._stored.pop(uuid, None)
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process."""
         process, self._process = self._process, None
         if process is not None:
             process.end()
 
-    def _carry_out(self, job: Job, on_stored: Callable[[FileEntry], None]) -> Finished:
+    def _request(self, request: Request, on_stored: Callable[[FileEntry], None]) -> Finished:
         if self._process is None:
             self._process = _Process()
         process, last = self._process, None
         watch = StallWatch(process.pid, self._stall_seconds, process.kill)
         try:
             with watch:
-                for report in process.reports(job):
-                    watch.note_sign()
+                for report in process.reports(request):
+                    watch.note_report()
                     if not isinstance(report, Stored):
                         last = report
                         break
                     on_stored(report.file)
         finally:
-            # Also where this thread was interrupted: what is still to be said of this job must not
-            # be taken for the next one's.
+            # Also after an interrupt of this thread: later reports would be taken as the answer to
+            # the next request.
             if last is None or watch.has_stalled:
                 self.close()
         if isinstance(last, Failed):
             raise _ERRORS[last.kind](last.message)
         if last is not None:
             return last
-        raise _Ended(watch.verdict or process.how_it_ended())
+        raise _ProcessEnded(watch.stall_message or process.how_it_ended())
 
 
-class _Ended(Exception):
+class _ProcessEnded(Exception):
     """The process has ended; the message says how. Never leaves the `Persister`."""
 
 
 class _Process:
-    """The process, and the connection to it."""
+    """The persister process and the connection to it."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -171,46 +168,46 @@ class _Process:
         self._stream = ours.makefile("rwb")
         self.pid = self._popen.pid
 
-    def reports(self, job: Job) -> Iterator[Report]:
-        """What it says of a job, until the process has said all, or has ended."""
+    def reports(self, request: Request) -> Iterator[Report]:
+        """Send a request; yield the reports, until the process ends."""
         with contextlib.suppress(OSError):  # the connection of a process that has ended
-            self._stream.write(msgspec.json.encode(job) + b"\n")
+            self._stream.write(msgspec.json.encode(request) + b"\n")
             self._stream.flush()
             for line in self._stream:
                 if not line.endswith(b"\n"):
-                    return  # it ended while it said this
+                    return  # the process ended within this line
                 yield msgspec.json.decode(line, type=Report)
 
     def kill(self) -> None:
-        """End it as it is; nobody waits for it any more, even if it cannot end. From any thread."""
+        """Kill the process and end `reports`, also if the process cannot end. From any thread."""
         self._popen.kill()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> None:
-        """End it, and wait until it has, if it can."""
-        self.kill()  # one that is ending already keeps its own exit code
-        with contextlib.suppress(OSError):  # what it never took
+        """Kill the process and wait until it has ended, if it can."""
+        self.kill()  # a process that is ending already keeps its exit code
+        with contextlib.suppress(OSError):  # unsent bytes
             self._stream.close()
         self._socket.close()
         try:
             self._popen.wait(KILL_SECONDS)
         except subprocess.TimeoutExpired:
             _logger.warning(
-                "process %d, which moved this rank's files, was killed %g s ago and has not ended: "
-                "it is inside a call of the system's; look at the disks",
+                "the persister (process %d) was killed %g s ago and has not ended: it is inside a "
+                "system call; check this machine's disks",
                 self.pid, KILL_SECONDS,
             )  # fmt: skip
 
     def how_it_ended(self) -> str:
-        """In words; after `end`."""
+        """Completes "the process …". Call after `end`."""
         code = self._popen.returncode
         if code is not None and code < 0:
             name = signal.Signals(-code).name
-            return f"was ended by {name}; if that was not you, look whether memory ran out"
+            return f"was killed by {name}; if you did not kill it, check whether memory ran out"
         return f"ended with exit code {code}; see this rank's log"
 
 
-def _some(paths: Sequence[str]) -> str:
-    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
-    return ", ".join(paths[:_SHOWN]) + more
+def _shown(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - _SHOWN_FILES} more" if len(paths) > _SHOWN_FILES else ""
+    return ", ".join(paths[:_SHOWN_FILES]) + more

@@ -1,9 +1,9 @@
-"""The process that moves a rank's files: what it is asked, what it answers, and what it does.
+"""The persister process: its messages, and its work.
 
-It imports neither torch nor deepspeed; it opens the rank's staged files by their paths (images in
-memory too, see `images`), reports each file as it is stored, and ends with its rank.
+It opens the rank's staged files by their paths (memory files too), reports each stored file, and
+ends with its rank. It imports neither torch nor deepspeed.
 
-Messages are JSON, a line each; credentials travel in them and nowhere else.
+Messages are lines of JSON. Credentials are in them only, not on the command line.
 """
 
 from __future__ import annotations
@@ -25,28 +25,21 @@ from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
 from trial_core.storage.base import StorageSpec
-from trial_core.transfer.files import Source, fetch_files, upload_sources
+from trial_core.transfer.fetch import fetch_files
+from trial_core.transfer.staging import StagedFile
+from trial_core.transfer.upload import upload_staged
 
 _logger = logging.getLogger(__name__)
 
 NICENESS = 5
-"""Where cores are scarce, training goes first."""
-
-
-class StagedFile(msgspec.Struct, frozen=True):
-    """A file to upload: what it is called in the checkpoint, and where it is now."""
-
-    path: str
-    file: str
-    size_bytes: int
+"""Training has priority when cores are scarce."""
 
 
 class UploadRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One rank's part of a checkpoint, to be stored.
+    """Upload one rank's files of a checkpoint.
 
     Attributes:
-        files: what to upload.
-        stored: what an earlier try has stored already.
+        stored: entries that an earlier attempt has stored.
     """
 
     storage: StorageSpec
@@ -57,12 +50,7 @@ class UploadRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class FetchRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Files of a checkpoint, to be brought to this machine.
-
-    Attributes:
-        target: the folder that they are brought to.
-        local: folders that may hold them already.
-    """
+    """Fetch files of a checkpoint; see `fetch_files`."""
 
     storage: StorageSpec
     uuid: str
@@ -71,21 +59,21 @@ class FetchRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     local: list[str]
 
 
-Job = UploadRequest | FetchRequest
+Request = UploadRequest | FetchRequest
 
 
 class Stored(msgspec.Struct, frozen=True, tag=True):
-    """One file has been stored."""
+    """One file is stored."""
 
     file: FileEntry
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """All files of a job are where they belong.
+    """All files of a request are uploaded or fetched.
 
     Attributes:
-        files: what the manifest must say of those that were stored.
-        fetched_bytes: how much was fetched.
+        files: the entries of the uploaded files.
+        fetched_bytes: the bytes fetched.
     """
 
     files: list[FileEntry] = []
@@ -93,75 +81,82 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A job has failed. The kind tells what may help: to try again, another checkpoint, neither."""
+    """A request has failed.
+
+    Attributes:
+        kind: storage: a retry may help; damage: another checkpoint may help; invalid: neither.
+    """
 
     message: str
-    kind: Literal["storage", "damage", "mistake"]
+    kind: Literal["storage", "damage", "invalid"]
 
 
 Report = Stored | Finished | Failed
 
 
 def serve(stream: BufferedRWPair) -> None:
-    """Carry out jobs until the rank is gone; then end at once."""
-    jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    """Handle requests until the rank closes the connection; then exit at once."""
+    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def work() -> None:
         try:
             while True:
-                job = msgspec.json.decode(jobs.get(), type=Job)
-                _report(stream, _carry_out(job, stream))
-        except BaseException:  # the top frame of the thread, for whose end the rank would wait
-            _logger.exception("this process cannot go on")
+                request = msgspec.json.decode(requests.get(), type=Request)
+                _report(stream, _handle(request, stream))
+        except BaseException:  # the thread's top frame; the rank would wait for its answer
+            _logger.exception("the persister failed and exits")
             os._exit(1)
 
     threading.Thread(target=work, name="files", daemon=True).start()
     for line in stream:
-        jobs.put(line)
+        requests.put(line)
     os._exit(0)
 
 
-def _carry_out(job: Job, stream: BufferedRWPair) -> Report:
+def _handle(request: Request, stream: BufferedRWPair) -> Report:
     try:
-        return _upload(job, stream) if isinstance(job, UploadRequest) else _fetch(job)
+        if isinstance(request, UploadRequest):
+            return _upload(request, stream)
+        return _fetch(request)
     except StorageError as error:
         return Failed(str(error), "storage")
     except CheckpointDamaged as error:
         return Failed(str(error), "damage")
     except CheckpointError as error:
-        return Failed(str(error), "mistake")
+        return Failed(str(error), "invalid")
 
 
-def _upload(job: UploadRequest, stream: BufferedRWPair) -> Finished:
-    entries = upload_sources(
-        CheckpointStore.from_spec(job.storage),
-        job.uuid,
-        [Source(each.path, Path(each.file), each.size_bytes) for each in job.files],
-        job.rank,
-        stored={entry.path: entry for entry in job.stored},
+def _upload(request: UploadRequest, stream: BufferedRWPair) -> Finished:
+    entries = upload_staged(
+        CheckpointStore.from_spec(request.storage),
+        request.uuid,
+        request.files,
+        request.rank,
+        stored={entry.path: entry for entry in request.stored},
         on_stored=lambda entry: _report(stream, Stored(entry)),
     )
     return Finished(files=entries)
 
 
-def _fetch(job: FetchRequest) -> Finished:
-    store, local = CheckpointStore.from_spec(job.storage), [Path(each) for each in job.local]
-    fetched = fetch_files(store, job.uuid, job.files, Path(job.target), local=local)
+def _fetch(request: FetchRequest) -> Finished:
+    store = CheckpointStore.from_spec(request.storage)
+    local = [Path(each) for each in request.local]
+    fetched = fetch_files(store, request.uuid, request.files, Path(request.target), local=local)
     return Finished(fetched_bytes=fetched)
 
 
-_reporting = threading.Lock()
+_report_lock = threading.Lock()
 
 
 def _report(stream: BufferedRWPair, report: Report) -> None:
-    with _reporting:
+    with _report_lock:
         stream.write(msgspec.json.encode(report) + b"\n")
         stream.flush()
 
 
 def main() -> None:
-    """Serve the rank at the other end of the connection whose descriptor is the argument."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the rank's to handle
+    """Serve the rank over the socket whose file descriptor is the argument."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank handles Ctrl-C
     logging.basicConfig(level=logging.INFO, format="%(asctime)s [storage] %(message)s")
     os.nice(NICENESS)
     connection = socket.socket(fileno=int(sys.argv[1]))

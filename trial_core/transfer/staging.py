@@ -1,4 +1,4 @@
-"""What a trial's save has put into its staging folder, as the files of a checkpoint."""
+"""The files that a trial's save has put into a rank's staging folder."""
 
 from __future__ import annotations
 
@@ -6,64 +6,82 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
 from trial_core.checkpoint import layout
 from trial_core.errors import CheckpointError
-from trial_core.storage.storage_errors import Explainer
+from trial_core.storage.storage_errors import ErrorTranslator
 from trial_core.transfer.memory_files import is_memory_file
 
 _logger = logging.getLogger(__name__)
 
 
-def staged_files(staging: Path, rank: int) -> list[str]:
-    """All files below a rank's staging folder, as sorted POSIX paths relative to it.
+class StagedFile(msgspec.Struct, frozen=True):
+    """A file to upload.
 
-    Links that lead out of the folder (save to images in memory), nowhere or in a circle are left
-    out with a warning; other links count as what they point to. Empty folders are not kept.
+    Attributes:
+        path: its path in the checkpoint.
+        file: its local path.
+        size_bytes: how many of its first bytes to upload.
+    """
+
+    path: str
+    file: str
+    size_bytes: int
+
+
+def staged_files(staging: Path, rank: int) -> list[StagedFile]:
+    """All files below a rank's staging folder, sorted by path.
+
+    Links are followed only inside the folder, or to a memory file. Other links are skipped with a
+    warning, as are links that are broken or form a circle. Empty folders are skipped.
 
     Raises:
-        CheckpointError: a file's name cannot be that of a checkpoint's file.
+        CheckpointError: a file's name is not allowed in a checkpoint.
         StorageError: the folder cannot be read.
     """
     root = staging.resolve()
-    with Explainer(str(staging)).explaining("read the files to upload in"):
+    with ErrorTranslator(str(staging)).translated("read the files to upload in"):
         paths = sorted(path.relative_to(root).as_posix() for path in _files_in(root, (root,)))
-    for path in paths:
-        _check_name(path, rank)
-    return paths
+        for path in paths:
+            _check_name(path, rank)
+        return [
+            StagedFile(path, str(staging / path), (staging / path).stat().st_size) for path in paths
+        ]
 
 
-def _files_in(folder: Path, trail: tuple[Path, ...]) -> Iterator[Path]:
-    """Those files below a folder, through links that stay below the root.
+def _files_in(folder: Path, ancestors: tuple[Path, ...]) -> Iterator[Path]:
+    """The files below a folder.
 
     Args:
-        trail: where the folders from the root to this one really lie, the root first.
+        ancestors: the resolved folders from the root to this one, the root first.
     """
     for path in sorted(folder.iterdir()):
         if is_memory_file(path):
             yield path
             continue
-        if path.is_symlink() and not _may_follow(path, trail):
+        if path.is_symlink() and not _may_follow(path, ancestors):
             continue
         if path.is_dir():
-            yield from _files_in(path, (*trail, path.resolve()))
+            yield from _files_in(path, (*ancestors, path.resolve()))
         elif path.is_file():
             yield path
         else:
             _logger.warning("not uploaded: %s is neither a file nor a folder", path)
 
 
-def _may_follow(link: Path, trail: tuple[Path, ...]) -> bool:
-    """Whether a link leads to something below the root, and not in a circle."""
+def _may_follow(link: Path, ancestors: tuple[Path, ...]) -> bool:
+    """Whether a link leads to a path below the root without a circle."""
     try:
         end = link.resolve(strict=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
-        _logger.warning("not uploaded: %s is a link that leads nowhere (%s)", link, error)
+    except (OSError, RuntimeError) as error:  # RuntimeError: a circle, before Python 3.13
+        _logger.warning("not uploaded: %s is a link that cannot be followed (%s)", link, error)
         return False
-    if not end.is_relative_to(trail[0]):
-        _logger.warning("not uploaded: %s is a link that leads out, to %s", link, end)
+    if not end.is_relative_to(ancestors[0]):
+        _logger.warning("not uploaded: %s is a link to %s, outside the folder", link, end)
         return False
-    if end in trail:
-        _logger.warning("not uploaded: %s is a link to a folder that it lies in", link)
+    if end in ancestors:
+        _logger.warning("not uploaded: %s is a link to a folder that contains it", link)
         return False
     return True
 
@@ -71,11 +89,11 @@ def _may_follow(link: Path, trail: tuple[Path, ...]) -> bool:
 def _check_name(path: str, rank: int) -> None:
     if path == layout.MANIFEST_NAME:
         raise CheckpointError(
-            f"rank {rank} saved a file {path!r} at the top of its checkpoint: that name is kept "
-            "for the checkpoint's own manifest; use another one, or a folder"
+            f"rank {rank} saved a file {path!r} at the top of its checkpoint: that name is "
+            "reserved for the checkpoint's own manifest; use another name, or a folder"
         )
     if not layout.is_file_path(path):
         raise CheckpointError(
-            f"rank {rank} saved a file {path!r}: a checkpoint's file names are made of printable "
-            "characters, without a backslash; use another name"
+            f"rank {rank} saved a file {path!r}: a checkpoint's file names have only printable "
+            "characters and no backslash; use another name"
         )

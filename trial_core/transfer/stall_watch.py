@@ -1,7 +1,7 @@
-"""A limit by progress on a process that moves files: however long it takes, it must get on.
+"""Detects a hung transfer process: no bytes moved within the stall timeout.
 
-The process itself is not asked, since it may be stopped, or inside a call of the system's that
-never returns: the system counts the bytes that it reads and writes.
+The process itself is not asked, because it may be stopped or inside a system call that never
+returns. The kernel counts the bytes that it reads and writes.
 """
 
 from __future__ import annotations
@@ -16,42 +16,38 @@ import psutil
 
 _logger = logging.getLogger(__name__)
 
-STALL_SECONDS = 900.0
-"""How long nothing may be moved, where nobody says. A disk that has taken much into memory may need
-minutes until all of it is there for good, and meanwhile nothing moves that could be seen. Three
-tries of a rank take less than others wait for it (`meeting.PATIENCE_SECONDS`): so they hear why."""
+PROGRESS_LOG_SECONDS = 300.0
+"""How often to log the progress of a long transfer. The rank itself logs nothing meanwhile, and its
+driver would count it as hung."""
 
-NEWS_SECONDS = 300.0
-"""How often to log that a long transfer gets on. Whoever watches the rank from outside must hear of
-it: the rank itself does nothing meanwhile."""
+MIN_PROGRESS_BYTES = 2**20
+"""Fewer bytes are no progress: logs and event loops write as well. A smaller file counts when the
+process reports it as stored."""
 
-LEAST_BYTES = 2**20
-"""What tells a file that is moved from logs, and from event loops that wake each other. Files that
-are shorter count as they are stored."""
+POLLS_PER_TIMEOUT = 10
 
-LOOKS = 10
-"""How often to look, at least, before the limit is reached."""
-
-_LOOK_SECONDS = 5.0
+_MAX_POLL_SECONDS = 5.0
 
 
 class StallWatch:
-    """Watches a process while it does something: a block.
+    """A context manager that watches a process while it works.
 
     Args:
-        limit_seconds: for how long it may move nothing; None: for ever.
-        on_stall: called once, in the watch's own thread, when it has moved nothing for that long.
+        timeout_seconds: the stall timeout; None: no limit.
+        on_stall: called once, on the watch's thread, when the timeout is over.
 
     Attributes:
-        has_stalled: whether it was.
+        has_stalled: whether the timeout is over.
     """
 
-    def __init__(self, pid: int, limit_seconds: float | None, on_stall: Callable[[], None]) -> None:
+    def __init__(
+        self, pid: int, timeout_seconds: float | None, on_stall: Callable[[], None]
+    ) -> None:
         self.has_stalled = False
         self._pid = pid
-        self._limit_seconds = limit_seconds
+        self._timeout_seconds = timeout_seconds
         self._on_stall = on_stall
-        self._signs = 0
+        self._reports = 0
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="stall-watch", daemon=True)
 
@@ -69,49 +65,53 @@ class StallWatch:
         self._thread.join()
 
     @property
-    def verdict(self) -> str | None:
-        """What to say of a process that has stalled."""
+    def stall_message(self) -> str | None:
+        """Completes "the process …"; None if it has not stalled."""
         if not self.has_stalled:
             return None
         return (
-            f"has moved nothing for {self._limit_seconds:g} s, and was ended "
-            "(checkpointing.stall_timeout_seconds): see why the storage, or a disk of this "
-            "machine, does not answer"
+            f"has moved nothing for {self._timeout_seconds:g} s "
+            "(checkpointing.stall_timeout_seconds) and was killed: check why the storage, or a "
+            "disk of this machine, does not answer"
         )
 
-    def note_sign(self) -> None:
-        """The process has said something."""
-        self._signs += 1
+    def note_report(self) -> None:
+        """Count a message of the process as progress."""
+        self._reports += 1
 
     def _watch(self) -> None:
-        limit = self._limit_seconds
-        look_seconds = _LOOK_SECONDS if limit is None else min(_LOOK_SECONDS, limit / LOOKS)
-        # Looks are counted, not seconds: while this process was stopped, that one may have been.
-        quiet_looks, seen = 0, (self._signs, self._moved_bytes() or 0)
-        news_at = time.monotonic()
-        while not self._is_over.wait(look_seconds):
-            signs, moved_bytes = self._signs, self._moved_bytes()
+        timeout = self._timeout_seconds
+        poll_seconds = (
+            _MAX_POLL_SECONDS
+            if timeout is None
+            else min(_MAX_POLL_SECONDS, timeout / POLLS_PER_TIMEOUT)
+        )
+        # Count polls, not seconds: both processes may have been stopped for a while.
+        idle_polls, seen = 0, (self._reports, self._moved_bytes() or 0)
+        logged_at = time.monotonic()
+        while not self._is_over.wait(poll_seconds):
+            reports, moved_bytes = self._reports, self._moved_bytes()
             if moved_bytes is None:
-                continue  # the system does not tell, or the process has ended
-            if signs == seen[0] and moved_bytes < seen[1] + LEAST_BYTES:
-                quiet_looks += 1
-                if limit is not None and quiet_looks * look_seconds >= limit:
+                continue  # not counted on this system, or the process has ended
+            if reports == seen[0] and moved_bytes < seen[1] + MIN_PROGRESS_BYTES:
+                idle_polls += 1
+                if timeout is not None and idle_polls * poll_seconds >= timeout:
                     self.has_stalled = True
                     self._on_stall()
                     return
                 continue
-            quiet_looks, seen = 0, (signs, moved_bytes)
-            if time.monotonic() >= news_at + NEWS_SECONDS:
-                news_at = time.monotonic()
+            idle_polls, seen = 0, (reports, moved_bytes)
+            if time.monotonic() >= logged_at + PROGRESS_LOG_SECONDS:
+                logged_at = time.monotonic()
                 _logger.info(
-                    "files of a checkpoint are still being moved: so far this process's helper "
-                    "has read and written %.1f GiB", moved_bytes / 2**30,
+                    "a checkpoint transfer is still running: the persister has read and written "
+                    "%.1f GiB so far", moved_bytes / 2**30,
                 )  # fmt: skip
 
     def _moved_bytes(self) -> int | None:
-        """What the process has read and written of files so far, as far as that is known."""
+        """The bytes that the process has read and written so far; None if unknown."""
         try:
             counters = psutil.Process(self._pid).io_counters()
-        except (psutil.Error, AttributeError):  # AttributeError: no Linux
+        except (psutil.Error, AttributeError):  # AttributeError: not on Linux
             return None
         return int(counters.read_chars + counters.write_chars)

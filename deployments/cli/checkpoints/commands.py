@@ -111,7 +111,7 @@ def download(
     uuid
         The checkpoint's uuid, or its beginning.
     """
-    from trial_core.transfer.files import download as fetch
+    from trial_core.transfer.fetch import download as fetch
 
     store = open_store(config, storage)
     if is_interactive(sys.stderr):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trial_core.checkpoint.layout import ManifestName
     from trial_core.checkpoint.manifest import Manifest
     from trial_core.checkpoint.store import CheckpointStore
-    from trial_core.transfer.verified_read import Damage
+    from trial_core.checkpoint.verified_read import Damage
 
 
 @dataclass(frozen=True)
@@ -138,15 +138,13 @@ def _all(store: CheckpointStore, trial: str | None) -> list[ManifestName]:
 
 
 def _verify(store: CheckpointStore, names: list[ManifestName]) -> Iterator[Verified]:
-    from trial_core.transfer.files import find_damage, refuse_if_deleted
-
     for count, name in enumerate(names, start=1):
         try:
             with _telling(f"verifying {name.uuid} ({count} of {len(names)})"):
                 manifest = store.open(name.uuid)
-                damage = find_damage(store, manifest.uuid, manifest.files)
+                damage = store.find_damage(manifest.uuid, manifest.files)
                 if damage:
-                    refuse_if_deleted(store, manifest.uuid)
+                    store.raise_if_deleted(manifest.uuid)
         except StorageError:
             raise
         except CheckpointNotFound:

@@ -13,7 +13,7 @@ from tests.support.cli import write_experiment
 from tests.support.manifests import FILES, stored_files
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.transfer import files
+from trial_core.transfer import fetch
 from trialflow.deployments.cli.main import main
 from trialflow.deployments.cli.tables import shortest_unique
 
@@ -133,13 +133,13 @@ def test_download_of_one_that_is_pruned_meanwhile(
 ) -> None:
     """It is not called damaged."""
     store = CheckpointStore(str(tmp_path / "storage"))
-    fetch = files.fetch_files
+    fetch_files = fetch.fetch_files
 
     def delete_first(*arguments: Any) -> int:
         store.delete(stored[0])
-        return fetch(*arguments)
+        return fetch_files(*arguments)
 
-    monkeypatch.setattr(files, "fetch_files", delete_first)
+    monkeypatch.setattr(fetch, "fetch_files", delete_first)
     assert run(tmp_path, "download", "aaaaaaaa", "--to", str(tmp_path / "here")) == 2
     message = capsys.readouterr().err
     assert f"{UUIDS[0]} has been deleted meanwhile" in message

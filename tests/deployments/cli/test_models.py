@@ -15,7 +15,7 @@ from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.models.journal import Journal, PromotionDecision
 from trial_core.models.registry import Registry
-from trial_core.transfer.files import upload_files
+from trial_core.transfer.upload import upload_files
 from trialflow.deployments.cli.main import main
 
 

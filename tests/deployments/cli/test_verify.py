@@ -11,7 +11,6 @@ import pytest
 from tests.deployments.cli.stored import UUIDS, run
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.transfer import files
 
 
 def path_of(tmp_path: Path, manifest: Manifest, file: int) -> Path:
@@ -128,14 +127,14 @@ def pruned_meanwhile(
 ) -> Manifest:
     """The checkpoint that is deleted as soon as a command begins to look at its files."""
     store = CheckpointStore(str(tmp_path / "storage"))
-    find = files.find_damage
+    find = CheckpointStore.find_damage
 
     def delete_first(where: CheckpointStore, uuid: str, *files: Any) -> Any:
         if uuid == stored[0].uuid:
             store.delete(stored[0])
         return find(where, uuid, *files)
 
-    monkeypatch.setattr(files, "find_damage", delete_first)
+    monkeypatch.setattr(CheckpointStore, "find_damage", delete_first)
     return stored[0]
 
 

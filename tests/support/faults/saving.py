@@ -27,7 +27,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound, StorageError
 from trial_core.storage import buffer_pool
 from trial_core.storage.open_storage import ENGINE_VARIABLE
-from trial_core.transfer.files import find_damage, merge_entries, upload_files
+from trial_core.transfer.upload import merge_entries, upload_files
 
 Result = TypeVar("Result")
 
@@ -222,7 +222,7 @@ def check(site: Site, uuid: str, outcome: Manifest | StorageError | None) -> Non
         assert listed == [outcome]
     assert {manifest.uuid for manifest in listed} <= {uuid}
     for manifest in listed:
-        assert find_damage(store, manifest.uuid, manifest.files) == []
+        assert store.find_damage(manifest.uuid, manifest.files) == []
     if not listed:
         assert store.candidates(TRIAL) == []
         _cannot_be_opened(store, uuid)

@@ -20,7 +20,7 @@ from tests.support.faults.saving import parts_of, save
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
 from trial_core.storage.open_storage import ENGINE_VARIABLE
-from trial_core.transfer.files import upload_files
+from trial_core.transfer.upload import upload_files
 
 EAGER = ("s3fs", "aiobotocore.session", "trial_core.storage.obstore_s3")
 

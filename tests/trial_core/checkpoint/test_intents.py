@@ -13,7 +13,6 @@ from trial_core.checkpoint.intents import Intent, read_intent
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError, StorageError
-from trial_core.transfer.files import verify_files
 
 
 def begin(store: CheckpointStore, staging: Path, **fields: Any) -> Manifest:
@@ -55,7 +54,7 @@ def test_a_sweep_deletes_what_was_never_committed(store: CheckpointStore, tmp_pa
         (lost.uuid, lost.attempt, len(FILES), lost.total_bytes)
     ]
     assert everything(store) == keys_of(good)
-    verify_files(store, good.uuid, good.files)
+    assert store.find_damage(good.uuid, good.files) == []
     assert store.sweep(lost.trial) == []
 
 
@@ -190,7 +189,7 @@ def test_many_uploads_of_parts_are_all_found(
     for number in range(5):
         leave_open(s3_store, f"checkpoints/u/{number}")
     monkeypatch.setattr(S3Requests, "_call", call_by_twos)
-    assert s3_store.storage.end_uploads("checkpoints/u") == 5
+    assert s3_store.storage.abort_uploads("checkpoints/u") == 5
     assert left_open(s3_store) == set()
 
 

@@ -316,7 +316,7 @@ def test_only_memory_is_local_to_the_process(store: CheckpointStore) -> None:
 def test_trying_a_storage_leaves_nothing(store: CheckpointStore) -> None:
     """The probe object is gone when the check is over."""
     store.check_writable()
-    assert store.storage.sizes(layout.PROBES) == {}
+    assert store.storage.sizes("probes") == {}
 
 
 def test_an_unreadable_listing_is_an_error(tmp_path: Path) -> None:

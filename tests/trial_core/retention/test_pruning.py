@@ -22,7 +22,6 @@ from trial_core.retention.claims import claim_key, claims, running
 from trial_core.retention.pins import DELETIONS, Deletion, deletion_key, pin
 from trial_core.retention.policy import RetentionPolicy
 from trial_core.retention.pruning import experiments, finish_deletions, plan_pruning, prune
-from trial_core.transfer.files import find_damage
 
 LATEST = RetentionPolicy(save_trial_best=0, save_trial_latest=1)
 NOTHING = RetentionPolicy(save_trial_best=0, save_trial_latest=0)
@@ -51,7 +50,7 @@ def apply(store: CheckpointStore, policy: RetentionPolicy = LATEST, **asked: Any
 def assert_clean(store: CheckpointStore) -> None:
     """What is listed is whole, nothing else is there, and nothing is said to be deleted."""
     listed = store.list()
-    assert [damage for each in listed for damage in find_damage(store, each.uuid, each.files)] == []
+    assert [damage for each in listed for damage in store.find_damage(each.uuid, each.files)] == []
     folders = {key.split("/")[1] for key in store.storage.sizes(layout.CHECKPOINTS)}
     assert folders == {manifest.uuid for manifest in listed}
     assert store.storage.sizes(DELETIONS) == {}
@@ -160,7 +159,7 @@ def test_a_prune_that_fails_anywhere_is_finished_by_the_next(is_done: bool) -> N
             prune(broken, plan)
         except StorageError:
             for listed in store.list():
-                assert find_damage(store, listed.uuid, listed.files) == []
+                assert store.find_damage(listed.uuid, listed.files) == []
             apply(store)
         else:
             if broken.storage.left > 0:  # type: ignore[attr-defined]  # it came through untouched

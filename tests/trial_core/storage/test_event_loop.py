@@ -13,7 +13,7 @@ from trial_core.storage.parallel import StopSignal, WorkCancelled
 
 @pytest.fixture
 def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop on a thread of its own."""
+    """An event loop on its own thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -31,8 +31,8 @@ async def fail() -> int:
     raise ValueError("the cause")
 
 
-def test_a_result_or_an_error_comes_back(loop: asyncio.AbstractEventLoop) -> None:
-    """What the coroutine returns or raises is what the thread gets."""
+def test_the_thread_gets_the_result_or_the_error(loop: asyncio.AbstractEventLoop) -> None:
+    """`result` returns or raises what the coroutine does."""
     assert LoopTask(loop, answer()).result(StopSignal()) == 42
     failed = LoopTask(loop, fail())
     with pytest.raises(ValueError, match="the cause"):
@@ -40,10 +40,10 @@ def test_a_result_or_an_error_comes_back(loop: asyncio.AbstractEventLoop) -> Non
     assert failed.has_failed
 
 
-def test_when_it_is_stopped_it_is_over(loop: asyncio.AbstractEventLoop) -> None:
-    """A coroutine that takes its time to end is waited for, so that nobody reuses its buffer."""
+def test_a_stopped_task_has_ended(loop: asyncio.AbstractEventLoop) -> None:
+    """`result` waits for a cancelled coroutine to end, so its buffer can be reused."""
     stop, begun = StopSignal(), threading.Event()
-    lines: list[str] = []
+    events: list[str] = []
 
     async def work() -> None:
         try:
@@ -52,20 +52,20 @@ def test_when_it_is_stopped_it_is_over(loop: asyncio.AbstractEventLoop) -> None:
         finally:
             for _ in range(5):
                 await asyncio.sleep(0)
-            lines.append("over")
+            events.append("coroutine ended")
 
     with ThreadPoolExecutor(1) as pool:
-        task = LoopTask(loop, work(), lambda: lines.append("on_end"))
+        task = LoopTask(loop, work(), lambda: events.append("on_end"))
         waiting = pool.submit(task.result, stop)
         begun.wait(10)
         stop.set()
         with pytest.raises(WorkCancelled):
             waiting.result(10)
-    assert lines == ["over", "on_end"]
+    assert events == ["coroutine ended", "on_end"]
 
 
-def test_what_was_stopped_before_is_over_as_well(loop: asyncio.AbstractEventLoop) -> None:
-    """However late the signal is looked at, nothing goes on behind it."""
+def test_a_task_stopped_before_the_wait_has_ended(loop: asyncio.AbstractEventLoop) -> None:
+    """A stop signal that is already set cancels the coroutine too."""
     stop, ended = StopSignal(), threading.Event()
     stop.set()
     with pytest.raises(WorkCancelled):
@@ -73,14 +73,16 @@ def test_what_was_stopped_before_is_over_as_well(loop: asyncio.AbstractEventLoop
     assert ended.is_set()
 
 
-def test_the_end_is_told_once_also_of_what_never_began(loop: asyncio.AbstractEventLoop) -> None:
-    """Who lent a buffer gets it back in any case."""
-    told: list[int] = []
+def test_on_end_is_called_once_for_a_task_that_never_began(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    """A borrowed buffer is released exactly once."""
+    calls: list[int] = []
     released = threading.Event()
-    loop.call_soon_threadsafe(released.wait, 10)  # the loop is busy
-    task = LoopTask(loop, answer(), lambda: told.append(1))
+    loop.call_soon_threadsafe(released.wait, 10)  # keeps the loop busy
+    task = LoopTask(loop, answer(), lambda: calls.append(1))
     task.cancel()
     task.cancel()
     released.set()
     task.wait()
-    assert told == [1]
+    assert calls == [1]

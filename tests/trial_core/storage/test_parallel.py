@@ -7,8 +7,8 @@ import pytest
 from trial_core.storage.parallel import StopSignal, in_parallel
 
 
-def test_results_are_in_order_and_work_is_parallel() -> None:
-    """Two threads are at work at once, and results come in the order of the items."""
+def test_results_are_in_the_order_of_the_items() -> None:
+    """Two items are worked on at once; the results keep the items' order."""
     both = Barrier(2)
 
     def work(item: int, stop: StopSignal) -> int:
@@ -18,8 +18,8 @@ def test_results_are_in_order_and_work_is_parallel() -> None:
     assert in_parallel(work, [3, 1, 4, 1], 2) == [6, 2, 8, 2]
 
 
-def test_the_first_error_stops_the_rest() -> None:
-    """Long work under way is asked to stop, work not begun never is, and the cause is raised."""
+def test_the_first_error_stops_all_other_work() -> None:
+    """Running work is asked to stop, further items are not started, the first error is raised."""
     begun = Event()
     ended: list[int] = []
 

@@ -15,7 +15,6 @@ from tests.support.slots import Driven, drive, lines, toy_config
 from tests.support.tensors import differing, tensors
 from tests.trial_core.trainer.fits import assert_same_end, every, files, hooks, run, store
 from trial_core.slots.group import SlotGroup
-from trial_core.transfer.files import verify_files
 
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]
@@ -63,7 +62,7 @@ def test_a_fits_checkpoint_is_committed_like_a_flows(straight_and_first: dict[st
     result = straight_and_first["straight"][0]
     where = store(straight_and_first["folder"] / "straight")
     (manifest,) = where.list(result["trial"])
-    verify_files(where, manifest.uuid, manifest.files)
+    assert where.find_damage(manifest.uuid, manifest.files) == []
     assert manifest.uuid == result["checkpoint_uuid"]
     assert {entry.rank for entry in manifest.files} == {0, 1}
     assert (manifest.experiment, manifest.entrypoint) == ("toy", "toy_trial:ToyTrial")

@@ -1,19 +1,15 @@
-"""Checkpoints that have rotted in their storage, as real ranks find them before they train on."""
+"""Real ranks find damage in a stored checkpoint before they train on."""
 
 from __future__ import annotations
 
-import hashlib
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.manifests import stored_files
-from tests.support.slots import Driven, build, drive, toy_config
-from trial_core.checkpoint.manifest import FileEntry
-from trial_core.config import ExperimentConfig
+from tests.support.manifests import entry, stored_files
+from tests.support.slots import build, drive, toy_config
 from trial_core.messages import FetchCheckpoint, Fetched
 from trial_core.slots.group import SlotGroup
 
@@ -21,132 +17,41 @@ pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]
 
 
-@dataclass
-class Saved:
-    """A run of 2 ranks that has stored two checkpoints."""
+def test_damage_is_found_before_training_continues(warm_slots: Warm, tmp_path: Path) -> None:
+    """An intact checkpoint is fetched. Of a damaged one, a rank names the file and its rank.
 
-    slots: SlotGroup
-    config: ExperimentConfig
-    run: Driven
-    folder: Path
-
-    @property
-    def uuid(self) -> str:
-        """The newer checkpoint."""
-        return self.run.checkpoints[-1]
-
-    def stored(self, path: str, *, before: bool = False) -> Path:
-        """Where a file of the newer checkpoint lies, or of the one `before`."""
-        uuid = self.run.checkpoints[-2] if before else self.uuid
-        return self.folder / "checkpoints" / "checkpoints" / uuid / path
-
-    def files(self, kind: str) -> list[FileEntry]:
-        """One file of each rank, by what is in its name."""
-        entries = self.run.files[self.uuid]
-        found = sorted((e for e in entries if kind in e.path), key=lambda e: e.rank)
-        assert [entry.rank for entry in found] == [0, 1]
-        return found
-
-
-@pytest.fixture(scope="module")
-def saved(warm_slots: Warm, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    folder = tmp_path_factory.mktemp("saved")
+    The damage is one file replaced by the same rank's file of the checkpoint before (the ballast
+    has the same size in all checkpoints, so only its digest differs), then a missing file.
+    """
+    slots = warm_slots(2)
     config = toy_config(
-        folder, 8, scheduling_unit=4, min_checkpoint_period={"batches": 4},
-        hyperparameters={"record": str(folder), "ballast_mib": 1},
+        tmp_path, 8, scheduling_unit=4, min_checkpoint_period={"batches": 4},
+        hyperparameters={"record": str(tmp_path), "ballast_mib": 1},
     )  # fmt: skip
-    run = drive(warm_slots(2), config, folder / "run", persist=True)
-    return Saved(warm_slots(2), config, run, folder)
+    run = drive(slots, config, tmp_path / "run", persist=True)
+    older, newer = run.checkpoints[-2:]
+    stored = tmp_path / "checkpoints" / "checkpoints"
+    ballast = next(each for each in run.files[newer] if "ballast-" in each.path and each.rank == 1)
+    optimizer = next(each for each in run.files[newer] if "optim_states" in each.path)
+    request = FetchCheckpoint(uuid=newer, files=run.files[newer])
 
+    def fetch(machine: str) -> list[Fetched]:
+        build(slots, config, tmp_path / machine)
+        return slots.request(request, Fetched)
 
-@pytest.fixture(autouse=True)
-def unharmed_again(saved: Saved, tmp_path: Path) -> Iterator[None]:
-    """Puts the stored files back as they were."""
-    files = saved.stored("")
-    shutil.copytree(files, tmp_path / "unharmed")
-    yield
-    shutil.rmtree(files)
-    shutil.copytree(tmp_path / "unharmed", files)
+    def reported(machine: str) -> str:
+        fetched = fetch(machine)
+        assert [each.problem for each in fetched] == [None, None]
+        return "; ".join(each.damage for each in fetched if each.damage)
 
+    assert fetch("first") == [Fetched(), Fetched()]
+    shutil.copyfile(stored / older / ballast.path, stored / newer / ballast.path)
+    seen = entry(ballast.path, (stored / newer / ballast.path).read_bytes()).digest
+    assert seen != ballast.digest
+    expected = f"has digest {seen}, expected {ballast.digest}"
+    assert f"{ballast.path}, written by rank 1, {expected}" in reported("second")
+    assert not [path for path in stored_files(tmp_path / "second") if path.endswith(ballast.path)]
 
-def flip_a_bit(saved: Saved, first: Path, second: Path) -> None:
-    content = bytearray(first.read_bytes())
-    content[len(content) // 2] ^= 4
-    first.write_bytes(content)
-
-
-def truncate(saved: Saved, first: Path, second: Path) -> None:
-    first.write_bytes(first.read_bytes()[:-1])
-
-
-def remove(saved: Saved, first: Path, second: Path) -> None:
-    first.unlink()
-
-
-def swap(saved: Saved, first: Path, second: Path) -> None:
-    one, other = first.read_bytes(), second.read_bytes()
-    first.write_bytes(other)
-    second.write_bytes(one)
-
-
-def take_another_steps(saved: Saved, first: Path, second: Path) -> None:
-    path = first.relative_to(saved.stored("")).as_posix()
-    shutil.copyfile(saved.stored(path, before=True), first)
-
-
-@pytest.mark.parametrize("corrupt", [flip_a_bit, truncate, remove, swap, take_another_steps])
-@pytest.mark.parametrize("kind", ["optim_states", "ballast-"])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_what_has_rotted_is_found_before_training_goes_on(
-    saved: Saved, tmp_path: Path, corrupt: Callable[[Saved, Path, Path], None], kind: str, rank: int
-) -> None:
-    """Ranks of a machine that has nothing yet say which file it is, whose, and both digests; and
-    no file that differs is among what they have fetched."""
-    entry, other = saved.files(kind)[rank], saved.files(kind)[1 - rank]
-    path = saved.stored(entry.path)
-    corrupt(saved, path, saved.stored(other.path))
-    build(saved.slots, saved.config, tmp_path)
-    request = FetchCheckpoint(uuid=saved.uuid, files=saved.run.files[saved.uuid])
-    fetched = saved.slots.request(request, Fetched)
-
-    said = [each.damage for each in fetched if each.damage]
-    assert said, "nobody has noticed"
-    shown = [told(entry, path), told(other, saved.stored(other.path))]
-    assert all(any(each in damage for each in shown) for damage in said)
-    assert [each.problem for each in fetched] == [None, None]
-    for name, content in stored_files(tmp_path).items():
-        for each in saved.run.files[saved.uuid]:
-            assert not name.endswith(each.path) or digest(content) == each.digest
-
-
-def told(entry: FileEntry, path: Path) -> str:
-    """What must be said of a file, as it lies there now."""
-    start = f"{entry.path}, written by rank {entry.rank}, "
-    if not path.exists():
-        return f"{start}is missing (expected {entry.size_bytes} bytes, {entry.digest})"
-    content = path.read_bytes()
-    if len(content) != entry.size_bytes:
-        return f"{start}has {len(content)} bytes, expected {entry.size_bytes}"
-    return f"{start}has digest {digest(content)}, expected {entry.digest}"
-
-
-def digest(content: bytes) -> str:
-    return f"sha256:{hashlib.sha256(content).hexdigest()}"
-
-
-def test_unharmed_it_is_fetched(saved: Saved, tmp_path: Path) -> None:
-    """The same request, with nothing wrong, is answered by every rank without a word."""
-    build(saved.slots, saved.config, tmp_path)
-    request = FetchCheckpoint(uuid=saved.uuid, files=saved.run.files[saved.uuid])
-    assert saved.slots.request(request, Fetched) == [Fetched(), Fetched()]
-
-
-def test_the_ballast_tells_by_its_digest_alone(saved: Saved) -> None:
-    """Of all ranks and steps it has one size, and each time other contents."""
-    files = [
-        saved.stored(entry.path, before=before).read_bytes()
-        for entry in saved.files("ballast-")
-        for before in (False, True)
-    ]
-    assert {len(content) for content in files} == {2**20}
-    assert len(set(files)) == 4
+    (stored / newer / optimizer.path).unlink()
+    missing = f"{optimizer.path}, written by rank {optimizer.rank}, is missing"
+    assert missing in reported("third")

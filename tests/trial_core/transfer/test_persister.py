@@ -1,5 +1,3 @@
-"""The process that uploads for a rank."""
-
 from __future__ import annotations
 
 import os
@@ -19,7 +17,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointDamaged, StorageError
 from trial_core.transfer.memory_files import MemoryFiles
 from trial_core.transfer.persister import Persister
-from trial_core.transfer.persister_process import StagedFile
+from trial_core.transfer.staging import StagedFile
 
 FILES = {"latest": b"model0", "model0/shard.pt": b"weights" * 1000}
 RANK = 3
@@ -27,15 +25,15 @@ RANK = 3
 
 @pytest.fixture
 def persister() -> Iterator[Persister]:
-    """One whose process is gone afterwards."""
+    """A persister whose process must be gone after the test."""
     persister = Persister()
     yield persister
     persister.close()
-    assert not uploaders()
+    assert not persister_processes()
 
 
-def uploaders() -> list[int]:
-    """The uploading processes of this one; warm ranks of other tests have theirs as well."""
+def persister_processes() -> list[int]:
+    """The persister processes of this process, but not those of other tests' warm ranks."""
     children = [child.pid for child in psutil.Process().children()]
     return [pid for pid in children if "persister" in " ".join(command(pid))]
 
@@ -52,49 +50,50 @@ def staged(folder: Path, files: dict[str, bytes]) -> list[StagedFile]:
     return [StagedFile(name, str(folder / name), len(data)) for name, data in files.items()]
 
 
-def test_what_was_staged_is_stored_and_described(tmp_path: Path, persister: Persister) -> None:
-    """On disk or in memory: the manifest's entries are those of the bytes that were staged."""
+def test_staged_files_are_uploaded(tmp_path: Path, persister: Persister) -> None:
+    """Files on disk and in memory; their entries match the staged bytes."""
     store, checkpoint = CheckpointStore(str(tmp_path / "store")), str(uuid.uuid4())
-    files, images = staged(tmp_path / "staging", FILES), MemoryFiles(10_000)
-    images.begin()
-    images.write(tmp_path / "staging", "image.pt", lambda file: file.write(b"in memory"))
-    images.end()
-    files.append(StagedFile("image.pt", str(tmp_path / "staging" / "image.pt"), 9))
+    files, memory = staged(tmp_path / "staging", FILES), MemoryFiles(10_000)
+    memory.begin()
+    memory.write(tmp_path / "staging", "memory.pt", lambda file: file.write(b"in memory"))
+    memory.end()
+    files.append(StagedFile("memory.pt", str(tmp_path / "staging" / "memory.pt"), 9))
     entries = persister.upload(store.spec, checkpoint, RANK, files)
-    expected = {**FILES, "image.pt": b"in memory"}
+    expected = {**FILES, "memory.pt": b"in memory"}
     assert {each.path: each for each in entries} == {
         name: entry(name, data, RANK) for name, data in expected.items()
     }
     assert stored_files(tmp_path / "store" / "checkpoints" / checkpoint) == expected
-    images.close()
+    memory.close()
 
 
-def test_what_is_stored_is_not_sent_again(tmp_path: Path, persister: Persister) -> None:
-    """Once it was told, also by a process that has been killed since: a retry sends the rest."""
+def test_a_retry_skips_stored_files(tmp_path: Path, persister: Persister) -> None:
+    """Also if the process that stored them was killed afterwards."""
     store, checkpoint = CheckpointStore(str(tmp_path / "store")), str(uuid.uuid4())
     first, *others = files = staged(tmp_path / "staging", FILES)
     persister.upload(store.spec, checkpoint, RANK, [first])
-    sent = tmp_path / "store" / "checkpoints" / checkpoint / first.path
-    as_sent = sent.stat()
-    for pid in uploaders():
+    uploaded = tmp_path / "store" / "checkpoints" / checkpoint / first.path
+    before = uploaded.stat()
+    for pid in persister_processes():
         os.kill(pid, signal.SIGKILL)
-    with pytest.raises(StorageError, match=f"SIGKILL.*{others[0].path} not stored"):
+    with pytest.raises(StorageError, match=f"SIGKILL.*not stored: .*{others[0].path}"):
         persister.upload(store.spec, checkpoint, RANK, files)
     entries = persister.upload(store.spec, checkpoint, RANK, files)
     assert [each.path for each in entries] == [file.path for file in files]
-    assert (sent.stat().st_ino, sent.stat().st_mtime_ns) == (as_sent.st_ino, as_sent.st_mtime_ns)
+    after = uploaded.stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     persister.forget(checkpoint)
     persister.upload(store.spec, checkpoint, RANK, files)
-    assert sent.stat().st_mtime_ns != as_sent.st_mtime_ns  # so a file that is sent again shows
+    assert uploaded.stat().st_mtime_ns != before.st_mtime_ns  # a repeated upload is visible
 
 
-@pytest.mark.parametrize("said", ["", '{"type":"Finished","fil'])
-def test_half_a_message_is_a_killed_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, persister: Persister, said: str
+@pytest.mark.parametrize("output", ["", '{"type":"Finished","fil'])
+def test_an_incomplete_message_counts_as_a_dead_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, persister: Persister, output: str
 ) -> None:
-    """Whatever it was about to say when it ended, the rank goes on, and tries again."""
+    """The rank gets a StorageError and can retry."""
     fake = tmp_path / "fake_process.py"
-    fake.write_text(f"import os, sys\nos.write(int(sys.argv[1]), {said.encode()!r})\n")
+    fake.write_text(f"import os, sys\nos.write(int(sys.argv[1]), {output.encode()!r})\n")
     monkeypatch.setattr("trial_core.transfer.persister.PROCESS", "fake_process")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     store = CheckpointStore(str(tmp_path / "store"))
@@ -102,8 +101,8 @@ def test_half_a_message_is_a_killed_process(
         persister.upload(store.spec, str(uuid.uuid4()), RANK, [])
 
 
-def test_a_damaged_file_is_no_failure_of_the_storage(tmp_path: Path, persister: Persister) -> None:
-    """To fetch it again would not help, another checkpoint may: each error stays what it is."""
+def test_damage_and_storage_failures_differ(tmp_path: Path, persister: Persister) -> None:
+    """After a failure the rank retries; after damage it needs another checkpoint."""
     store, checkpoint = CheckpointStore(str(tmp_path / "store")), str(uuid.uuid4())
     entries = persister.upload(
         store.spec, checkpoint, RANK, staged(tmp_path / "staging", {"a": b"12", "b": b"345"})
@@ -120,24 +119,24 @@ def test_a_damaged_file_is_no_failure_of_the_storage(tmp_path: Path, persister: 
         persister.fetch(store.spec, checkpoint, entries, tmp_path / "file")
 
 
-def test_a_killed_uploader_is_the_storages_failure(tmp_path: Path, persister: Persister) -> None:
-    """Its rank goes on: the error says what happened, and the next try has a new process."""
+def test_a_killed_persister_is_a_storage_error(tmp_path: Path, persister: Persister) -> None:
+    """The error names the signal, and the retry starts a new process."""
     store, checkpoint = CheckpointStore(str(tmp_path / "store")), str(uuid.uuid4())
     files = staged(tmp_path / "staging", FILES)
-    # Long enough to be killed over: all of it is a hole, read but nowhere stored.
+    # The upload of this sparse file never ends before the kill.
     with open(tmp_path / "endless", "wb") as file:
         file.truncate(2**38)
     endless = StagedFile("endless", str(tmp_path / "endless"), 2**38)
     killer = subprocess.Popen(
-        [sys.executable, "-c", KILL_THE_UPLOADER, str(os.getpid())], stdin=subprocess.DEVNULL
+        [sys.executable, "-c", KILL_THE_PERSISTER, str(os.getpid())], stdin=subprocess.DEVNULL
     )
-    with pytest.raises(StorageError, match=r"process that uploads its files was ended by SIGKILL"):
+    with pytest.raises(StorageError, match=r"process that uploads its files was killed by SIGKILL"):
         persister.upload(store.spec, checkpoint, RANK, [*files, endless])
     killer.wait()
     assert persister.upload(store.spec, checkpoint, RANK, files)
 
 
-KILL_THE_UPLOADER = """
+KILL_THE_PERSISTER = """
 import sys, time, psutil
 deadline = time.monotonic() + 20
 while time.monotonic() < deadline:
@@ -149,8 +148,8 @@ while time.monotonic() < deadline:
 """
 
 
-def test_an_uploader_ends_with_its_rank(tmp_path: Path) -> None:
-    """However that ends: nothing goes on uploading for a rank that is dead."""
+def test_a_persister_ends_with_its_rank(tmp_path: Path) -> None:
+    """Also if the rank is killed."""
     script = tmp_path / "rank.py"
     script.write_text(RANK_THAT_UPLOADS)
     rank = subprocess.Popen(
@@ -158,18 +157,18 @@ def test_an_uploader_ends_with_its_rank(tmp_path: Path) -> None:
     )
     assert rank.stdout is not None
     assert rank.stdout.readline() == b"uploaded\n"
-    uploaders = descendants(rank.pid)
-    assert uploaders
+    persisters = descendants(rank.pid)
+    assert persisters
     os.kill(rank.pid, signal.SIGKILL)
     rank.wait()
-    assert not wait_until_gone(uploaders, timeout_seconds=10)
+    assert not wait_until_gone(persisters, timeout_seconds=10)
 
 
 RANK_THAT_UPLOADS = """
 import sys, time, uuid
-from trial_core.transfer.persister import Persister
-from trial_core.transfer.persister_process import StagedFile
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.transfer.persister import Persister
+from trial_core.transfer.staging import StagedFile
 store = CheckpointStore(sys.argv[1])
 Persister().upload(store.spec, str(uuid.uuid4()), 0, [StagedFile("me", __file__, 1)])
 print("uploaded", flush=True)
@@ -177,10 +176,10 @@ time.sleep(600)
 """
 
 
-def test_credentials_are_on_no_command_line(tmp_path: Path, persister: Persister) -> None:
-    """The storage's options go through the connection alone, where no other user sees them."""
+def test_credentials_are_not_on_the_command_line(tmp_path: Path, persister: Persister) -> None:
+    """Other users can see command lines; the options go through the connection."""
     store = CheckpointStore(str(tmp_path / "store"), {"auto_mkdir": True})
     persister.upload(store.spec, str(uuid.uuid4()), RANK, staged(tmp_path / "staging", FILES))
-    (pid,) = uploaders()
+    (pid,) = persister_processes()
     assert "auto_mkdir" not in " ".join(command(pid))
     assert str(tmp_path) not in " ".join(command(pid))

@@ -1,4 +1,4 @@
-"""Whether a storage keeps what is there is found out by trying."""
+"""`Storage.has_conditional_writes` finds out by probing."""
 
 from __future__ import annotations
 
@@ -12,57 +12,57 @@ from tests.support.faults.filesystem import planned
 from tests.support.faults.plan import Plan
 from tests.support.faults.s3 import faulty_s3
 from tests.support.s3 import S3Server
-from trial_core.checkpoint import layout
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.storage.base import Storage
+from trial_core.storage.base import PROBES, Storage
+from trial_core.storage.open_storage import open_storage
 
 
 @pytest.mark.parametrize("url", ["memory://probed", "{folder}/storage"])
-def test_memory_and_disks(tmp_path: Path, url: str) -> None:
-    """They create exclusively; nothing is left of the probe."""
-    storage = CheckpointStore(url.format(folder=tmp_path)).storage
+def test_memory_and_disks_have_conditional_writes(tmp_path: Path, url: str) -> None:
+    """The probe leaves no objects."""
+    storage = open_storage(url.format(folder=tmp_path))
     assert storage.has_conditional_writes()
-    assert storage.sizes(layout.PROBES) == {}
+    assert storage.sizes(PROBES) == {}
 
 
-def test_a_disk_without_hard_links(
+def test_a_disk_without_hard_links_has_none(
     local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of some network file systems, on which the kernel's lock holds for one machine alone."""
+    """On some network file systems, other machines do not see the lock used instead."""
 
     def link(source: str, target: str) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "link", link)
     assert not local_store.storage.has_conditional_writes()
-    assert local_store.storage.sizes(layout.PROBES) == {}
+    assert local_store.storage.sizes(PROBES) == {}
 
 
-def test_a_server_that_keeps_the_condition(s3_store: CheckpointStore) -> None:
-    """It is asked, and nothing of that is left."""
+def test_an_s3_server_with_conditional_writes_is_recognised(s3_store: CheckpointStore) -> None:
+    """The probe leaves no objects."""
     assert s3_store.storage.has_conditional_writes()
-    assert s3_store.storage.sizes(layout.PROBES) == {}
+    assert s3_store.storage.sizes(PROBES) == {}
 
 
-def test_a_server_that_does_not_know_the_condition(moto_s3: S3Server) -> None:
-    """It writes over what is there, and says that all went well."""
+def test_a_server_that_ignores_the_condition_is_recognised(moto_s3: S3Server) -> None:
+    """Such a server overwrites the object and reports success."""
     with faulty_s3(moto_s3) as endpoint:
         endpoint.ignored = frozenset({"if-none-match"})
         server = endpoint.server()
-        storage = CheckpointStore(server.new_bucket(), server.options).storage
+        storage = open_storage(server.new_bucket(), server.options)
         assert not storage.has_conditional_writes()
-        assert storage.sizes(layout.PROBES) == {}
+        assert storage.sizes(PROBES) == {}
 
 
-def test_a_server_that_is_overloaded_for_once(
+def test_a_single_refusal_proves_nothing(
     moto_s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It refuses as one does that keeps the condition; that does not make it one."""
-    create, asked = Storage.create, []
+    """An overloaded server refuses a write too, whether or not it knows conditions."""
+    create, calls = Storage.create, []
 
     def refusing_once(self: Storage, key: str, data: bytes) -> None:
-        asked.append(data)
-        if len(asked) == 2:
+        calls.append(data)
+        if len(calls) == 2:
             raise FileExistsError("SlowDown")
         create(self, key, data)
 
@@ -70,15 +70,14 @@ def test_a_server_that_is_overloaded_for_once(
     with faulty_s3(moto_s3) as endpoint:
         endpoint.ignored = frozenset({"if-none-match"})
         server = endpoint.server()
-        storage = CheckpointStore(server.new_bucket(), server.options).storage
-        assert not storage.has_conditional_writes()
+        assert not open_storage(server.new_bucket(), server.options).has_conditional_writes()
 
 
-def test_a_server_is_asked_once(moto_s3: S3Server) -> None:
-    """The answer is remembered."""
+def test_a_server_is_probed_once(moto_s3: S3Server) -> None:
+    """The result is cached."""
     with faulty_s3(moto_s3) as endpoint:
         server = endpoint.server()
-        storage = CheckpointStore(server.new_bucket(), server.options).storage
+        storage = open_storage(server.new_bucket(), server.options)
         storage.has_conditional_writes()
         plan = endpoint.new_plan()
         assert storage.has_conditional_writes()
@@ -86,8 +85,8 @@ def test_a_server_is_asked_once(moto_s3: S3Server) -> None:
 
 
 def test_other_file_systems_are_not_trusted(tmp_path: Path) -> None:
-    """fsspec itself looks first and writes then: alone it would pass any probe."""
+    """fsspec looks first and writes then, so a probe without a second writer would succeed."""
     with planned(tmp_path.name, Plan()) as plan:
-        storage = CheckpointStore(f"faulty://{tmp_path.name}{tmp_path}/storage").storage
+        storage = open_storage(f"faulty://{tmp_path.name}{tmp_path}/storage")
         assert not storage.has_conditional_writes()
         assert plan.seen == []

@@ -1,5 +1,3 @@
-"""Files beside checkpoints: uploaded when they change, as one state of each."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -8,7 +6,7 @@ import pytest
 
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
-from trial_core.run.run_files import RunFiles, rank_folder, tensorboard_url
+from trial_core.transfer.run_files import RunFiles, rank_folder, tensorboard_url
 
 
 @pytest.fixture
@@ -39,10 +37,10 @@ def stored(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def test_only_what_has_changed_is_uploaded_again(
+def test_only_new_and_changed_files_are_uploaded(
     files: RunFiles, folder: Path, tmp_path: Path
 ) -> None:
-    """All at first, then nothing, then the file that grew and the one that is new."""
+    """First all files, then none, then the file that grew and a new one."""
     assert files.upload_changed() == 2
     assert stored(tmp_path) == {"events": "one", "deeper/trace.json": "{}"}
     assert files.upload_changed() == 0
@@ -52,22 +50,22 @@ def test_only_what_has_changed_is_uploaded_again(
     assert stored(tmp_path) == {"events": "one two", "deeper/trace.json": "{}", "new": "three"}
 
 
-def test_no_copies_are_left(files: RunFiles, tmp_path: Path) -> None:
-    """The scratch folder is as empty as before."""
+def test_the_scratch_folder_is_left_empty(files: RunFiles, tmp_path: Path) -> None:
+    """Temporary copies are deleted."""
     files.upload_changed()
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
-def test_a_folder_that_does_not_exist_has_no_files(store: CheckpointStore, tmp_path: Path) -> None:
-    """A rank that has written nothing uploads nothing."""
+def test_a_missing_folder_has_no_files(store: CheckpointStore, tmp_path: Path) -> None:
+    """A rank that wrote no files uploads none."""
     nowhere = RunFiles(store, "toy-1", tmp_path / "nowhere", "tensorboard", tmp_path / "scratch")
     assert nowhere.upload_changed() == 0
 
 
-def test_after_a_failure_the_rest_goes_with_the_next_upload(
+def test_files_of_a_failed_upload_are_uploaded_later(
     files: RunFiles, folder: Path, tmp_path: Path
 ) -> None:
-    """A storage that fails loses nothing: what was not stored then is stored later."""
+    """The next upload includes every file that was not stored."""
     (tmp_path / "storage").write_text("in the way")
     with pytest.raises(StorageError):
         files.upload_changed()
@@ -77,13 +75,13 @@ def test_after_a_failure_the_rest_goes_with_the_next_upload(
 
 
 def test_links_are_not_followed(files: RunFiles, folder: Path, tmp_path: Path) -> None:
-    """What lies elsewhere on the machine stays there."""
+    """Files outside the folder are not uploaded."""
     (tmp_path / "secret").write_text("secret")
     (folder / "link").symlink_to(tmp_path / "secret")
     files.upload_changed()
     assert "link" not in stored(tmp_path)
 
 
-def test_where_they_are(store: CheckpointStore, tmp_path: Path) -> None:
-    """The address that a person gives to TensorBoard."""
+def test_the_url_of_a_trials_event_files(store: CheckpointStore, tmp_path: Path) -> None:
+    """The URL to give to TensorBoard."""
     assert tensorboard_url(store, "toy-1") == f"file://{tmp_path}/storage/runs/toy-1/tensorboard"

@@ -1,4 +1,4 @@
-"""How much memory moving a file takes, measured in a process of its own against the file's size."""
+"""The memory of uploads and fetches, measured in a separate process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ FILE_MIB, FILES = 48, 3
 SCRIPT = """
 import json, os, resource, sys
 from pathlib import Path
-from trial_core.checkpoint import window
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.transfer.files import fetch_files, upload_files
+from trial_core.storage import buffer_pool
+from trial_core.transfer.fetch import fetch_files
+from trial_core.transfer.upload import upload_files
 
 MIB = 2**20
-window.PIECE_BYTES = 5 * MIB
+buffer_pool.PIECE_BYTES = 5 * MIB
 url, options, folder = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
 
 def mib(name):
@@ -30,7 +31,7 @@ def mib(name):
         return next(int(line.split()[1]) for line in status if line.startswith(name)) / 1024
 
 def peak_of(work):
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is now
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = mib("VmRSS")
     result = work()
     return result, mib("VmHWM") - before
@@ -46,12 +47,11 @@ print(json.dumps([up, down]))
 """
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="measured by Linux")
-def test_memory_is_bounded_whatever_is_moved(
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="Linux only")
+def test_memory_is_bounded_by_the_buffer_pool(
     moto_s3: S3Server, engine: str, tmp_path: Path
 ) -> None:
-    """Three files at once take the window, here of 30 MiB, and little besides: not what they are
-    long, which is 144 MiB, nor the window once for each."""
+    """Three files of 144 MiB together share one pool, here of 30 MiB, and take little more."""
     (tmp_path / "files").mkdir()
     for number in range(FILES):
         (tmp_path / "files" / str(number)).write_bytes(os.urandom(MIB) * FILE_MIB)

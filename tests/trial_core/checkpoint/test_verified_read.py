@@ -12,22 +12,16 @@ from tests.support.manifests import stored_files, upload
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.verified_read import find_damage
 from trial_core.errors import CheckpointDamaged
 from trial_core.storage import buffer_pool
-from trial_core.storage.base import Storage
-from trial_core.storage.buffer_pool import Window
-from trial_core.storage.chunks import RangeRead
+from trial_core.storage.base import RangeRead, Storage
+from trial_core.storage.buffer_pool import BufferPool
 from trial_core.storage.parallel import StopSignal
-from trial_core.transfer.files import fetch_files, find_damage
+from trial_core.transfer.fetch import fetch_files
 
 PIECE = 100
 BIG = os.urandom(7 * PIECE + 13)
-
-
-@pytest.fixture(params=["file", "memory", "s3fs", "obstore"])
-def kind(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
 
 
 @pytest.fixture
@@ -38,7 +32,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def upload_whole(
     store: CheckpointStore, folder: Path, files: dict[str, bytes] | None = None
 ) -> Manifest:
-    """Upload files in one part each: S3 takes none so small as the ranges here."""
+    """Upload each file in one part: S3 accepts no parts as small as the ranges here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buffer_pool, "PIECE_BYTES", 2**20)
         return upload(store, folder / "staging", files or {"big": BIG})
@@ -47,7 +41,7 @@ def upload_whole(
 def overwrite_after_the_first_range(
     monkeypatch: pytest.MonkeyPatch, store: CheckpointStore, manifest: Manifest
 ) -> None:
-    """Somebody replaces the file ``big`` as soon as its first range has been read."""
+    """Overwrite the file ``big`` after its first range has been read."""
     key, read_into = layout.file_key(manifest.uuid, "big"), store.storage.read_into
 
     def read_then_overwrite(
@@ -62,22 +56,22 @@ def overwrite_after_the_first_range(
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_files_of_many_ranges_are_whole(store: CheckpointStore, tmp_path: Path) -> None:
-    """Whole ranges, a rest, just one range, one byte, none: all files come back."""
+def test_files_of_any_number_of_ranges_are_read(store: CheckpointStore, tmp_path: Path) -> None:
+    """Several ranges with and without a remainder, one range, one byte, no byte."""
     sizes = {"rest": 713, "whole": 700, "one": PIECE, "byte": 1, "empty": 0}
     files = {name: BIG[:size] for name, size in sizes.items()}
     manifest = upload_whole(store, tmp_path, files)
     fetched = fetch_files(store, manifest.uuid, manifest.files, tmp_path / "target")
     assert stored_files(tmp_path / "target") == files
     assert fetched == sum(sizes.values())
-    assert find_damage(store, manifest.uuid, manifest.files) == []
+    assert store.find_damage(manifest.uuid, manifest.files) == []
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_ranges_of_one_file_are_read_at_once(
+def test_ranges_of_one_file_are_read_in_parallel(
     local_store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint of one big file is not read on one connection."""
+    """One big file is read over several connections."""
     manifest = upload(local_store, tmp_path / "staging", {"big": BIG})
     both, read_into = Barrier(2), local_store.storage.read_into
 
@@ -87,19 +81,19 @@ def test_ranges_of_one_file_are_read_at_once(
         return read_into(of, start, *others)
 
     monkeypatch.setattr(local_store.storage, "read_into", read_together)
-    assert find_damage(local_store, manifest.uuid, manifest.files) == []
+    assert local_store.find_damage(manifest.uuid, manifest.files) == []
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_readers_that_share_a_window_do_not_wait_for_each_other_for_ever(
+def test_readers_that_share_a_pool_do_not_deadlock(
     local_store: CheckpointStore, tmp_path: Path
 ) -> None:
-    """Whatever order threads get on in, the range whose turn it is has its buffer."""
+    """The range that must be hashed next always has a buffer."""
     manifest = upload(local_store, tmp_path / "staging", {"a": BIG, "b": BIG[1:], "c": BIG * 30})
-    local_store.storage.window = Window(2)
+    local_store.storage.buffers = BufferPool(2)
 
     def read(_: int) -> list[Any]:
-        return find_damage(local_store, manifest.uuid, manifest.files, threads=5)
+        return find_damage(local_store.storage, manifest.uuid, manifest.files, threads=5)
 
     with ThreadPoolExecutor(3) as pool:
         reading = [pool.submit(read, number) for number in range(3)]
@@ -107,10 +101,10 @@ def test_readers_that_share_a_window_do_not_wait_for_each_other_for_ever(
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_a_file_that_is_overwritten_between_ranges_is_found(
+def test_a_file_overwritten_between_ranges_is_damage(
     store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of one state and half of another is not taken for a file; and it is said what it was."""
+    """A mixture of two versions is refused, and the error says why."""
     manifest = upload_whole(store, tmp_path)
     overwrite_after_the_first_range(monkeypatch, store, manifest)
     seen = "has digest" if store.is_process_local else "was overwritten while it was read"
@@ -120,21 +114,21 @@ def test_a_file_that_is_overwritten_between_ranges_is_found(
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_on_a_real_server_too(
+def test_an_overwritten_file_is_reported_on_s3(
     s3_store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its ETags tell as well; verifying goes on with the other files."""
+    """The ETag shows it; the other files are still verified."""
     manifest = upload_whole(s3_store, tmp_path, {"big": BIG, "other": b"1"})
     overwrite_after_the_first_range(monkeypatch, s3_store, manifest)
-    damage = find_damage(s3_store, manifest.uuid, manifest.files, threads=1)
-    assert [(each.entry.path, each.is_moving) for each in damage] == [("big", True)]
+    damage = find_damage(s3_store.storage, manifest.uuid, manifest.files, threads=1)
+    assert [(each.entry.path, each.was_overwritten) for each in damage] == [("big", True)]
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_where_versions_are_kept_one_is_read(
+def test_one_version_is_read_in_a_versioned_bucket(
     s3_store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a bucket that keeps versions, a file is read to its end as it was at the first range."""
+    """The file is read to its end as it was at the first range."""
     bucket = s3_store.url.split("/")[2]
     versioning = {"Status": "Enabled"}
     s3_store.storage._fs.call_s3(
@@ -147,10 +141,10 @@ def test_where_versions_are_kept_one_is_read(
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_a_file_that_becomes_shorter_is_found(
+def test_a_file_truncated_after_the_listing_is_damage(
     s3_store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Truncated between the listing and the reading: named, not waited for."""
+    """The damage shows the new size."""
     manifest = upload_whole(s3_store, tmp_path)
     sizes = Storage.sizes
 
@@ -160,5 +154,5 @@ def test_a_file_that_becomes_shorter_is_found(
         return there
 
     monkeypatch.setattr(Storage, "sizes", truncate_then_say)
-    damage = find_damage(s3_store, manifest.uuid, manifest.files)
+    damage = s3_store.find_damage(manifest.uuid, manifest.files)
     assert [(each.entry.path, each.seen_bytes) for each in damage] == [("big", 130)]

@@ -1,7 +1,7 @@
-"""A run's files beside its checkpoints (TensorBoard's event files, profiler traces), uploaded.
+"""Uploads a run's files that belong to no checkpoint: TensorBoard event files, profiler traces.
 
-They keep growing while they are uploaded, and belong to no checkpoint: no manifest lists them. On
-local disk they lie in the run's folder, in the storage below ``runs/{trial}``.
+They may grow while they are uploaded. They are stored below ``runs/{trial}``; no manifest lists
+them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.storage.parallel import StopSignal
-from trial_core.storage.storage_errors import Explainer
+from trial_core.storage.storage_errors import ErrorTranslator
 
 _logger = logging.getLogger(__name__)
 
@@ -24,24 +24,24 @@ TENSORBOARD = "tensorboard"
 
 
 def rank_folder(rank: int) -> str:
-    """Where a rank keeps its event files and traces: a folder, and to TensorBoard a run, a rank."""
+    """The folder of a rank's event files and traces; TensorBoard shows each folder as a run."""
     return f"{TENSORBOARD}/rank-{rank}"
 
 
 def tensorboard_url(store: CheckpointStore, trial: str) -> str:
-    """Where a trial's event files and traces are stored, for people to read."""
+    """The URL of a trial's event files and traces, without credentials."""
     return f"{store.url}/{layout.run_folder(trial)}/{TENSORBOARD}"
 
 
 class RunFiles:
-    """Uploads the files of a folder that have changed since it last did. One thread at a time.
+    """Uploads the files of a folder that are new or have changed. For one thread at a time.
 
     Args:
-        store: where the trial's checkpoints are kept.
-        trial: whose files they are.
-        folder: what to upload; need not exist yet.
-        into: where below the trial's folder in the storage.
-        scratch: a folder for copies, on a disk that has room for one file.
+        store: the store of the trial's checkpoints.
+        trial: the trial's id.
+        folder: the folder to upload; need not exist yet.
+        into: the target below the trial's folder in the storage.
+        scratch: a folder for temporary copies, on a disk with room for one file.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class RunFiles:
         self._uploaded: dict[Path, tuple[int, int]] = {}
 
     def upload_changed(self) -> int:
-        """Upload what is new or has changed; how many files that was.
+        """Upload all new and changed files; return their number.
 
         Raises:
-            StorageError: the storage failed, or the folder cannot be read. What was uploaded
-                until then is not uploaded again.
+            StorageError: the storage failed, or the folder cannot be read. Files uploaded before
+                the error are not uploaded again.
         """
-        with Explainer(str(self._folder)).explaining("read the files to upload in"):
+        with ErrorTranslator(str(self._folder)).translated("read the files to upload in"):
             changed = {
                 path: stamp
                 for path in _files_in(self._folder)
@@ -73,10 +73,10 @@ class RunFiles:
         return len(changed)
 
     def _upload(self, path: Path) -> None:
-        # A copy: the trial may be writing, and what is uploaded must be one state of the file.
+        # Upload a copy, because the trial may write to the file meanwhile.
         inner = path.relative_to(self._folder).as_posix()
         key = layout.run_file_key(self._trial, f"{self._into}/{inner}")
-        with Explainer(str(self._scratch)).explaining("copy the files to upload into"):
+        with ErrorTranslator(str(self._scratch)).translated("copy the files to upload into"):
             self._scratch.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self._scratch, prefix="run-files-") as folder:
                 copy = Path(shutil.copyfile(path, Path(folder) / path.name))
@@ -90,7 +90,7 @@ def _files_in(folder: Path) -> Iterator[Path]:
         if layout.is_file_path(path.relative_to(folder).as_posix()):
             yield path
         else:
-            _logger.warning("not uploaded: %r is no name that a storage can keep", str(path))
+            _logger.warning("not uploaded: the name %r is not allowed in the storage", str(path))
 
 
 def _stamp(path: Path) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""A checkpoint on its way: staged by every rank, not committed yet."""
+"""A checkpoint that every rank has staged and that is not committed yet."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from typing import Any
 from trial_core.checkpoint.manifest import FileEntry, Manifest, Topology, utc_now
 from trial_core.config import ExperimentConfig
 from trial_core.run.sequencer import Progress
-from trial_core.transfer.files import merge_entries
+from trial_core.transfer.upload import merge_entries
 from trial_core.units import EpochLength
 
 
 @dataclass(frozen=True)
 class StagedCheckpoint:
-    """A checkpoint that every rank has staged, and what its manifest will say.
+    """A checkpoint that every rank has staged.
 
     Attributes:
         uuid: its id.
-        saved_at: when it was staged. Not when it is stored: to try that again must lead to the
-            very same manifest.
-        progress: how far the run had come, this checkpoint included.
-        metrics: the last ones of each kind.
-        folders: where each rank has staged its files, where the driver must know that.
+        saved_at: when it was staged; a retry of the upload must give the same manifest.
+        progress: the run's progress, this checkpoint included.
+        metrics: the last metrics of each kind.
+        folders: each rank's staging folder, if the driver uploads the files.
     """
 
     uuid: str
@@ -40,7 +39,7 @@ class StagedCheckpoint:
         metrics: Mapping[str, Mapping[str, Any]],
         folders: tuple[str, ...] = (),
     ) -> StagedCheckpoint:
-        """What has just been staged, at `progress`."""
+        """A checkpoint that was staged just now, at `progress`."""
         kept = {kind: dict(values) for kind, values in metrics.items()}
         return cls(uuid, utc_now(), progress.after_checkpoint(), kept, folders)
 
@@ -55,11 +54,11 @@ class StagedCheckpoint:
         versions: dict[str, str],
         epoch: EpochLength | None = None,
     ) -> Manifest:
-        """The manifest to commit, once every rank has stored its `files`.
+        """The manifest to commit after every rank has stored its `files`.
 
         Args:
-            attempt: id of the writer.
-            topology, versions, epoch: what the ranks said of themselves.
+            attempt: id of the attempt that commits.
+            topology, versions, epoch: as reported by the ranks.
 
         Raises:
             CheckpointError: several ranks wrote different files under one name.

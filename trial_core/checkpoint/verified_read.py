@@ -1,0 +1,223 @@
+"""Reads stored files in parallel ranges and verifies their size and digest, in bounded memory.
+
+Several threads read ranges of several files, or of one, each into a buffer of the storage's pool.
+A range is written to its place at once, and hashed after all earlier ranges. So the digest covers
+the bytes in order, and each byte is read once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Condition, Lock
+
+from trial_core.checkpoint import layout
+from trial_core.checkpoint.manifest import FileEntry
+from trial_core.errors import CheckpointDamaged
+from trial_core.storage import buffer_pool
+from trial_core.storage.base import RangeRead, Storage
+from trial_core.storage.local_files import PartFile
+from trial_core.storage.parallel import StopSignal, in_parallel
+
+READ_THREADS = buffer_pool.POOL_BUFFERS
+"""Ranges read at once, each in one buffer of the storage's pool."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """How a stored file differs from its manifest entry.
+
+    Attributes:
+        entry: the file's entry in the manifest.
+        seen_bytes: its stored size; None if it is missing.
+        seen_digest: its stored digest; None if the size differs already.
+        was_overwritten: whether it changed while it was read.
+    """
+
+    entry: FileEntry
+    seen_bytes: int | None
+    seen_digest: str | None = None
+    was_overwritten: bool = False
+
+    def __str__(self) -> str:
+        expected = self.entry
+        file = f"{expected.path}, written by rank {expected.rank},"
+        if self.was_overwritten:
+            return f"{file} was overwritten while it was read (expected {expected.digest})"
+        if self.seen_bytes is None:
+            return f"{file} is missing (expected {expected.size_bytes} bytes, {expected.digest})"
+        if self.seen_digest is None:
+            return f"{file} has {self.seen_bytes} bytes, expected {expected.size_bytes}"
+        return f"{file} has digest {self.seen_digest}, expected {expected.digest}"
+
+
+def find_damage(
+    storage: Storage, uuid: str, entries: Iterable[FileEntry], *, threads: int = READ_THREADS
+) -> list[Damage]:
+    """Read every byte of a checkpoint's files; return the files that differ from their entries."""
+    wanted = list(entries)
+    found = {damage.entry.path: damage for damage in wrong_sizes(storage, uuid, wanted)}
+
+    def note(damage: Damage) -> None:
+        found[damage.entry.path] = damage
+
+    files = [
+        StoredFile(entry, layout.file_key(uuid, entry.path))
+        for entry in wanted
+        if entry.path not in found
+    ]
+    read_files(storage, files, note, threads)
+    return [found[entry.path] for entry in wanted if entry.path in found]
+
+
+def wrong_sizes(storage: Storage, uuid: str, entries: Iterable[FileEntry]) -> list[Damage]:
+    """The files that are missing or have another size. Lists the checkpoint's folder once."""
+    sizes = storage.sizes(layout.files_folder(uuid))
+    return [
+        Damage(entry, seen_bytes)
+        for entry in entries
+        if (seen_bytes := sizes.get(layout.file_key(uuid, entry.path))) != entry.size_bytes
+    ]
+
+
+def damage_error(storage: Storage, uuid: str, damage: Iterable[Damage]) -> CheckpointDamaged:
+    """The error for a damaged checkpoint; names every damaged file."""
+    return CheckpointDamaged(
+        f"checkpoint {uuid} is damaged: {'; '.join(map(str, damage))}; in "
+        f"{storage.url}/{layout.files_folder(uuid)}. The stored files changed after the commit: "
+        "use another checkpoint"
+    )
+
+
+Range = tuple["StoredFile", int, int]
+
+
+class StoredFile:
+    """One stored file that several threads read in ranges.
+
+    Args:
+        key: its key in the storage.
+        target: local path that it is written to once it is verified; None: it is only read.
+    """
+
+    def __init__(self, entry: FileEntry, key: str, target: Path | None = None) -> None:
+        self.entry = entry
+        self.key = key
+        self.damage: Damage | None = None
+        self.version: str | None = None
+        self._target = target
+        self._part: PartFile | None = None
+        self._digest = hashlib.sha256()
+        self._hashed_bytes = 0
+        self._turn = Condition()
+
+    def ranges(self) -> Iterator[Range]:
+        """The file's ranges, as (file, start, end). An empty file has one empty range."""
+        step = buffer_pool.PIECE_BYTES
+        for start in range(0, max(self.entry.size_bytes, 1), step):
+            yield self, start, min(start + step, self.entry.size_bytes)
+
+    def read(
+        self,
+        storage: Storage,
+        start: int,
+        view: memoryview,
+        stop: StopSignal,
+        on_damage: Callable[[Damage], None],
+    ) -> None:
+        """Read a range into `view`, write it, and hash it after all earlier ranges."""
+        if self.damage is not None:
+            return
+        piece = (
+            storage.read_into(self.key, start, view, stop, self.version)
+            if view
+            else RangeRead(0, None)
+        )
+        if self._target is not None:
+            self._open_part(self._target).write_at(view[: piece.size_bytes], start)
+        with stop.calling(self._wake), self._turn:
+            while self._hashed_bytes != start and self.damage is None:
+                stop.check()
+                self._turn.wait()
+            if self.damage is not None:
+                return
+            self.damage = self._hash(view, piece)
+            self._turn.notify_all()
+        if self.damage is not None:
+            on_damage(self.damage)
+
+    def close(self) -> None:
+        """Delete the local file if it was not verified."""
+        if self._part is not None:
+            self._part.drop()
+            self._part = None
+
+    def _hash(self, view: memoryview, piece: RangeRead) -> Damage | None:
+        """Hash the next range; after the last one, compare the digest and keep the local file."""
+        self.version = self.version or piece.version
+        if piece.version != self.version:
+            return Damage(self.entry, None, was_overwritten=True)
+        self._digest.update(view[: piece.size_bytes])
+        self._hashed_bytes += piece.size_bytes
+        if piece.size_bytes < len(view):
+            return Damage(self.entry, self._hashed_bytes)
+        if self._hashed_bytes < self.entry.size_bytes:
+            return None
+        seen = f"sha256:{self._digest.hexdigest()}"
+        if seen != self.entry.digest:
+            return Damage(self.entry, self.entry.size_bytes, seen)
+        if self._part is not None:
+            self._part.keep()
+            self._part = None
+        return None
+
+    def _open_part(self, target: Path) -> PartFile:
+        with self._turn:
+            if self._part is None:
+                self._part = PartFile(target)
+            return self._part
+
+    def _wake(self) -> None:
+        with self._turn:
+            self._turn.notify_all()
+
+
+def read_files(
+    storage: Storage,
+    files: Sequence[StoredFile],
+    on_damage: Callable[[Damage], None],
+    threads: int = READ_THREADS,
+) -> None:
+    """Read whole files, each byte once; write those that have a target.
+
+    Args:
+        on_damage: called once for each damaged file; may raise to end all reads.
+    """
+    buffers, lock = storage.buffers, Lock()
+    ranges = (each for file in files for each in file.ranges())
+
+    def take(stop: StopSignal) -> tuple[Range, bytearray] | None:
+        # The range and its buffer together, to avoid a deadlock: a range keeps its buffer until all
+        # earlier ranges are hashed, so the earlier ranges must have theirs.
+        with lock:
+            if (taken := next(ranges, None)) is None:
+                return None
+            _, start, end = taken
+            return taken, buffers.acquire(end - start, stop)
+
+    def work(number: int, stop: StopSignal) -> None:
+        while (taken := take(stop)) is not None:
+            (file, start, end), buffer = taken
+            try:
+                file.read(storage, start, memoryview(buffer)[: end - start], stop, on_damage)
+            finally:
+                buffers.release(buffer)
+
+    with buffers.in_use():
+        try:
+            in_parallel(work, range(threads), threads)
+        finally:
+            for file in files:
+                file.close()

@@ -1,0 +1,51 @@
+"""Credentials in URLs and options: what must never be shown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+_SECRET_OPTION = re.compile(
+    r"key|secret|token|pass|cred|sas|sign|auth|cookie|connection_string", re.IGNORECASE
+)
+_SHORTEST_SECRET = 4  # masking every "a" would garble the text
+_USER_AND_PASSWORD = re.compile(r"(?<=://)[^/@:]*:([^/]*)@")
+
+
+def without_credentials(url: str) -> str:
+    """The URL without user and password, and without its query, which may be a signature.
+
+    A user name without a password stays (``sftp://me@host``, ``abfs://container@account``): it is
+    part of the location.
+    """
+    if url.partition("://")[0] == "file":
+        return url  # a path: no character has a special meaning
+    address = _USER_AND_PASSWORD.sub("", url)
+    return address.partition("?")[0] if "://" in address else address
+
+
+def secrets_in(url: str, options: Mapping[str, Any]) -> list[str]:
+    """All credentials in a storage's URL and options, longest first."""
+    found = {*_passwords(url), *_secret_options(options, is_secret=False)}
+    return sorted((text for text in found if len(text) >= _SHORTEST_SECRET), key=len, reverse=True)
+
+
+def _passwords(url: str) -> Iterator[str]:
+    """The password in a URL, as written and percent-decoded."""
+    for match in _USER_AND_PASSWORD.finditer(url):
+        yield match[1]
+        yield unquote(match[1])
+
+
+def _secret_options(value: Any, is_secret: bool) -> Iterator[str]:
+    """All texts below options whose names look like credentials."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _secret_options(item, is_secret or bool(_SECRET_OPTION.search(str(key))))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _secret_options(item, is_secret)
+    elif isinstance(value, str):
+        yield from (value,) if is_secret else _passwords(value)

@@ -1,0 +1,147 @@
+"""Local files: reads in bounded pieces, and writes that are atomic.
+
+A written file appears under its name complete or not at all: its bytes go to a temporary file in
+the same folder, which is renamed at the end.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from trial_core.errors import CheckpointError
+
+READ_BYTES = 4 * 2**20
+"""The most of a local file that one thread holds in memory."""
+
+TEMPORARY_NAME = re.compile(r"(^|/)\.[0-9a-f]{32}\.part$")
+"""Matches the paths of temporary files, which remain only when a process was killed."""
+
+NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""How file systems without hard links refuse `os.link`."""
+
+
+def read_chunks(file: BinaryIO, size_bytes: int) -> Iterator[bytes]:
+    """The next `size_bytes` of an open file, at most `READ_BYTES` at a time."""
+    left = size_bytes
+    while chunk := file.read(min(READ_BYTES, left)):
+        left -= len(chunk)
+        yield chunk
+
+
+def read_at(descriptor: int, offset: int, view: memoryview) -> int:
+    """Fill `view` from `offset` on; return the bytes read, fewer where the file ends."""
+    done = 0
+    while done < len(view) and (more := os.preadv(descriptor, [view[done:]], offset + done)):
+        done += more
+    return done
+
+
+def changed_during_upload(source: Path) -> CheckpointError:
+    """The error for a file that was written to while it was uploaded."""
+    return CheckpointError(
+        f"{source} changed while it was uploaded: the trial's save must finish writing before it "
+        "returns"
+    )
+
+
+def temporary_beside(path: Path) -> Path:
+    """A new name in the same folder, so that a rename to `path` is atomic."""
+    return path.with_name(f".{uuid.uuid4().hex}.part")
+
+
+@contextmanager
+def atomic_file(path: Path, *, is_durable: bool, is_new: bool = False) -> Iterator[BinaryIO]:
+    """A file to write; it appears under its name when the block ends without an error.
+
+    Args:
+        is_durable: sync the file and its folder to disk before the block ends.
+        is_new: fail if the name is taken.
+
+    Raises:
+        FileExistsError: `is_new`, and the name is taken.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_beside(path)
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            if is_durable:
+                os.fsync(file.fileno())
+        if is_new:
+            _link_new(temporary, path)
+        else:
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if is_durable:
+        _sync_folder(path.parent)
+
+
+class PartFile:
+    """An atomic file whose bytes are written in any order."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._temporary = temporary_beside(path)
+        self._file = open(self._temporary, "xb", buffering=0)  # noqa: SIM115  # see `keep`, `drop`
+
+    def write_at(self, view: memoryview, offset: int) -> None:
+        """Write bytes at an offset. Safe to call from several threads."""
+        while view:
+            done = os.pwrite(self._file.fileno(), view, offset)
+            view, offset = view[done:], offset + done
+
+    def keep(self) -> None:
+        """Close the file and give it its name."""
+        self._file.close()
+        os.replace(self._temporary, self._path)
+
+    def drop(self) -> None:
+        """Close the file and delete it."""
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+
+def _link_new(temporary: Path, path: Path) -> None:
+    """Give the file its name in one step, unless the name is taken."""
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in NO_HARD_LINKS:
+            raise
+        # An exclusive open of `path` would show readers an incomplete file.
+        with _locked(path.parent):
+            if path.exists():
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+            os.replace(temporary, path)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold an exclusive kernel lock on a folder, against other threads and processes."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Sync the names in a folder to disk, and the folder's own name, which may be new."""
+    for each in (folder, folder.parent):
+        descriptor = os.open(each, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

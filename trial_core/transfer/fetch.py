@@ -1,0 +1,159 @@
+"""Fetches a checkpoint's files, verified. Each rank fetches what it needs, without a collective.
+
+A fetched file appears under its name only after its size and digest match the manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from trial_core.checkpoint import layout
+from trial_core.checkpoint.manifest import FileEntry, Manifest
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.verified_read import (
+    READ_THREADS,
+    Damage,
+    StoredFile,
+    damage_error,
+    read_files,
+    wrong_sizes,
+)
+from trial_core.errors import CheckpointDamaged, CheckpointError
+from trial_core.storage.local_files import atomic_file, read_chunks, temporary_beside
+from trial_core.storage.parallel import StopSignal, in_parallel
+from trial_core.storage.storage_errors import ErrorTranslator
+
+_logger = logging.getLogger(__name__)
+
+LOCAL_THREADS = 4
+"""Local files that are hashed at once to decide what to fetch."""
+
+
+def fetch_files(
+    store: CheckpointStore,
+    uuid: str,
+    entries: Iterable[FileEntry],
+    target: Path,
+    *,
+    local: Sequence[Path] = (),
+    threads: int = READ_THREADS,
+) -> int:
+    """Bring files of a checkpoint into `target`, verified; return the bytes fetched.
+
+    A file that is there already with the right digest is not fetched.
+
+    Args:
+        local: folders on this machine that may hold the same files under the same paths, such as
+            staging folders. Files with the right digest are linked or copied, not fetched.
+
+    Raises:
+        CheckpointDamaged: a file is missing or differs; names it.
+        StorageError: the storage failed, or `target` cannot be written.
+    """
+    wanted = list(entries)
+    for entry in wanted:
+        if not layout.is_file_path(entry.path):
+            raise CheckpointDamaged(
+                f"checkpoint {uuid} lists {entry.path!r}, which would be written outside "
+                f"{target}: it may be hostile, do not use it"
+            )
+    # Before any fetch: one listing finds missing files.
+    if damage := wrong_sizes(store.storage, uuid, wanted):
+        raise damage_error(store.storage, uuid, damage)
+
+    def refuse(damage: Damage) -> None:
+        raise damage_error(store.storage, uuid, [damage])
+
+    def is_here(entry: FileEntry, stop: StopSignal) -> bool:
+        return _matches(target / entry.path, entry, stop) or any(
+            _take_local(folder / entry.path, target / entry.path, entry, stop) for folder in local
+        )
+
+    with ErrorTranslator(str(target)).translated("write into"):
+        here = in_parallel(is_here, wanted, LOCAL_THREADS)
+        missing = [entry for entry, found in zip(wanted, here, strict=True) if not found]
+        files = [
+            StoredFile(entry, layout.file_key(uuid, entry.path), target / entry.path)
+            for entry in missing
+        ]
+        read_files(store.storage, files, refuse, threads)
+        return sum(entry.size_bytes for entry in missing)
+
+
+def download(store: CheckpointStore, uuid: str, target: Path) -> Manifest:
+    """Bring a whole checkpoint into a folder, verified; writes its manifest last.
+
+    Args:
+        uuid: of the checkpoint, or an unambiguous prefix of it.
+        target: a new or empty folder, or one that holds this checkpoint or a part of it.
+
+    Raises:
+        CheckpointError: `target` holds other files.
+        CheckpointNotFound: no checkpoint matches, or it has been deleted meanwhile.
+        CheckpointDamaged: a file is missing or differs.
+    """
+    manifest = store.open(uuid)
+    final = target / layout.MANIFEST_NAME
+    unfinished = target / f".{layout.MANIFEST_NAME}.part"
+    data = manifest.to_json()
+    errors = ErrorTranslator(str(target))
+    with errors.translated("write into"):
+        target.mkdir(parents=True, exist_ok=True)
+        is_same = any(path.is_file() and path.read_bytes() == data for path in (final, unfinished))
+        if not is_same and any(target.iterdir()):
+            raise CheckpointError(
+                f"{target} is not empty, and does not hold checkpoint {manifest.uuid}: choose a "
+                "new folder, or empty it"
+            )
+        if not final.exists():
+            unfinished.write_bytes(data)
+    try:
+        fetch_files(store, manifest.uuid, manifest.files, target)
+    except CheckpointDamaged:
+        store.raise_if_deleted(manifest.uuid)
+        raise
+    with errors.translated("write into"):
+        with atomic_file(final, is_durable=False) as file:
+            file.write(data)
+        unfinished.unlink(missing_ok=True)
+    return manifest
+
+
+def _matches(path: Path, entry: FileEntry, stop: StopSignal) -> bool:
+    """Whether a local file has the entry's size and digest."""
+    if not path.is_file() or path.stat().st_size != entry.size_bytes:
+        return False
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        for chunk in read_chunks(file, entry.size_bytes):
+            stop.check()
+            digest.update(chunk)
+        has_grown = bool(file.read(1))
+    return f"sha256:{digest.hexdigest()}" == entry.digest and not has_grown
+
+
+def _take_local(source: Path, path: Path, entry: FileEntry, stop: StopSignal) -> bool:
+    """Link or copy `source` to `path` if it matches the entry; return whether it did."""
+    temporary = temporary_beside(path)
+    try:
+        if not source.is_file() or source.stat().st_size != entry.size_bytes:
+            return False
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(source.resolve(), temporary)
+        except OSError:  # another disk, or a memory file
+            shutil.copyfile(source, temporary)
+        if not _matches(temporary, entry, stop):
+            return False
+        os.replace(temporary, path)
+    except OSError as error:
+        _logger.warning("%s cannot be used, so it is fetched from the storage: [%s]", source, error)
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
