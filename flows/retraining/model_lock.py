@@ -75,24 +75,24 @@ def model_lock(model: str, run_id: UUID, wait: bool) -> Iterator[None]:
         AlreadyRetraining: another run holds the lock, and `wait` is False.
     """
     with get_client(sync_client=True) as client:
-        is_embedded = not _runs_background_services(client)
-    if is_embedded:
-        yield
-        return
-    lock = _ModelLock(model, run_id)
-    try:
-        with waiting_for("another retraining"):
-            lock.acquire(wait)
-        with lock.heartbeat():
+        if not _runs_background_services(client):
             yield
-    finally:
-        lock.release()
+            return
+        lock = _ModelLock(client, model, run_id)
+        try:
+            with waiting_for("another retraining"):
+                lock.acquire(wait)
+            with lock.heartbeat():
+                yield
+        finally:
+            lock.release()
 
 
 class _ModelLock:
     """The announcement of one attempt at a run."""
 
-    def __init__(self, model: str, run_id: UUID) -> None:
+    def __init__(self, client: SyncPrefectClient, model: str, run_id: UUID) -> None:
+        self._client = client
         self._model = model
         self._run_id = run_id
         self._owner = uuids.uuid4().hex
@@ -147,10 +147,9 @@ class _ModelLock:
     def release(self) -> None:
         """Withdraw the announcement, unless a newer attempt at this run has replaced it."""
         try:
-            with get_client(sync_client=True) as client:
-                labels = client.read_flow_run(self._run_id).labels
-                if labels.get(OWNER_LABEL) == self._owner:
-                    client.update_flow_run_labels(self._run_id, {HEARTBEAT_LABEL: ""})
+            labels = self._client.read_flow_run(self._run_id).labels
+            if labels.get(OWNER_LABEL) == self._owner:
+                self._update_labels({HEARTBEAT_LABEL: ""})
         except (httpx.HTTPError, PrefectException) as error:
             get_run_logger().warning(
                 "other retrainings of model %s may be skipped for up to %d minutes: this run "
@@ -169,19 +168,17 @@ class _ModelLock:
         )
 
     def _update_labels(self, labels: dict[str, str]) -> None:
-        with get_client(sync_client=True) as client:
-            client.update_flow_run_labels(self._run_id, dict(labels))
+        self._client.update_flow_run_labels(self._run_id, dict(labels))
 
     def _other_runs(self) -> list[FlowRun]:
         """Other live runs that request or hold the lock."""
         states = [StateType.RUNNING, StateType.CANCELLING]
-        with get_client(sync_client=True) as client:
-            live = client.read_flow_runs(
-                flow_filter=FlowFilter(name=FlowFilterName(any_=[FLOW])),
-                flow_run_filter=FlowRunFilter(
-                    state=FlowRunFilterState(type=FlowRunFilterStateType(any_=states))
-                ),
-            )
+        live = self._client.read_flow_runs(
+            flow_filter=FlowFilter(name=FlowFilterName(any_=[FLOW])),
+            flow_run_filter=FlowRunFilter(
+                state=FlowRunFilterState(type=FlowRunFilterStateType(any_=states))
+            ),
+        )
         return [
             run
             for run in live
