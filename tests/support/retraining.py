@@ -230,8 +230,9 @@ class RetrainHarness:
 
     def report_artifact(self, run: UUID | str) -> dict[str, Any]:
         """The report on the server."""
-        body = {"artifacts": {"flow_run_id": {"any_": [str(run)]}}}
-        (artifact,) = ask(self.server, "artifacts/filter", body)
+        # Prefect may store results of flow runs as artifacts too: those have no type.
+        only = {"flow_run_id": {"any_": [str(run)]}, "type": {"any_": ["markdown"]}}
+        (artifact,) = ask(self.server, "artifacts/filter", {"artifacts": only})
         return dict(artifact)
 
 
