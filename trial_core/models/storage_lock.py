@@ -35,7 +35,7 @@ LOCK_STALE = timedelta(minutes=10)
 _TIME = "%Y%m%dT%H%M%S%fZ"
 _POLL_SECONDS = 0.02
 _MAX_POLL_SECONDS = 1.0
-_LOG_WAIT_AFTER_SECONDS = 5.0
+_LOG_AFTER_SECONDS = 5.0
 
 _logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class StorageLock:
         self._folder = folder
         self._started = time.monotonic()
         now = datetime.now(timezone.utc).strftime(_TIME)
-        self.key = f"{folder}/{now}-{uuids.uuid4().hex}.json"
+        self._key = f"{folder}/{now}-{uuids.uuid4().hex}.json"
 
     def acquire(self) -> str | None:
         """Announce, and wait for announcements that sort later to be withdrawn.
@@ -68,9 +68,9 @@ class StorageLock:
         Returns:
             None: this process has the lock. Otherwise the key of an announcement that blocks it.
         """
-        self._storage.write(self.key, as_object(LockOwner(by=this_user(), at=utc_now())))
+        self._storage.write(self._key, as_object(LockOwner(by=this_user(), at=utc_now())))
         delay = _POLL_SECONDS
-        while (others := self._others()) and self.key < others[0] and not self._has_expired:
+        while (others := self._others()) and self._key < others[0] and not self._has_expired():
             time.sleep(delay)
             delay = min(2 * delay, _MAX_POLL_SECONDS)
         return others[0] if others else None
@@ -81,10 +81,10 @@ class StorageLock:
         Raises:
             StorageError: the lock is so old that others may soon ignore it.
         """
-        if self._has_expired:
+        if self._has_expired():
             raise StorageError(
-                f"nothing was written: the lock {self._storage.url}/{self.key} is "
-                f"{self._age_seconds:.0f} s old, and may be used for "
+                f"nothing was written: the lock {self._storage.url}/{self._key} is "
+                f"{time.monotonic() - self._started:.0f} s old, and may be used for "
                 f"{LOCK_STALE.total_seconds() / 2:.0f} s; the storage is slow or this machine was "
                 "suspended: try again"
             )
@@ -92,27 +92,22 @@ class StorageLock:
     def release(self) -> None:
         """Withdraw the announcement. If that fails, it becomes stale."""
         try:
-            self._storage.remove(self.key)
+            self._storage.remove(self._key)
         except StorageError as error:
             _logger.warning(
                 "a released lock was not deleted and blocks others for up to %d minutes: %s",
                 LOCK_STALE.total_seconds() // 60, error,
             )  # fmt: skip
 
-    @property
-    def _age_seconds(self) -> float:
-        return time.monotonic() - self._started
-
-    @property
     def _has_expired(self) -> bool:
-        return self._age_seconds > LOCK_STALE.total_seconds() / 2
+        return time.monotonic() - self._started > LOCK_STALE.total_seconds() / 2
 
     def _others(self) -> list[str]:
         """The keys of all other announcements, sorted. Deletes stale ones."""
         others = []
         for key in sorted(self._storage.sizes(self._folder)):
             announced_at = _time_of(key)
-            if key == self.key or announced_at is None:
+            if key == self._key or announced_at is None:
                 continue
             if datetime.now(timezone.utc) - announced_at > LOCK_STALE:
                 self._storage.remove(key)
@@ -128,35 +123,25 @@ def locked(storage: Storage, folder: str) -> Iterator[StorageLock]:
     Raises:
         StorageError: another process did not release the lock in time; says which.
     """
-    lock = _acquire(storage, folder)
-    try:
-        yield lock
-    finally:
-        lock.release()
-
-
-def _acquire(storage: Storage, folder: str) -> StorageLock:
-    start = time.monotonic()
-    timeout, delay, was_logged = 1.5 * LOCK_STALE.total_seconds(), _POLL_SECONDS, False
+    start, delay, is_logged = time.monotonic(), _POLL_SECONDS, False
     while True:
         lock = StorageLock(storage, folder)
         try:
             blocker = lock.acquire()
-        except BaseException:
+            if blocker is None:
+                yield lock
+                return
+        finally:
             lock.release()
-            raise
-        if blocker is None:
-            return lock
-        lock.release()
         waited = time.monotonic() - start
-        if waited > timeout:
+        if waited > 1.5 * LOCK_STALE.total_seconds():
             raise StorageError(
                 f"cannot lock {storage.url}/{folder} after {waited:.0f} s: it is held by "
                 f"{_describe(storage, blocker)}; if no process registers or promotes there, a "
                 "clock may be wrong: delete that object"
             )
-        if waited > _LOG_WAIT_AFTER_SECONDS and not was_logged:
-            was_logged = True
+        if waited > _LOG_AFTER_SECONDS and not is_logged:
+            is_logged = True
             _logger.info("waiting for a lock held by %s", _describe(storage, blocker))
         time.sleep(random.uniform(0, delay))
         delay = min(2 * delay, _MAX_POLL_SECONDS)
@@ -165,7 +150,7 @@ def _acquire(storage: Storage, folder: str) -> StorageLock:
 def _describe(storage: Storage, key: str) -> str:
     try:
         owner = msgspec.json.decode(storage.read(key) or b"", type=LockOwner)
-    except (msgspec.MsgspecError, UnicodeDecodeError):  # partly written, or deleted
+    except (msgspec.MsgspecError, UnicodeDecodeError):  # incomplete, or deleted
         return f"{storage.url}/{key}"
     return f"{owner.by} since {owner.at} ({storage.url}/{key})"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
@@ -32,7 +31,6 @@ A_DAY_A_MINUTE = (
 )
 # A run takes half a minute on an idle machine.
 EVERY_SECONDS = 75
-QUARTER_OF_AN_HOUR_SECONDS = 900.0
 
 
 class Days:
@@ -150,14 +148,3 @@ def test_a_few_days(tmp_path: Path) -> None:
         until(lambda: daily.runs()[-1]["end_time"], "its end", 200)
         assert daily.failed() == []
         assert daily.runs()[-1]["state_name"] == "Completed"
-
-
-@pytest.mark.timeout(1500)
-def test_a_quarter_of_an_hour(tmp_path: Path) -> None:
-    """All runs succeed, each with the data of its time, and no process is left."""
-    with days(tmp_path) as daily:
-        end = time.monotonic() + QUARTER_OF_AN_HOUR_SECONDS
-        until(lambda: time.monotonic() > end or daily.failed(), "the end", 2000)
-        daily.end()
-        assert len(daily.completed()) >= 3
-        daily.check()

@@ -141,15 +141,6 @@ def test_many_threads_that_promote_at_once(place: Place) -> None:
         race(place.open(), promote_all, 7, 20)
 
 
-@pytest.mark.long
-@places(*SHARED)
-def test_many_rounds_of_processes(place: Place) -> None:
-    """One of three succeeds in each round."""
-    new_registry(place.open(), 4)
-    with processes(place.url, place.options, 3) as promote_all:
-        race(place.open(), promote_all, 3, 100)
-
-
 @places(*ALL, long=("ceph", "memory", "disk_without_links"))
 def test_concurrent_registrations(place: Place) -> None:
     """Each checkpoint gets one number, even if it is registered twice; no number is skipped."""

@@ -223,13 +223,12 @@ def test_a_fault_at_any_operation(name: str, kind: Any, template: Path, tmp_path
     _at_operations(name, lambda nth: Plan(Fault(kind, first=nth, byte=20)), 1, template, tmp_path)
 
 
-@pytest.mark.parametrize("folder", ["moves", pytest.param("versions", marks=pytest.mark.long)])
-def test_a_reply_lost_by_s3(folder: str, moto_s3: S3Server) -> None:
+def test_a_reply_lost_by_s3(moto_s3: S3Server) -> None:
     """The client retries and learns that the key is taken, by itself: that is no conflict."""
     with faulty_s3(moto_s3) as endpoint:
         server = endpoint.server()
         store = CheckpointStore(server.new_bucket(), server.options)
-        plan = endpoint.new_plan(Fault("lose reply", method="PUT", key=f"/{folder}/"))
+        plan = endpoint.new_plan(Fault("lose reply", method="PUT", key="/moves/"))
         registry = new_registry(store, 2)
         registry.promote(MODEL, 1)
         registry.promote(MODEL, 2)
@@ -254,27 +253,17 @@ OPERATIONS[name].run(store)
 """
 
 
-def _sigkill(name: str, nth: int, template: Path, tmp_path: Path) -> None:
+def test_sigkill(template: Path, tmp_path: Path) -> None:
+    """A real SIGKILL of a promoting process, after the hold and before the move."""
+    operation = OPERATIONS["promote"]
+    nth = _writes(operation, template, tmp_path)[0]
     with copied(template, tmp_path) as folder:
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", KILLED, str(folder), name, str(nth)],
+            [sys.executable, "-W", "ignore", "-c", KILLED, str(folder), "promote", str(nth)],
             cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
         )  # fmt: skip
         assert done.returncode == -signal.SIGKILL
-        check(CheckpointStore(str(folder)), OPERATIONS[name])
-
-
-def test_sigkill_after_the_hold(template: Path, tmp_path: Path) -> None:
-    """A real SIGKILL of a promoting process, after its first write."""
-    _sigkill("promote", _writes(OPERATIONS["promote"], template, tmp_path)[0], template, tmp_path)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["promote", "rollback"])
-def test_sigkill_after_any_write(name: str, template: Path, tmp_path: Path) -> None:
-    """The same after each write."""
-    for nth in _writes(OPERATIONS[name], template, tmp_path):
-        _sigkill(name, nth, template, tmp_path)
+        assert not check(CheckpointStore(str(folder)), operation)
 
 
 def _writes(operation: Operation, template: Path, tmp_path: Path) -> list[int]:
