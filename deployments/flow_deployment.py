@@ -16,7 +16,7 @@ from trial_core.errors import ConfigError
 from trial_core.text_format import plural
 from trialflow.deployments.desired_state import DeploymentTarget, DesiredDeployment, deployments
 from trialflow.deployments.resources import Resource
-from trialflow.deployments.retraining.requests import ENTRYPOINT, FLOW, template
+from trialflow.deployments.retraining.requests import ENTRYPOINT, FLOW, base_deployment
 
 WORKING_FOLDER = "prefect.deployments.steps.set_working_directory"
 A_PAGE = 200
@@ -134,7 +134,7 @@ class FlowDeployment(Resource):
 def found_deployments(client: SyncPrefectClient) -> list[DeploymentResponse]:
     """Those of our deployments that are there: the general ones, then those of models."""
     nowhere = DeploymentTarget("", None)
-    ours = [*deployments(), *map(template, models_on_server(client))]
+    ours = [*deployments(), *map(base_deployment, models_on_server(client))]
     each = (FlowDeployment(wanted, nowhere).read(client) for wanted in ours)
     return [found for found in each if found is not None]
 

@@ -1,15 +1,18 @@
-"""The flow `retrain`: a challenger is trained, and takes the champion's place if it is better.
+"""The flow `retrain`: trains a challenger and promotes it if it is better than the champion.
 
-Read `retrain_model` for the story of a run. Each of its stages notes what it has come to, so that
-a run that was killed goes on behind them; see `trial_core.models.journal`.
+`retrain` guards a run: not too late, one per model, on free GPUs, until it is stopped.
+`retrain_model` is the retraining, stage by stage. Every stage stores its result in the journal, so
+a later attempt continues behind it (`trial_core.models.journal`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, get_type_hints
+from uuid import UUID
 
 from prefect import flow, runtime
 from prefect.client.schemas.objects import State
@@ -17,7 +20,7 @@ from prefect.logging import get_run_logger
 from prefect.states import Completed
 
 from trial_core import text_format
-from trial_core.config import ExperimentConfig, home_folder
+from trial_core.config import ExperimentConfig
 from trial_core.errors import CheckpointDamaged, CheckpointNotFound, RankFailed, Stalled, TrialError
 from trial_core.models.journal import (
     REPORT,
@@ -34,22 +37,22 @@ from trialflow.flows.evaluate import EvaluateResult, evaluate_checkpoint
 from trialflow.flows.lifecycle.crash_limit import refuse_if_crashed_too_often
 from trialflow.flows.lifecycle.gpu_slots import gpu_slots
 from trialflow.flows.lifecycle.stop_watch import StopWatch
-from trialflow.flows.retraining.model_lock import FLOW, Overlapping, alone
+from trialflow.flows.retraining.model_lock import FLOW, AlreadyRetraining, model_lock
 from trialflow.flows.retraining.outcome import (
     RetrainResult,
-    ending_with_its_time,
-    publish_if_it_holds,
-    reporting,
-    result_of,
-    tell_of,
+    ending_at_time_budget,
+    notify,
+    publish_report,
+    report_failure,
+    retrain_result,
 )
 from trialflow.flows.train import refuse_missing_code, train_trial
-from trialflow.tasks.report.retraining_report import RetrainingFacts, report_of
+from trialflow.tasks.report.retraining_report import RetrainingFacts, trial_report_key
 from trialflow.tasks.retrain import (
     RetrainingRun,
-    carry_out,
     compare,
     make_plan,
+    promote_challenger,
     register_challenger,
     renew_plan,
 )
@@ -61,135 +64,150 @@ SKIPPED = "Skipped"
 def retrain(
     config: ExperimentConfig, data: dict[str, Any] | None = None
 ) -> RetrainResult | State[Any]:
-    """Train a challenger on fresh data, and promote it if it is better than the champion on that.
+    """Train a challenger on fresh data, and promote it if it is better than the champion.
 
     Args:
-        config: the experiment. Texts in its `data` are templates: see `trial_core.models.data_templates`.
-        data: goes over the experiment's `data`, as it is: what has just arrived, say.
+        config: the experiment. Texts in its `data` are templates
+            (`trial_core.models.data_templates`).
+        data: overrides the experiment's `data` for this run; not rendered.
 
     Raises:
-        ConfigError: a template cannot be rendered, `data` is no plain data, or a callback is not
-            there.
+        ConfigError: a template cannot be rendered, `data` is not plain, or a callback is missing.
         CheckpointDamaged, CheckpointNotFound: the champion's checkpoint cannot be validated.
-        CallbackFailed: all is done, but for a callback.
+        CallbackFailed: a callback failed after the decision.
         RankFailed, Stalled, TrialError: as `train`.
     """
     refuse_if_crashed_too_often(config.max_restarts)
     refuse_missing_code(config)
     retraining = RetrainingRun(config, str(runtime.flow_run.id))
-    plan = retraining.plan_before()
+    existing_plan = retraining.journal.plan()
     scheduled_time: datetime = runtime.flow_run.scheduled_start_time
-    if plan is None and (lateness := too_late(retraining, scheduled_time)):
-        return Completed(name=SKIPPED, message=lateness)
-    with ExitStack() as held:
+    if existing_plan is None and (lateness := describe_lateness(retraining, scheduled_time)):
+        return Completed(name=SKIPPED, message=f"skipped: {lateness}")
+    with ExitStack() as stack:
+        lock = model_lock(retraining.model, UUID(retraining.run_id), wait=existing_plan is not None)
         try:
-            held.enter_context(alone(retraining.model, waits=plan is not None))
-        except Overlapping as overlap:
-            return Completed(name=SKIPPED, message=f"skipped: {overlap}")
-        if plan is None:
-            the_plan = make_plan(retraining, scheduled_time, data)
+            stack.enter_context(lock)
+        except AlreadyRetraining as error:
+            return Completed(name=SKIPPED, message=f"skipped: {error}")
+        if existing_plan is None:
+            plan = make_plan(retraining, scheduled_time, data)
         else:
-            the_plan = renew_plan(retraining, plan)
-        devices = held.enter_context(gpu_slots(config))
-        stopping = held.enter_context(Stopping(config.stopping.grace_seconds))
+            plan = renew_plan(retraining, existing_plan)
+        devices = stack.enter_context(gpu_slots(config))
+        stopping = stack.enter_context(Stopping(config.stopping.grace_seconds))
         budget_seconds = config.stopping.time_budget_seconds
-        watch = held.enter_context(StopWatch(stopping, budget_seconds))
-        return watch.concluding(lambda: retrain_model(retraining, the_plan, stopping, devices))
+        watch = stack.enter_context(StopWatch(stopping, budget_seconds))
+        return watch.concluding(lambda: retrain_model(retraining, plan, stopping, devices))
 
 
-# What flow.serve() pickles has no names of this module, which the annotations are read in.
+# flow.serve() pickles the flow without this module's names, which the annotations need.
 retrain.fn.__annotations__ = get_type_hints(retrain.fn)
 
 
-def too_late(retraining: RetrainingRun, scheduled_time: datetime) -> str | None:
-    """How much too late it is to begin; None: it is not."""
+def describe_lateness(retraining: RetrainingRun, scheduled_time: datetime) -> str | None:
+    """Why the run is too late to start; None: it is not."""
     limit = retraining.settings.max_lateness_seconds
     late_seconds = (datetime.now(timezone.utc) - scheduled_time).total_seconds()
     if limit is None or late_seconds <= limit:
         return None
     return (
-        f"skipped: scheduled for {scheduled_time:%Y-%m-%d %H:%M:%S %Z}, "
-        f"{text_format.duration(late_seconds)} ago, and retraining.max_lateness_seconds is {limit:g}"
+        f"scheduled for {scheduled_time:%Y-%m-%d %H:%M:%S %Z}, "
+        f"{text_format.duration(late_seconds)} ago; retraining.max_lateness_seconds is {limit:g}"
     )
+
+
+@dataclass(frozen=True)
+class RetrainingAttempt:
+    """One attempt at a retraining.
+
+    Attributes:
+        retraining: the run, over all its attempts.
+        plan: what the run does.
+        champion: the version to compare with; None: there is none.
+        stopping: whether the attempt should stop.
+        devices: environment variables that assign accelerators to the ranks.
+    """
+
+    retraining: RetrainingRun
+    plan: RetrainingPlan
+    champion: Version | None
+    stopping: Stopping
+    devices: Mapping[str, str]
 
 
 def retrain_model(
     retraining: RetrainingRun, plan: RetrainingPlan, stopping: Stopping, devices: Mapping[str, str]
 ) -> RetrainResult:
-    """Validate the champion, train the challenger, compare them, move the alias, tell of it.
+    """Validate the champion, train the challenger, compare, promote, report, notify.
 
     Args:
-        devices: variables for the ranks that say which accelerators are this run's.
+        devices: environment variables that assign accelerators to the ranks.
     """
-    champion = champion_of(retraining, plan)
-    folder = home_folder() / plan.trial
+    model, champion = retraining.model, None
+    if plan.champion is not None:
+        champion = retraining.registry.version(model, plan.champion)
+    attempt = RetrainingAttempt(retraining, plan, champion, stopping, devices)
     facts = RetrainingFacts(
-        retraining.model, retraining.settings.start, retraining.rule, plan, champion,
+        model, retraining.settings.start, retraining.rule, plan, champion,
         places={
-            "the challenger's own report": f"artifact {report_of(plan.trial)}",
-            "runs on this machine": str(folder),
-            "this report": retraining.notes.url(REPORT),
+            "the challenger's own report": f"artifact {trial_report_key(plan.trial)}",
+            "runs on this machine": str(retraining.folder),
+            "this report": retraining.journal.url(REPORT),
         },
     )  # fmt: skip
-    source = champion.checkpoint if champion else None
-    # Under a name of its own: the challenger's trial has a claim while it trains.
     with (
-        running(retraining.store, f"{plan.trial}-retraining", source) as claim,
-        reporting(facts, retraining, folder),
+        # The challenger's trial has a claim under its own name while it trains.
+        running(
+            retraining.store, f"{plan.trial}-retraining", champion.checkpoint if champion else None
+        ) as claim,
+        report_failure(facts, retraining),
     ):
-        with ending_with_its_time(stopping):
-            if champion is not None:
-                facts.champion_found = retraining.notes.once(
-                    plan.champion_note, Champion,
-                    lambda: validate_champion(retraining, plan, champion, stopping, devices),
-                )  # fmt: skip
-            facts.challenger = trained_challenger(retraining, plan, champion, stopping, devices)
+        with ending_at_time_budget(stopping):
+            facts.champion_result = validated_champion(attempt)
+            facts.challenger = trained_challenger(attempt)
             if facts.challenger is not None:
                 claim.needs(facts.challenger.checkpoint)
-                facts.outcome = decide(retraining, facts, facts.challenger, stopping)
+                facts.outcome = decide(attempt, facts.champion_result, facts.challenger)
         if facts.outcome is None:
             facts.ended = f"stopped: {stopping.asked}"
-        report = publish_if_it_holds(facts, retraining, folder)
-        result = result_of(facts, retraining.run_id, report, stopping)
+        report = publish_report(facts, retraining)
+        result = retrain_result(facts, retraining.run_id, report, stopping)
         if facts.outcome is not None:
-            tell_of(retraining, facts, result, folder, stopping)
+            notify(retraining, facts, result, stopping)
     return result
 
 
-def champion_of(retraining: RetrainingRun, plan: RetrainingPlan) -> Version | None:
-    """The version that the challenger is compared with."""
-    if plan.champion is None:
+def validated_champion(attempt: RetrainingAttempt) -> Champion | None:
+    """The champion on the run's data; None: there is no champion."""
+    champion = attempt.champion
+    if champion is None:
         return None
-    return retraining.registry.version(retraining.model, plan.champion)
+    return attempt.retraining.journal.read_or_compute(
+        attempt.plan.champion_record, Champion, lambda: validate_champion(attempt, champion)
+    )
 
 
-def validate_champion(
-    retraining: RetrainingRun,
-    plan: RetrainingPlan,
-    champion: Version,
-    stopping: Stopping,
-    devices: Mapping[str, str],
-) -> Champion:
-    """How the champion does on the run's data, on its slots, which may be others than it had.
+def validate_champion(attempt: RetrainingAttempt, champion: Version) -> Champion:
+    """Validate the champion on the run's data and slots.
 
     Raises:
         CheckpointDamaged, CheckpointNotFound: its checkpoint cannot be used.
     """
+    retraining = attempt.retraining
     try:
-        config = retraining.as_the_champion(plan, champion)
-        result = evaluate_with_restarts(
-            config, champion.checkpoint, retraining.run_id, stopping, devices
-        )
-    except (CheckpointDamaged, CheckpointNotFound) as damage:
-        raise type(damage)(
-            f"the champion, {champion}, cannot be validated, so nothing was trained: {damage}; "
-            f"`trialflow models rollback {champion.model}` makes the one before it champion again, "
-            "and a retry of this run then goes on against that one"
-        ) from damage
+        config = retraining.champion_config(attempt.plan, champion)
+        result = evaluate_with_restarts(attempt, config, champion.checkpoint)
+    except (CheckpointDamaged, CheckpointNotFound) as error:
+        raise type(error)(
+            f"the champion, {champion}, cannot be validated, so nothing was trained: {error}; "
+            f"make the previous champion champion again with `trialflow models rollback "
+            f"{champion.model}`, then retry this run, which will compare with that version"
+        ) from error
     except (RankFailed, TrialError):
         get_run_logger().error(
-            "the champion, %s, cannot be validated: where that is because its code has changed, "
-            "restore that, or promote another version (`trialflow models promote`)", champion,
+            "the champion, %s, cannot be validated: if its code has changed, restore the code or "
+            "promote another version (`trialflow models promote`)", champion,
         )  # fmt: skip
         raise
     value = searcher_metric(result.metrics, retraining.rule.metric)
@@ -197,71 +215,74 @@ def validate_champion(
 
 
 def evaluate_with_restarts(
-    config: ExperimentConfig,
-    checkpoint: str,
-    unique: str,
-    stopping: Stopping,
-    devices: Mapping[str, str],
+    attempt: RetrainingAttempt, config: ExperimentConfig, checkpoint: str
 ) -> EvaluateResult:
-    """As `evaluate_checkpoint`; ranks that die or hang are started again, as often as those of a
-    training are. One that raises would raise again."""
-    restarts = 0
+    """Evaluate a checkpoint; restart up to `max_restarts` times if ranks die or hang.
+
+    A rank that raised an exception would raise it again, so it is not restarted.
+    """
+    run_id, stopping, restarts = attempt.retraining.run_id, attempt.stopping, 0
     while True:
         try:
-            return evaluate_checkpoint(config, checkpoint, unique, stopping, devices)
+            return evaluate_checkpoint(config, checkpoint, run_id, stopping, attempt.devices)
         except (RankFailed, Stalled) as failure:
-            raised = isinstance(failure, RankFailed) and failure.error_type is not None
-            if raised or stopping.asked is not None or restarts == config.max_restarts:
+            has_raised = isinstance(failure, RankFailed) and failure.error_type is not None
+            if has_raised or stopping.asked is not None or restarts == config.max_restarts:
                 raise
             restarts += 1
-            get_run_logger().warning("the champion is validated again: %s", failure)
+            get_run_logger().warning(
+                "validating the champion again (restart %d of %d): %s",
+                restarts, config.max_restarts, failure,
+            )  # fmt: skip
 
 
-def trained_challenger(
-    retraining: RetrainingRun,
-    plan: RetrainingPlan,
-    champion: Version | None,
-    stopping: Stopping,
-    devices: Mapping[str, str],
-) -> Challenger | None:
-    """The challenger, trained to its end and registered. None: it was stopped before.
+def trained_challenger(attempt: RetrainingAttempt) -> Challenger | None:
+    """The challenger, trained and registered. None: the training was stopped before its end.
 
-    Nothing is trained against a champion that is none any more: it could not be promoted.
+    If the champion has changed since the plan, trains nothing: the challenger could not be
+    promoted.
     """
-    notes = retraining.notes
-    known = notes.read("challenger", Challenger)
-    if known is not None:
-        return known
-    if moved := moved_meanwhile(retraining, plan):
-        return notes.note("challenger", Challenger(why_none=f"{moved}; so nothing was trained"))
-    config = retraining.as_the_challenger(plan, champion)
-    result = train_trial(config, plan.trial, stopping, devices)
-    if result.stopped_early and stopping.asked is not None:  # a trial may end itself, too
+    retraining, plan, journal = attempt.retraining, attempt.plan, attempt.retraining.journal
+    existing = journal.read("challenger", Challenger)
+    if existing is not None:
+        return existing
+    if change := describe_champion_change(retraining, plan):
+        return journal.write("challenger", Challenger(why_none=f"{change}; nothing was trained"))
+    config = retraining.challenger_config(plan, attempt.champion)
+    result = train_trial(config, plan.trial, attempt.stopping, attempt.devices)
+    # A trial may also end its training early by itself.
+    if result.stopped_early and attempt.stopping.asked is not None:
         return None
-    return notes.note("challenger", register_challenger(retraining, plan))
+    return journal.write("challenger", register_challenger(retraining, plan))
 
 
-def moved_meanwhile(retraining: RetrainingRun, plan: RetrainingPlan) -> str | None:
-    """Who has moved the alias since the run was planned; None: it is where it was."""
-    state = retraining.registry.state(retraining.model)
-    if (state.champion if state else None) == plan.champion:
+def describe_champion_change(retraining: RetrainingRun, plan: RetrainingPlan) -> str | None:
+    """How the champion changed since the plan; None: it did not."""
+    last_move = retraining.registry.last_move(retraining.model)
+    if (last_move.champion if last_move else None) == plan.champion:
         return None
-    return f"the champion was moved meanwhile: {state or 'there is none any more'}"
+    return f"the champion has changed since the plan: {last_move or 'there is none now'}"
 
 
 def decide(
-    retraining: RetrainingRun, facts: RetrainingFacts, challenger: Challenger, stopping: Stopping
+    attempt: RetrainingAttempt, champion: Champion | None, challenger: Challenger
 ) -> PromotionDecision | None:
-    """Compare the challenger with the champion, and move the alias if it is better; what became of
-    it. None: the run was stopped before anything was moved. A time budget that is over now, when
-    all is trained, is no reason to leave that undecided."""
-    notes = retraining.notes
-    known = notes.read("outcome", PromotionDecision)
-    if known is not None:
-        return known
-    verdict = notes.once(
-        "verdict", PromotionDecision, lambda: compare(retraining, facts.champion_found, challenger)
+    """Compare, and promote the challenger if it is better. Returns the outcome.
+
+    Returns:
+        None if the run was stopped before the promotion. A time budget that ends now, after the
+        training, does not prevent it.
+    """
+    retraining, journal = attempt.retraining, attempt.retraining.journal
+    existing = journal.read("outcome", PromotionDecision)
+    if existing is not None:
+        return existing
+    verdict = journal.read_or_compute(
+        "verdict", PromotionDecision, lambda: compare(retraining, champion, challenger)
     )
-    if stopping.asked is not None and stopping.asked.why != "time budget":
+    stop = attempt.stopping.asked
+    if stop is not None and stop.why != "time budget":
         return None
-    return notes.note("outcome", carry_out(retraining, facts.plan, challenger, verdict))
+    return journal.write(
+        "outcome", promote_challenger(retraining, attempt.plan, challenger, verdict)
+    )

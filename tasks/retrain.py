@@ -1,7 +1,6 @@
-"""The stages of the flow `retrain` that are not those of `train` and `evaluate`: plan, register,
-compare, move, tell and callbacks.
+"""The tasks of the flow `retrain`: plan, register, compare, promote, send the event, callbacks.
 
-Each is gone through once a flow run, however often that is killed: see `trial_core.models.journal`.
+Each task runs once per flow run: `trial_core.models.journal` keeps its result for later attempts.
 """
 
 from __future__ import annotations
@@ -12,13 +11,11 @@ from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
-from uuid import NAMESPACE_URL, uuid5
 
 import msgspec
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
-from prefect.events.schemas.events import Event, RelatedResource, Resource
 from prefect.logging import get_run_logger
 
 from trial_core.checkpoint.manifest import utc_now
@@ -32,9 +29,9 @@ from trial_core.errors import (
     PromotionRefused,
     TrialflowError,
 )
-from trial_core.models import callback_process
+from trial_core.models.callback_process import call_function
 from trial_core.models.comparison import PromotionRule
-from trial_core.models.data_templates import checked, merged, rendered
+from trial_core.models.data_templates import check_plain_data, merge_data, render_data
 from trial_core.models.journal import (
     Challenger,
     Champion,
@@ -47,58 +44,60 @@ from trial_core.models.registry import Registry
 from trial_core.retention.policy import own_metric
 from trial_core.run.run_dirs import trial_id
 from trial_core.run.stop_request import Stopping
+from trialflow.tasks.model_events import outcome_event, send
 from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
 
 LOGS = "logs"
-PROMOTED, KEPT = "trialflow.model.promoted", "trialflow.model.kept"
 
 
 class CallbackFailed(TrialflowError):
-    """A callback of a retraining failed, after all else was done."""
+    """A callback of a retraining failed. Everything else was done."""
 
 
 class RetrainingRun:
-    """What the stages of one retraining share.
+    """One retraining, over all its attempts.
 
     Attributes:
-        config: the experiment, with data as its file has it.
-        model: which model is retrained.
-        settings: how.
-        rule: what is better.
-        store: where checkpoints and the registry are.
-        registry: the models.
-        run_id: the flow run's id; the same over all attempts.
-        notes: what this attempt, or one before it, has come to.
+        config: the experiment, with unrendered data.
+        settings: its `retraining` section.
+        model: name of the model.
+        rule: when a challenger is better.
+        store: the checkpoints.
+        registry: the models in that store.
+        run_id: id of the flow run; the same for all attempts.
+        journal: the results of completed stages.
     """
 
     def __init__(self, config: ExperimentConfig, run_id: str) -> None:
-        place, searcher = config.checkpoint_storage, config.searcher
+        storage, searcher = config.checkpoint_storage, config.searcher
         self.config = config
         self.settings = config.retrained()
         self.model = self.settings.model
         self.rule = PromotionRule(searcher.metric, searcher.smaller_is_better, self.settings.margin)
-        self.store = CheckpointStore(place.url, place.options)
+        self.store = CheckpointStore(storage.url, storage.options)
         self.registry = Registry(self.store)
         self.run_id = run_id
-        self.notes = Journal(self.store, self.model, run_id)
+        self.journal = Journal(self.store, self.model, run_id)
 
-    def plan_before(self) -> RetrainingPlan | None:
-        """The plan of an earlier attempt at this run, if one has come so far."""
-        return self.notes.plan()
+    @property
+    def folder(self) -> Path:
+        """The folder of the challenger's trial on this machine."""
+        return home_folder() / trial_id(self.config.name, self.run_id)
 
-    def with_data(self, plan: RetrainingPlan) -> ExperimentConfig:
-        """The experiment with the data of this run."""
-        return self.config.model_copy(update={"data": plan.data})
-
-    def as_the_champion(self, plan: RetrainingPlan, champion: Version) -> ExperimentConfig:
-        """The experiment as the champion was trained, with the data of this run."""
+    def champion_config(self, plan: RetrainingPlan, champion: Version) -> ExperimentConfig:
+        """The experiment with the champion's entrypoint and hyperparameters, and the run's data."""
         manifest = self.store.open(champion.checkpoint)
-        own = {"entrypoint": manifest.entrypoint, "hyperparameters": manifest.hyperparameters}
-        return self.with_data(plan).model_copy(update=own)
+        return self.config.model_copy(
+            update={
+                "data": plan.data,
+                "entrypoint": manifest.entrypoint,
+                "hyperparameters": manifest.hyperparameters,
+            }
+        )
 
-    def as_the_challenger(self, plan: RetrainingPlan, champion: Version | None) -> ExperimentConfig:
-        """The experiment as the challenger is trained, with the data of this run."""
-        config = self.with_data(plan)
+    def challenger_config(self, plan: RetrainingPlan, champion: Version | None) -> ExperimentConfig:
+        """The experiment with the run's data, started as `retraining.start` says."""
+        config = self.config.model_copy(update={"data": plan.data})
         if champion is None or self.settings.start == "scratch":
             return config
         source = {
@@ -108,8 +107,17 @@ class RetrainingRun:
         searcher = config.searcher.model_copy(update=source)
         return config.model_copy(update={"searcher": searcher})
 
+    def has_promoted(self, plan: RetrainingPlan) -> bool:
+        """Whether an attempt at this run moved the aliases."""
+        moves = self.registry.moves(self.model, after=plan.move)
+        return any(move.run == self.run_id for move in moves)
 
-_ABOUT_THE_STORAGE: dict[str, Any] = {
+    def callback_log(self, function: str) -> Path:
+        """The log file of a callback."""
+        return self.folder / LOGS / f"callback-{function.replace(':', '-')}.log"
+
+
+_STORAGE_TASK: dict[str, Any] = {
     "cache_policy": NO_CACHE,
     "retries": STORAGE_RETRIES,
     "retry_delay_seconds": STORAGE_RETRY_SECONDS,
@@ -117,85 +125,88 @@ _ABOUT_THE_STORAGE: dict[str, Any] = {
 }
 
 
-@task(name="plan", task_run_name="plan", **_ABOUT_THE_STORAGE)
+@task(name="plan", task_run_name="plan", **_STORAGE_TASK)
 def make_plan(
     retraining: RetrainingRun, scheduled_time: datetime, data: Mapping[str, Any] | None
 ) -> RetrainingPlan:
-    """Decide what the run does, once for all its attempts.
+    """Decide what the run does, for all its attempts.
 
     Args:
-        scheduled_time: when the run was to begin.
-        data: goes over the experiment's; taken as it is, without templates.
+        scheduled_time: scheduled start of the run.
+        data: overrides the experiment's data; not rendered.
 
     Raises:
-        ConfigError: templates among the experiment's data cannot be rendered; `data` holds what
-            JSON cannot carry; or a callback is not there.
+        ConfigError: a template cannot be rendered, `data` is not plain, or a callback is missing.
     """
-    _find_callbacks(retraining)
+    _check_callbacks(retraining)
     scheduled_time = scheduled_time.astimezone(timezone.utc)
-    state = retraining.registry.state(retraining.model)
+    last_move = retraining.registry.last_move(retraining.model)
     plan = RetrainingPlan(
         trial=trial_id(retraining.config.name, retraining.run_id),
         scheduled_at=scheduled_time.isoformat(),
         begun_at=utc_now(),
-        data=merged(rendered(retraining.config.data, scheduled_time), checked(data or {})),
-        champion=state.champion if state else None,
-        move=state.number if state else 0,
+        data=merge_data(
+            render_data(retraining.config.data, scheduled_time), check_plain_data(data or {})
+        ),
+        champion=last_move.champion if last_move else None,
+        move=last_move.number if last_move else 0,
     )
-    plan = retraining.notes.note("plan", plan)
-    against = "no champion" if plan.champion is None else f"version {plan.champion}"
-    get_run_logger().info("trial %s against %s, with data %s", plan.trial, against, plan.data)
+    plan = retraining.journal.write_plan(plan)
+    champion = "no champion" if plan.champion is None else f"champion version {plan.champion}"
+    get_run_logger().info("trial %s against %s, with data %s", plan.trial, champion, plan.data)
     return plan
 
 
-@task(name="plan", task_run_name="plan", **_ABOUT_THE_STORAGE)
+@task(name="plan", task_run_name="plan", **_STORAGE_TASK)
 def renew_plan(retraining: RetrainingRun, plan: RetrainingPlan) -> RetrainingPlan:
-    """The plan of an earlier attempt, against whoever is champion now if its own was not validated:
-    one that cannot be, because it is damaged, would else keep the run from ever going on."""
-    notes, state = retraining.notes, retraining.registry.state(retraining.model)
-    if plan.champion is None or state is None or state.champion == plan.champion:
+    """The plan of an earlier attempt; with the present champion if its own was never validated.
+
+    A plan with a damaged champion would otherwise block the run forever.
+    """
+    journal, last_move = retraining.journal, retraining.registry.last_move(retraining.model)
+    if plan.champion is None or last_move is None or last_move.champion == plan.champion:
         return plan
-    is_used = (
-        notes.read(plan.champion_note, Champion) is not None
-        or notes.read("challenger", Challenger) is not None
+    is_started = (
+        journal.read(plan.champion_record, Champion) is not None
+        or journal.read("challenger", Challenger) is not None
     )
-    if is_used:
+    if is_started:
         return plan
-    note = f"planned against version {plan.champion}, which was not validated before {state}"
+    note = f"planned with champion version {plan.champion}, not validated before {last_move}"
     get_run_logger().warning("%s", note)
-    return notes.renew(
+    return journal.write_plan(
         msgspec.structs.replace(
-            plan, champion=state.champion, move=state.number, renewed=plan.renewed + 1, note=note
+            plan,
+            champion=last_move.champion,
+            move=last_move.number,
+            renewed=plan.renewed + 1,
+            note=note,
         )
     )
 
 
-def _find_callbacks(retraining: RetrainingRun) -> None:
-    """Refuse callbacks that are not there: else that would be known once all is trained."""
-    config = retraining.config
+def _check_callbacks(retraining: RetrainingRun) -> None:
+    """Refuse missing callbacks now, not after the training."""
     for number, function in enumerate(retraining.settings.callbacks):
-        problem = callback_process.call(
-            function, None, code=config.code,
-            log=_log_of(function, home_folder() / trial_id(config.name, retraining.run_id) / LOGS),
-            environment=config.environment.environment_variables,
-            timeout_seconds=retraining.settings.callback_timeout_seconds,
-        )  # fmt: skip
+        problem = _call_callback(retraining, function, None)
         if problem:
-            raise ConfigError(f"retraining.callbacks[{number}]: no {function} to call: {problem}")
+            raise ConfigError(
+                f"retraining.callbacks[{number}]: {function} cannot be imported: {problem}"
+            )
 
 
-@task(name="register", task_run_name="register", **_ABOUT_THE_STORAGE)
+@task(name="register", task_run_name="register", **_STORAGE_TASK)
 def register_challenger(retraining: RetrainingRun, plan: RetrainingPlan) -> Challenger:
-    """Make the best checkpoint of the challenger's trial a version of the model."""
+    """Register the best checkpoint of the challenger's trial as a version of the model."""
     rule, manifests = retraining.rule, retraining.store.candidates(plan.trial)
-    best = rule.best(manifests)
+    best = rule.best_checkpoint(manifests)
     if best is None:
-        return Challenger(why_none=rule.why_none(manifests))
+        return Challenger(why_none=rule.explain_no_best(manifests))
     value = own_metric(best, rule.metric)
-    is_finite = value is not None and math.isfinite(value)
     version = retraining.registry.register(
         retraining.model, best, metric=rule.metric, smaller_is_better=rule.smaller_is_better,
-        value=value if is_finite else None, run=retraining.run_id,
+        value=value if value is not None and math.isfinite(value) else None,
+        run=retraining.run_id,
     )  # fmt: skip
     get_run_logger().info("checkpoint %s is %s", best.uuid, version)
     return Challenger(
@@ -211,127 +222,103 @@ def register_challenger(retraining: RetrainingRun, plan: RetrainingPlan) -> Chal
 def compare(
     retraining: RetrainingRun, champion: Champion | None, challenger: Challenger
 ) -> PromotionDecision:
-    """Whether the challenger is better than the champion, on the same data."""
+    """Whether the challenger is better than the champion on the same data."""
     if challenger.value is None:
         return PromotionDecision(promoted=False, why=challenger.why_none)
     verdict = retraining.rule.compare(champion.value if champion else None, challenger.value)
     return PromotionDecision(promoted=verdict.is_better, why=verdict.why)
 
 
-@task(name="move", task_run_name="move", **_ABOUT_THE_STORAGE)
-def carry_out(
+@task(name="promote", task_run_name="promote", **_STORAGE_TASK)
+def promote_challenger(
     retraining: RetrainingRun,
     plan: RetrainingPlan,
     challenger: Challenger,
     verdict: PromotionDecision,
 ) -> PromotionDecision:
-    """Make the challenger the champion if it is better; what became of that.
+    """Promote the challenger if it is better. Returns the outcome.
 
-    An attempt that was killed after it had moved the alias finds its move, and makes no other.
+    If an attempt at this run was killed after its promotion, makes no second move.
     """
-    if not verdict.promoted or challenger.version is None:
-        return verdict
-    if _has_moved(retraining, plan):
+    if not verdict.promoted or challenger.version is None or retraining.has_promoted(plan):
         return verdict
     try:
         retraining.registry.promote(
             retraining.model, challenger.version, run=retraining.run_id, why=verdict.why,
-            instead_of=plan.champion,
+            expected_champion=plan.champion,
         )  # fmt: skip
     except PromotionConflict as conflict:
-        if _has_moved(retraining, plan):  # an attempt that was taken for dead
+        if retraining.has_promoted(plan):  # by an attempt that was presumed dead
             return verdict
-        why = f"the champion was moved meanwhile: {conflict}"
-    except (CheckpointDamaged, CheckpointNotFound, PromotionRefused) as damage:
-        why = f"the challenger's checkpoint cannot be used: {damage}"
+        why = f"the champion has changed since the plan: {conflict}"
+    except (CheckpointDamaged, CheckpointNotFound, PromotionRefused) as error:
+        why = f"the challenger's checkpoint cannot be used: {error}"
     else:
         return verdict
     get_run_logger().warning("version %d is not promoted: %s", challenger.version, why)
-    return PromotionDecision(promoted=False, why=f"{why} (it was {verdict.why})")
-
-
-def _has_moved(retraining: RetrainingRun, plan: RetrainingPlan) -> bool:
-    """Whether an attempt at this very run has moved the alias."""
-    moves = retraining.registry.moves(retraining.model, plan.move)
-    return any(move.run == retraining.run_id for move in moves)
+    return PromotionDecision(promoted=False, why=f"{why} (the verdict was: {verdict.why})")
 
 
 @task(
-    name="tell", task_run_name="tell", cache_policy=NO_CACHE,
+    name="send-event", task_run_name="send-event", cache_policy=NO_CACHE,
     retries=STORAGE_RETRIES, retry_delay_seconds=STORAGE_RETRY_SECONDS,
 )  # fmt: skip
-def tell(retraining: RetrainingRun, outcome: Mapping[str, Any]) -> None:
-    """Send the event. Sent twice, by an attempt that was killed and the next, it has one id, by
-    which Prefect knows it.
+def send_event(retraining: RetrainingRun, outcome: Mapping[str, Any]) -> None:
+    """Send the event of the outcome.
 
     Raises:
-        httpx.HTTPError: the server has not taken it.
+        httpx.HTTPError: the server did not accept the event.
     """
-    name = PROMOTED if outcome["promoted"] else KEPT
-    event = Event(
-        id=uuid5(NAMESPACE_URL, f"{name}/{retraining.run_id}"),
-        event=name,
-        resource=Resource(
-            {
-                "prefect.resource.id": f"trialflow.model.{retraining.model}",
-                "prefect.resource.name": retraining.model,
-            }
-        ),
-        related=[
-            RelatedResource(
-                {
-                    "prefect.resource.id": f"prefect.flow-run.{retraining.run_id}",
-                    "prefect.resource.role": "flow-run",
-                }
-            )
-        ],
-        payload=dict(outcome),
-    )
-    # Not Prefect's emit_event, which does not say whether the server has taken it.
+    event = outcome_event(retraining.model, retraining.run_id, outcome)
     with get_client(sync_client=True) as client:
-        answer = client.request("POST", "/events", json=[event.model_dump(mode="json")])
-        answer.raise_for_status()
-    get_run_logger().info("event %s", name)
+        send(client, event)
+    get_run_logger().info("sent event %s", event.event)
 
 
 @task(name="callback", task_run_name="callback {function}", cache_policy=NO_CACHE)
-def call_back(
-    retraining: RetrainingRun,
-    function: str,
-    outcome: Mapping[str, Any],
-    logs: Path,
-    stopping: Stopping,
+def run_callback(
+    retraining: RetrainingRun, function: str, outcome: Mapping[str, Any], stopping: Stopping
 ) -> str | None:
-    """Call one of the experiment's callbacks; what went wrong, None if nothing did."""
-    log = _log_of(function, logs)
-    problem = callback_process.call(
-        function, outcome,
-        code=retraining.config.code, log=log,
-        environment=retraining.config.environment.environment_variables,
-        timeout_seconds=retraining.settings.callback_timeout_seconds,
-        is_unwanted=out_of_time(stopping, retraining.config.stopping.grace_seconds),
-    )  # fmt: skip
+    """Call one of the experiment's callbacks. Returns what failed; None: it returned."""
+    should_cancel = grace_timer(stopping, retraining.config.stopping.grace_seconds)
+    problem = _call_callback(retraining, function, outcome, should_cancel)
     logger = get_run_logger()
-    for line in log.read_text(errors="replace").splitlines():
+    for line in retraining.callback_log(function).read_text(errors="replace").splitlines():
         logger.info("[%s] %s", function, line)
     if problem:
         logger.error("callback %s failed: %s", function, problem)
     return problem
 
 
-def out_of_time(stopping: Stopping, grace_seconds: float) -> Callable[[], bool]:
-    """Whether what takes as long as others like is to be ended as it is: the run has been asked to
-    stop, also where nobody presses for that, and the grace since is over."""
-    noticed: list[float] = []
+def _call_callback(
+    retraining: RetrainingRun,
+    function: str,
+    outcome: Mapping[str, Any] | None,
+    should_cancel: Callable[[], bool] = lambda: False,
+) -> str | None:
+    """Call a callback in a process; without `outcome`, only import it. Returns what failed."""
+    return call_function(
+        function, outcome,
+        code=retraining.config.code,
+        log=retraining.callback_log(function),
+        environment=retraining.config.environment.environment_variables,
+        timeout_seconds=retraining.settings.callback_timeout_seconds,
+        should_cancel=should_cancel,
+    )  # fmt: skip
+
+
+def grace_timer(stopping: Stopping, grace_seconds: float) -> Callable[[], bool]:
+    """A function that tells whether a stop was requested and its grace period is over.
+
+    The period starts when the function first sees the request. `Stopping` itself has a deadline
+    for urgent requests only, and a callback may take any time.
+    """
+    first_seen: list[float] = []
 
     def is_over() -> bool:
-        if stopping.asked is not None and not noticed:
-            noticed.append(time.monotonic())
-        is_late = bool(noticed) and time.monotonic() - noticed[0] >= grace_seconds
+        if stopping.asked is not None and not first_seen:
+            first_seen.append(time.monotonic())
+        is_late = bool(first_seen) and time.monotonic() - first_seen[0] >= grace_seconds
         return is_late or stopping.has_expired
 
     return is_over
-
-
-def _log_of(function: str, logs: Path) -> Path:
-    return logs / f"callback-{function.replace(':', '-')}.log"

@@ -1,10 +1,8 @@
-"""`trialflow data-arrived`: tell the Prefect server that there is new data for a model."""
+"""`trialflow data-arrived`: tell the Prefect server that a model has new data."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
@@ -26,15 +24,15 @@ def data_arrived(
             name=("--data", "--set"),
             metavar="KEY=VALUE",
             negative=(),
-            help="A field of the experiment's `data` in the run that this starts: "
+            help="Set a field of the experiment's `data` for the run that this starts: "
             "--data path=s3://bucket/2026-11-21. The value is YAML. May be given several times.",
         ),
     ] = None,
 ) -> int:
     """Retrain a model because data has arrived.
 
-    Sends the event trialflow.data.arrived to the Prefect server that PREFECT_API_URL names, where
-    the automation of an experiment with `on_data_arrived` starts a run with the data.
+    Sends the event trialflow.data.arrived to the Prefect server that PREFECT_API_URL names. The
+    automation of an experiment with `on_data_arrived` then starts a run with this data.
 
     Parameters
     ----------
@@ -44,15 +42,14 @@ def data_arrived(
     from trialflow.flows.server.prefect_settings import prepare_prefect
 
     prepare_prefect()
-    from trialflow.deployments.retraining.requests import arrival, resource_id
+    from trial_core.models.data_templates import parse_data
+    from trialflow.tasks.model_events import data_arrived_event, resource_id, send
 
     _check_name(model)
-    data = _data(set_ or [])
+    event = data_arrived_event(model, parse_data(set_ or []))
     with configured_client() as client:
-        event = arrival(model, data)
-        # Not Prefect's emit_event, which does not say whether the server has taken it.
-        client.request("POST", "/events", json=[event.model_dump(mode="json")]).raise_for_status()
-        if problem := _nobody_listens(client, model):
+        send(client, event)
+        if problem := _automation_problem(client, model):
             console.warning(problem)
     print(f"sent: {event.event} of {resource_id(model)}")
     return 0
@@ -63,45 +60,22 @@ def _check_name(model: str) -> None:
 
     if not is_name(model):
         raise ConfigError(
-            f"{model!r} cannot be a model's name: letters, digits, and within them dots, dashes "
-            "and underscores"
+            f"{model!r} is not a valid model name: expected letters and digits, with dots, dashes "
+            "and underscores between them"
         )
 
 
-def _data(assignments: list[str]) -> dict[str, Any]:
-    """What `--data` gives, as JSON has it.
+def _automation_problem(client: SyncPrefectClient, model: str) -> str | None:
+    """Why no automation reacts to the event; None: one does."""
+    from trialflow.deployments.retraining.requests import automation_name
 
-    Raises:
-        ConfigError: an assignment cannot be understood.
-    """
-    from trial_core.config.parsing import override
-
-    data = override({}, assignments, "--data")
-    if not _is_json(data):
-        raise ConfigError("--data: expected text, numbers, lists and mappings: an event is JSON")
-    return data
-
-
-def _is_json(value: Any) -> bool:
-    """Whether JSON has it: neither NaN nor infinity, and keys are text."""
-    if isinstance(value, Mapping):
-        return all(isinstance(key, str) and _is_json(inner) for key, inner in value.items())
-    if isinstance(value, list):
-        return all(map(_is_json, value))
-    return not isinstance(value, float) or math.isfinite(value)
-
-
-def _nobody_listens(client: SyncPrefectClient, model: str) -> str | None:
-    """What is said if no automation of ours acts on the event; None: one does."""
-    from trialflow.deployments.retraining.requests import rule_name
-
-    found = client.read_automations_by_name(rule_name(model))
+    found = client.read_automations_by_name(automation_name(model))
     if not found:
         return (
             f"no automation of this server retrains {model!r} when data arrives: set "
-            "`on_data_arrived: true` in the `retraining` section of its experiment, and "
-            "`trialflow deploy` that"
+            "`on_data_arrived: true` in the `retraining` section of its experiment, and deploy it "
+            "with `trialflow deploy`"
         )
     if not found[0].enabled:
-        return f"the automation {rule_name(model)!r} is paused: nothing is run"
+        return f"the automation {automation_name(model)!r} is paused: no run was started"
     return None

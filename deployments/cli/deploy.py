@@ -87,12 +87,12 @@ def deploy(
     prepare_prefect()
     from trialflow.deployments.flow_deployment import models_on_server
     from trialflow.deployments.resources import lease_problem, set_up, take_down
-    from trialflow.deployments.retraining.model_resources import all_of
+    from trialflow.deployments.retraining.model_resources import all_resources
 
     retrainings = read_retrainings(files)
     with configured_client() as client:
         if remove and files:
-            ours = list(all_of(each.model for each in retrainings))
+            ours = list(all_resources(each.model for each in retrainings))
             _print(take_down(reversed(ours), client, dry_run), dry_run)
             return 0
         pool_type, pool_name = settle(client, type_, pool)
@@ -166,21 +166,21 @@ def wanted_things(
     from trialflow.deployments.desired_state import DeploymentTarget, automations, deployments
     from trialflow.deployments.flow_deployment import FlowDeployment
     from trialflow.deployments.resources import FixedAutomation, GpuLimit, Pool
-    from trialflow.deployments.retraining.model_resources import all_of, asked_for
-    from trialflow.deployments.retraining.requests import template
+    from trialflow.deployments.retraining.model_resources import all_resources, requested_resources
+    from trialflow.deployments.retraining.requests import base_deployment
 
     folder = directory or (Path.cwd() if pool_type == "process" else None)
     where = str(folder.absolute()) if folder else None
     place = DeploymentTarget(pool, where, keeps_pool, keeps_directory=directory is None)
     given = {each.model for each in retrainings}
-    kept = [FlowDeployment(template(each), place) for each in models if each not in given]
+    kept = [FlowDeployment(base_deployment(each), place) for each in models if each not in given]
     return [
         Pool(pool, pool_type, overwrite),
         *([GpuLimit(gpus)] if gpus or is_removal else []),
         *(FlowDeployment(each, place) for each in deployments()),
         *(FixedAutomation(each) for each in automations([pool] if pool_type == "process" else [])),
-        *(all_of(models) if is_removal else kept),
-        *asked_for(retrainings, place),
+        *(all_resources(models) if is_removal else kept),
+        *requested_resources(retrainings, place),
     ]
 
 
@@ -190,9 +190,9 @@ def read_retrainings(files: Sequence[Path]) -> list[RetrainingRequest]:
     Raises:
         ConfigError: what is wrong in the first one that cannot be used.
     """
-    from trialflow.deployments.retraining.requests import retrainings
+    from trialflow.deployments.retraining.requests import retraining_requests
 
-    return retrainings({path: read_experiment(path, []) for path in files})
+    return retraining_requests({path: read_experiment(path, []) for path in files})
 
 
 def take_back(
@@ -200,9 +200,9 @@ def take_back(
 ) -> Iterator[Change]:
     """Remove what files have asked for before, and ask for no more."""
     from trialflow.deployments.resources import take_down
-    from trialflow.deployments.retraining.model_resources import not_asked_for
+    from trialflow.deployments.retraining.model_resources import unrequested_resources
 
-    removed = take_down(not_asked_for(retrainings), client, dry_run)
+    removed = take_down(unrequested_resources(retrainings), client, dry_run)
     return (done for done in removed if done.verb != "not there")
 
 

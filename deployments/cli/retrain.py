@@ -1,4 +1,4 @@
-"""`trialflow retrain`: run the flow `retrain` in this process, and say what became of the model."""
+"""`trialflow retrain`: run the flow `retrain` in this process and print the outcome."""
 
 from __future__ import annotations
 
@@ -34,30 +34,33 @@ def retrain(
             metavar="KEY=VALUE",
             negative=(),
             help="Set a field of the experiment's data for this run: --data path=s3://bucket/new. "
-            "The value is YAML, and taken as it is. May be given several times.",
+            "The value is YAML, and is not rendered. May be given several times.",
         ),
     ] = None,
     storage: Storage = None,
-    quiet: Annotated[bool, Parameter(help="Print only the outcome, or what went wrong.")] = False,
+    quiet: Annotated[bool, Parameter(help="Print only the outcome or the error.")] = False,
     json_: AsJson = False,
 ) -> int:
-    """Train a challenger on this machine; it becomes champion if it is better.
+    """Train a challenger on this machine, and promote it if it is better than the champion.
 
-    The champion is validated on the same data first. Templates in the experiment's data are of now.
+    The champion is first validated on the same data. Templates in the experiment's data are
+    rendered for the present time.
 
     Parameters
     ----------
     config
         The experiment file (YAML).
     """
+    from trial_core.models.data_templates import parse_data, render_data
+
     experiment = read_experiment(config, set_ or [], storage)
-    given = _given(data or [])
-    _check_templates(experiment)
+    run_data = parse_data(data or [])
+    render_data(experiment.data, datetime.now(timezone.utc))  # report errors before the start
     display = display_for_stdout(quiet or json_, (experiment.searcher.metric, "loss"))
-    run = _Run(experiment, given)
+    run = _FlowRun(experiment, run_data)
     try:
         with stoppable(display.stopping):
-            run_flow(display, run.call)
+            run_flow(display, run.run)
     except KeyboardInterrupt:
         console.error("stopped by Ctrl-C")
         return console.INTERRUPTED
@@ -67,20 +70,20 @@ def retrain(
     except TrialflowError as failure:
         console.report(failure, code_folder=experiment.code)
         return console.exit_code(failure, display.has_trained)
-    print(run.as_json() if json_ else "\n".join(run.summary()), flush=True)
+    print(run.json() if json_ else "\n".join(run.summary_lines()), flush=True)
     return 0
 
 
-class _Run:
-    """One run of the flow, and what came of it."""
+class _FlowRun:
+    """A run of the flow, and its result once it has ended."""
 
     def __init__(self, experiment: ExperimentConfig, data: dict[str, Any]) -> None:
         self._experiment = experiment
         self._data = data
         self._result: RetrainResult | None = None
-        self._skipped: str | None = None
+        self._skip_message: str | None = None
 
-    def call(self) -> None:
+    def run(self) -> None:
         """Run the flow.
 
         Raises:
@@ -90,22 +93,22 @@ class _Run:
         from trialflow.flows.retrain import retrain as retrain_flow
         from trialflow.flows.retraining.outcome import RetrainResult
 
-        def note(flow: Any, flow_run: Any, state: Any) -> None:
+        def on_completion(flow: Any, flow_run: Any, state: Any) -> None:
             if state.name == SKIPPED:
-                self._skipped = state.message
+                self._skip_message = state.message
 
-        flow = retrain_flow.with_options(on_completion=[note])
+        flow = retrain_flow.with_options(on_completion=[on_completion])
         result = flow(self._experiment, data=self._data or None)
         if isinstance(result, RetrainResult):
             self._result = result
-        elif self._skipped is None:
+        elif self._skip_message is None:
             raise Stopped(f"the run ended without a result: {result}")
 
-    def summary(self) -> list[str]:
-        """What became of it, for people."""
+    def summary_lines(self) -> list[str]:
+        """The outcome for people."""
         result = self._result
         if result is None:
-            return [str(self._skipped)]
+            return [str(self._skip_message)]
         if result.stop_reason:
             headline = f"model {result.model}: nothing was decided"
         elif result.promoted:
@@ -115,8 +118,8 @@ class _Run:
             headline = f"model {result.model}: {kept}"
         facts = [
             ("why", result.why),
-            ("champion", _value(result.metric, result.champion_value)),
-            ("challenger", _value(result.metric, result.challenger_value)),
+            ("champion", _metric(result.metric, result.champion_value)),
+            ("challenger", _metric(result.metric, result.challenger_value)),
             ("checkpoint", result.checkpoint_uuid),
             ("report", result.report_path),
         ]
@@ -124,42 +127,22 @@ class _Run:
         lines = [f"  {name:<{width}}  {text_format.one_line(fact)}" for name, fact in facts if fact]
         return [headline, *lines]
 
-    def as_json(self) -> str:
-        """What became of it, for programs: the result's fields, and ``status``: ``promoted``,
-        ``kept``, ``stopped`` or ``skipped``."""
+    def json(self) -> str:
+        """The outcome for programs: the result's fields, and ``status``.
+
+        The status is ``promoted``, ``kept``, ``stopped`` or ``skipped``.
+        """
         import msgspec
 
         result = self._result
         if result is None:
-            said: dict[str, Any] = {"status": "skipped", "why": self._skipped}
+            outcome: dict[str, Any] = {"status": "skipped", "why": self._skip_message}
         else:
-            ended = "stopped" if result.stop_reason else "kept"
-            said = {"status": "promoted" if result.promoted else ended, **result.as_outcome()}
-        return msgspec.json.format(msgspec.json.encode(said), indent=2).decode()
+            kept = "stopped" if result.stop_reason else "kept"
+            status = "promoted" if result.promoted else kept
+            outcome = {"status": status, **result.as_json_data()}
+        return msgspec.json.format(msgspec.json.encode(outcome), indent=2).decode()
 
 
-def _given(assignments: list[str]) -> dict[str, Any]:
-    """What `--data` gives.
-
-    Raises:
-        ConfigError: an assignment cannot be understood, or gives what JSON lacks.
-    """
-    from trial_core.config.parsing import override
-    from trial_core.models.data_templates import checked
-
-    return checked(override({}, assignments, "--data"))
-
-
-def _check_templates(experiment: ExperimentConfig) -> None:
-    """Refuse templates that cannot be rendered before anything is started.
-
-    Raises:
-        ConfigError: which, and why.
-    """
-    from trial_core.models.data_templates import rendered
-
-    rendered(experiment.data, datetime.now(timezone.utc))
-
-
-def _value(metric: str, value: float | None) -> str | None:
-    return None if value is None else f"{text_format.clean(metric)} {text_format.number(value)}"
+def _metric(name: str, value: float | None) -> str | None:
+    return None if value is None else f"{text_format.clean(name)} {text_format.number(value)}"

@@ -1,6 +1,4 @@
-"""What a Prefect server has of a model's retraining, besides its deployment, as `Resource`s: the
-schedule that its file gives, and the automation that runs it when data arrives.
-"""
+"""Resources of a model's retraining on a Prefect server: deployment, schedule and automation."""
 
 from __future__ import annotations
 
@@ -18,55 +16,55 @@ from trialflow.deployments.retraining.requests import (
     FLOW,
     RetrainingRequest,
     Schedule,
-    data_arrived,
-    described,
-    rule_name,
-    template,
+    automation_name,
+    base_deployment,
+    data_arrived_automation,
+    describe_schedule,
 )
 
-# What tells the schedule that the file gives from those that people have made.
+# Distinguishes the schedule of the experiment file from schedules that people created.
 SLUG = "trialflow"
 
 
-def asked_for(
-    retrainings: Iterable[RetrainingRequest], place: DeploymentTarget
+def requested_resources(
+    requests: Iterable[RetrainingRequest], target: DeploymentTarget
 ) -> Iterator[Resource]:
-    """What files ask for."""
-    for each in retrainings:
-        yield FlowDeployment(each.deployment, place)
+    """The resources that experiment files request."""
+    for each in requests:
+        yield FlowDeployment(each.deployment, target)
         if each.schedule is not None:
             yield FileSchedule(each.model, each.schedule)
         if each.on_data_arrived:
-            yield DataArrivedRule(each.model)
+            yield DataArrivedAutomation(each.model)
 
 
-def not_asked_for(retrainings: Iterable[RetrainingRequest]) -> Iterator[Resource]:
-    """What files do not ask for, and may have asked for before."""
-    for each in retrainings:
+def unrequested_resources(requests: Iterable[RetrainingRequest]) -> Iterator[Resource]:
+    """The resources that experiment files do not request, and may have requested earlier."""
+    for each in requests:
         if each.schedule is None:
             yield FileSchedule(each.model, None)
         if not each.on_data_arrived:
-            yield DataArrivedRule(each.model)
+            yield DataArrivedAutomation(each.model)
 
 
-def all_of(models: Iterable[str]) -> Iterator[Resource]:
-    """All that there can be of models, to be removed. Schedules go with their deployments."""
+def all_resources(models: Iterable[str]) -> Iterator[Resource]:
+    """All resources of models, for removal. Schedules are removed with their deployments."""
     for model in models:
-        yield FlowDeployment(template(model), DeploymentTarget("", None))
-        yield DataArrivedRule(model)
+        yield FlowDeployment(base_deployment(model), DeploymentTarget("", None))
+        yield DataArrivedAutomation(model)
 
 
 class FileSchedule(Resource):
-    """The schedule that a model's file gives; others of its deployment are people's.
+    """The schedule in a model's experiment file. Leaves other schedules of the deployment alone.
 
-    Whether it is active is people's as well.
+    Whether the schedule is active is also left alone: people pause it.
 
     Args:
-        schedule: None: whatever it is, for removing it.
+        schedule: None: any schedule, for removal.
     """
 
     def __init__(self, model: str, schedule: Schedule | None) -> None:
-        when = f" ({described(schedule)})" if schedule is not None else ""
+        when = f" ({describe_schedule(schedule)})" if schedule is not None else ""
         self.title = f"schedule of {FLOW}/{model}{when}"
         self._model = model
         self._schedule = schedule
@@ -76,7 +74,7 @@ class FileSchedule(Resource):
         if found is None:
             return False, ""
         is_same = self._schedule is None or found.schedule == self._schedule
-        return True, "" if is_same else "another time"
+        return True, "" if is_same else "other times"
 
     def put(self, client: SyncPrefectClient) -> None:
         deployment = deployment_of(client, self._model)
@@ -100,14 +98,16 @@ class FileSchedule(Resource):
         return next((each for each in schedules if each.slug == SLUG), None)
 
 
-class DataArrivedRule(AutomationResource):
-    """The automation that runs a model's retraining when data arrives."""
+class DataArrivedAutomation(AutomationResource):
+    """The automation that retrains a model when data arrives."""
 
     def __init__(self, model: str) -> None:
-        super().__init__(rule_name(model))
+        super().__init__(automation_name(model))
         self._model = model
 
     def wanted(self, client: SyncPrefectClient) -> AutomationCore | None:
-        """The automation; None while there is no deployment for it to run."""
+        """The automation; None: the deployment that it runs does not exist."""
         deployment = deployment_of(client, self._model)
-        return data_arrived(self._model, deployment.id) if deployment is not None else None
+        if deployment is None:
+            return None
+        return data_arrived_automation(self._model, deployment.id)

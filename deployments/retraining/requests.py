@@ -1,14 +1,14 @@
-"""What the `retraining` sections of experiments ask of a Prefect server: for each a deployment of
-the flow `retrain`, its schedule, and an automation that runs it when data arrives.
+"""Requested deployments: what the `retraining` sections of experiments ask of a Prefect server.
 
-Nothing in this module speaks to a server; `trialflow.deployments.retraining.model_resources` does.
+Each section requests a deployment of the flow `retrain`, and may request a schedule and an
+automation that runs it when data arrives. Nothing here talks to a server; `model_resources` does.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +17,13 @@ from uuid import UUID
 from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
 from prefect.events.actions import RunDeployment
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
-from prefect.events.schemas.events import Event, Resource, ResourceSpecification
+from prefect.events.schemas.events import ResourceSpecification
 from pydantic import ValidationError
 
 from trial_core.errors import ConfigError
-from trial_core.models.data_templates import rendered
+from trial_core.models.data_templates import render_data
 from trialflow.deployments.desired_state import DesiredDeployment, deployments
+from trialflow.tasks.model_events import DATA_ARRIVED, resource_id
 
 if TYPE_CHECKING:
     from trial_core.config import ExperimentConfig, RetrainingConfig
@@ -31,19 +32,18 @@ Schedule = CronSchedule | IntervalSchedule
 
 ENTRYPOINT = "trialflow.flows.retrain.retrain"
 FLOW = "retrain"
-DATA_ARRIVED = "trialflow.data.arrived"
-# Where intervals are counted from: a schedule is the same whenever it is deployed.
+# Intervals count from here, so a schedule has the same times whenever it is deployed.
 ANCHOR = "2020-01-01T00:00:00Z"
 
 
 @dataclass(frozen=True)
 class RetrainingRequest:
-    """What one experiment's `retraining` section asks for.
+    """What the `retraining` section of one experiment requests.
 
     Attributes:
-        model: whose retraining it is; the deployment's name.
-        deployment: its deployment; the experiment is its parameter.
-        schedule: when it runs by itself; None: never.
+        model: name of the model, and of its deployment.
+        deployment: the deployment; its parameter is the experiment.
+        schedule: when it runs; None: only when started.
         on_data_arrived: whether it also runs when data arrives.
     """
 
@@ -53,66 +53,54 @@ class RetrainingRequest:
     on_data_arrived: bool
 
 
-def resource_id(model: str) -> str:
-    """What events about a model are about, as Prefect names resources."""
-    return f"trialflow.model.{model}"
-
-
-def retrainings(experiments: Mapping[Path, ExperimentConfig]) -> list[RetrainingRequest]:
-    """What these experiment files ask for.
+def retraining_requests(experiments: Mapping[Path, ExperimentConfig]) -> list[RetrainingRequest]:
+    """What experiment files request.
 
     Raises:
-        ConfigError: one has no `retraining` section, a schedule that cannot be, data with a
-            template that cannot be rendered, or a model whose name is taken.
+        ConfigError: a file has no `retraining` section, an impossible schedule, a template that
+            cannot be rendered, or a model name that is taken.
     """
     found: dict[str, tuple[Path, RetrainingRequest]] = {}
     for path, config in experiments.items():
-        retraining = _retraining(path, config)
-        other, _ = found.setdefault(retraining.model, (path, retraining))
+        request = _request(path, config)
+        other, _ = found.setdefault(request.model, (path, request))
         if other != path:
             raise ConfigError(
-                f"{path}: retraining.model: {retraining.model!r} is that of {other} too, and a "
-                "model has one deployment: name another in one of them"
+                f"{path}: retraining.model: {request.model!r} is also the model of {other}, and a "
+                "model has one deployment: choose another name in one of the files"
             )
-    return [retraining for _, retraining in found.values()]
+    return [request for _, request in found.values()]
 
 
-def template(model: str) -> DesiredDeployment:
-    """The deployment of a model's retraining, as far as its file does not matter."""
+def base_deployment(model: str) -> DesiredDeployment:
+    """The deployment of a model's retraining, without the experiment."""
     (general,) = (each for each in deployments() if each.entrypoint == ENTRYPOINT)
     return DesiredDeployment(
         name=model,
         entrypoint=ENTRYPOINT,
-        description=f"Retrains the model {model}, and promotes what is better.",
+        description=f"Retrains the model {model} and promotes a better version.",
         tags=general.tags,
         environment=general.environment,
     )
 
 
-def _retraining(path: Path, config: ExperimentConfig) -> RetrainingRequest:
-    asked = config.retraining
-    if asked is None:
+def _request(path: Path, config: ExperimentConfig) -> RetrainingRequest:
+    section = config.retraining
+    if section is None:
         raise ConfigError(
-            f"{path}: has no `retraining` section, which says what `trialflow deploy` is to do "
-            "with it; `retraining: {}` is one. To train it once: `prefect deployment run "
+            f"{path}: there is no `retraining` section, which tells `trialflow deploy` what to "
+            "deploy; the shortest one is `retraining: {}`. To train once: `prefect deployment run "
             f'train/train --params "$(trialflow config {path})"`'
         )
-    model = asked.model
-    _check_name(path, model)
+    _check_name(path, section.model)
     _check_templates(path, config)
-    ours = template(model)
     return RetrainingRequest(
-        model=model,
-        deployment=DesiredDeployment(
-            name=model,
-            entrypoint=ours.entrypoint,
-            description=ours.description,
-            tags=ours.tags,
-            environment=ours.environment,
-            from_file={"config": config.model_dump(mode="json")},
+        model=section.model,
+        deployment=replace(
+            base_deployment(section.model), from_file={"config": config.model_dump(mode="json")}
         ),
-        schedule=schedule_of(path, asked),
-        on_data_arrived=asked.on_data_arrived,
+        schedule=schedule_of(path, section),
+        on_data_arrived=section.on_data_arrived,
     )
 
 
@@ -120,83 +108,82 @@ def _check_name(path: Path, model: str) -> None:
     if any(model == each.name for each in deployments() if each.entrypoint == ENTRYPOINT):
         raise ConfigError(
             f"{path}: retraining.model: {model!r} is the name of the deployment that retrains any "
-            "model: name this one otherwise"
+            "model: choose another name"
         )
 
 
 def _check_templates(path: Path, config: ExperimentConfig) -> None:
     try:
-        rendered(config.data, datetime.now(timezone.utc))
+        render_data(config.data, datetime.now(timezone.utc))
     except ConfigError as error:
         lines = str(error).splitlines()
         raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None
 
 
-def schedule_of(path: Path, asked: RetrainingConfig) -> Schedule | None:
-    """When the retraining runs by itself, as Prefect has it.
+def schedule_of(path: Path, section: RetrainingConfig) -> Schedule | None:
+    """The schedule of a `retraining` section, as Prefect's type.
 
     Raises:
-        ConfigError: Prefect knows no such time, or it never comes.
+        ConfigError: Prefect does not accept the schedule, or it has no future time.
     """
-    if asked.schedule is None:
+    if section.schedule is None:
         return None
-    zone = asked.schedule.timezone or "UTC"
+    zone = section.schedule.timezone or "UTC"
     try:
-        if asked.schedule.cron is None:
+        if section.schedule.cron is None:
             return IntervalSchedule(
-                interval=timedelta(seconds=asked.schedule.interval_seconds or 0),
+                interval=timedelta(seconds=section.schedule.interval_seconds or 0),
                 anchor_date=ANCHOR,
                 timezone=zone,
             )
-        schedule = CronSchedule(cron=asked.schedule.cron, timezone=zone)
+        schedule = CronSchedule(cron=section.schedule.cron, timezone=zone)
     except ValidationError as error:
-        raise ConfigError("\n".join(_lines(path, error))) from None
-    if not _ever_comes(schedule):
+        raise ConfigError("\n".join(_error_lines(path, error))) from None
+    if not _has_next_time(schedule):
         raise ConfigError(
-            f"{path}: retraining.schedule.cron: {schedule.cron!r} never comes: there is no such day"
+            f"{path}: retraining.schedule.cron: {schedule.cron!r} has no future time: no such day "
+            "exists"
         )
     return schedule
 
 
-def _lines(path: Path, error: ValidationError) -> list[str]:
-    """What Prefect finds wrong, with the names of our fields."""
-    ours = {"cron": "cron", "interval": "interval_seconds"}
-    found = [
-        (ours.get("".join(map(str, each["loc"])), "timezone"), each["msg"])
-        for each in error.errors()
-    ]
-    return [
-        f"{path}: retraining.schedule.{field}: {message.removeprefix('Value error, ')}"
-        for field, message in found
-    ]
+def _error_lines(path: Path, error: ValidationError) -> list[str]:
+    """Prefect's validation errors under the names of the section's fields."""
+    fields = {"cron": "cron", "interval": "interval_seconds"}
+    lines = []
+    for each in error.errors():
+        field = fields.get("".join(map(str, each["loc"])), "timezone")
+        message = each["msg"].removeprefix("Value error, ")
+        lines.append(f"{path}: retraining.schedule.{field}: {message}")
+    return lines
 
 
-def _ever_comes(schedule: CronSchedule) -> bool:
-    """Whether it has a next time. Without one, the server's scheduler stumbles over it."""
-    from prefect.server.schemas.schedules import CronSchedule as ServersSchedule
+def _has_next_time(schedule: CronSchedule) -> bool:
+    """Whether a future time exists. The server's scheduler fails on a schedule without one."""
+    from prefect.server.schemas.schedules import CronSchedule as ServerCronSchedule
 
-    same = ServersSchedule(cron=schedule.cron, timezone=schedule.timezone)
+    server_schedule = ServerCronSchedule(cron=schedule.cron, timezone=schedule.timezone)
     try:
-        return bool(asyncio.run(same.get_dates(1)))
+        return bool(asyncio.run(server_schedule.get_dates(1)))
     except ValueError:  # croniter's CroniterBadDateError
         return False
 
 
-def described(schedule: Schedule) -> str:
-    """A schedule, in words."""
+def describe_schedule(schedule: Schedule) -> str:
+    """A schedule in words."""
     if isinstance(schedule, CronSchedule):
         return f"{schedule.cron}, {schedule.timezone}"
     return f"every {schedule.interval.total_seconds():g} s"
 
 
-def rule_name(model: str) -> str:
+def automation_name(model: str) -> str:
     """The name of the automation that retrains a model when data arrives."""
     return f"trialflow: data arrived for {model}"
 
 
-def data_arrived(model: str, deployment: UUID) -> AutomationCore:
+def data_arrived_automation(model: str, deployment: UUID) -> AutomationCore:
     """The automation that retrains a model when data arrives."""
-    # What is in the event is not rendered again: it came from outside.
+    # A JSON value, not a template: text in the event comes from outside and is never rendered.
     data: dict[str, Any] = {
         "__prefect_kind": "json",
         "value": {
@@ -205,9 +192,9 @@ def data_arrived(model: str, deployment: UUID) -> AutomationCore:
         },
     }
     return AutomationCore(
-        name=rule_name(model),
-        description=f"The event {DATA_ARRIVED} of {resource_id(model)}, which `trialflow "
-        f"data-arrived {model}` sends, retrains the model with the event's data.",
+        name=automation_name(model),
+        description=f"Retrains the model with the data of each event {DATA_ARRIVED} of "
+        f"{resource_id(model)}, which `trialflow data-arrived {model}` sends.",
         trigger=EventTrigger(
             posture=Posture.Reactive,
             expect={DATA_ARRIVED},
@@ -223,9 +210,3 @@ def data_arrived(model: str, deployment: UUID) -> AutomationCore:
             )
         ],
     )
-
-
-def arrival(model: str, data: Mapping[str, Any]) -> Event:
-    """The event that data has arrived for a model."""
-    about = {"prefect.resource.id": resource_id(model), "prefect.resource.name": model}
-    return Event(event=DATA_ARRIVED, resource=Resource(about), payload={"data": dict(data)})

@@ -1,1 +1,1 @@
-"""What the flow `retrain` needs besides its stages: one at a time, and its outcome."""
+"""Parts of the flow `retrain`: the lock of a model, and the outcome of a run."""

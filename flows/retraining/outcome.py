@@ -1,4 +1,4 @@
-"""What a run of the flow `retrain` comes to, and who is told of it."""
+"""The result of the flow `retrain`: its report, its event, its callbacks."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from trial_core.errors import RegistryError, Stopped, StorageError, Superseded
 from trial_core.models.journal import PromotionDecision, StageRecord
 from trial_core.run.stop_request import Stopping
 from trialflow.tasks.report.retraining_report import FILE, RetrainingFacts, publish
-from trialflow.tasks.retrain import LOGS, CallbackFailed, RetrainingRun, call_back, tell
+from trialflow.tasks.retrain import CallbackFailed, RetrainingRun, run_callback, send_event
 
 
 @dataclass(frozen=True)
 class RetrainResult:
-    """What a run of the flow came to.
+    """Result of a run of the flow.
 
     Attributes:
-        model: which model was retrained.
-        promoted: whether the challenger is champion now.
-        why: in words.
-        metric: by which both were compared.
-        champion: number of the version that the challenger was compared with; None: there was none.
-        challenger: number of the version that was trained; None: nothing that can be compared.
-        champion_value, challenger_value: of the metric, on the same data.
-        checkpoint_uuid: the challenger's.
-        trial: the challenger's.
-        scheduled_time: when the run was to begin: ISO 8601, UTC.
-        data: what both were validated on, and the challenger trained.
-        stop_reason: why nothing was decided, if somebody has stopped the run.
-        report_path: the report, as a Markdown file.
+        model: name of the model.
+        promoted: whether the challenger was promoted.
+        why: reason, for people.
+        metric: the metric that was compared.
+        champion: number of the champion version before the run; None: there was none.
+        challenger: number of the trained version; None: it has no checkpoint to compare.
+        champion_value, challenger_value: the metric of both, on the same data.
+        checkpoint_uuid: of the challenger.
+        trial: of the challenger.
+        scheduled_time: scheduled start: ISO 8601, UTC.
+        data: the data of the run.
+        stop_reason: why the run was stopped before a decision; None: it was not.
+        report_path: the report, a Markdown file.
         flow_run_id: Prefect's id of this run.
     """
 
@@ -57,19 +57,19 @@ class RetrainResult:
     report_path: str | None = None
     flow_run_id: str | None = None
 
-    def as_outcome(self) -> dict[str, Any]:
-        """What callbacks and the event are told: plain data, as JSON can carry it."""
+    def as_json_data(self) -> dict[str, Any]:
+        """Plain data for callbacks and the event: non-finite numbers become None."""
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in asdict(self).items()
         }
 
 
-def result_of(
+def retrain_result(
     facts: RetrainingFacts, run_id: str, report: Path, stopping: Stopping
 ) -> RetrainResult:
-    """What the run has come to, as far as it has come."""
-    found, challenger, outcome = facts.champion_found, facts.challenger, facts.outcome
+    """The result of the run so far."""
+    champion, challenger, outcome = facts.champion_result, facts.challenger, facts.outcome
     return RetrainResult(
         model=facts.model,
         promoted=outcome is not None and outcome.promoted,
@@ -77,7 +77,7 @@ def result_of(
         metric=facts.rule.metric,
         champion=facts.plan.champion,
         challenger=challenger.version if challenger else None,
-        champion_value=found.value if found else None,
+        champion_value=champion.value if champion else None,
         challenger_value=challenger.value if challenger else None,
         checkpoint_uuid=challenger.checkpoint if challenger else None,
         trial=facts.plan.trial,
@@ -89,81 +89,75 @@ def result_of(
     )
 
 
-def tell_of(
-    retraining: RetrainingRun,
-    facts: RetrainingFacts,
-    result: RetrainResult,
-    folder: Path,
-    stopping: Stopping,
+def notify(
+    retraining: RetrainingRun, facts: RetrainingFacts, result: RetrainResult, stopping: Stopping
 ) -> None:
-    """Send the event and call the experiment's callbacks, as far as an earlier attempt has not.
+    """Send the event and call the callbacks, unless an earlier attempt has.
 
     Raises:
-        CallbackFailed: some failed: which, and why. The others were called.
-        httpx.HTTPError, PrefectException: the event could not be sent; callbacks were called.
+        CallbackFailed: callbacks failed, and why. The others were called.
+        httpx.HTTPError, PrefectException: the event could not be sent. Callbacks were called.
     """
-    notes, outcome = retraining.notes, result.as_outcome()
-    unsent: Exception | None = None
-    if notes.read("told", StageRecord) is None:
+    journal, outcome = retraining.journal, result.as_json_data()
+    event_error: Exception | None = None
+    if journal.read("told", StageRecord) is None:
         try:
-            tell(retraining, outcome)
+            send_event(retraining, outcome)
         except (httpx.HTTPError, PrefectException) as error:  # callbacks do not need the server
-            unsent = error
+            event_error = error
         else:
-            notes.done("told", "the event was sent")
+            journal.mark_done("told", "the event was sent")
     failed: dict[str, str] = {}
     for number, function in enumerate(retraining.settings.callbacks):
         name = f"callback-{number:02d}"
-        if notes.read(name, StageRecord) is not None:
+        if journal.read(name, StageRecord) is not None:
             continue
-        problem = call_back(retraining, function, outcome, folder / LOGS, stopping)
+        problem = run_callback(retraining, function, outcome, stopping)
         if problem is None:
-            notes.done(name, f"{function} was called")
-        elif notes.read(name, StageRecord) is None:  # nor has another attempt called it meanwhile
+            journal.mark_done(name, f"{function} was called")
+        elif journal.read(name, StageRecord) is None:  # another attempt may have called it
             failed[function] = problem
     if failed:
         facts.failed_callbacks = failed
-        shown = "; ".join(f"{function}: {problem}" for function, problem in failed.items())
+        problems = "; ".join(f"{function}: {problem}" for function, problem in failed.items())
         raise CallbackFailed(
-            f"model {retraining.model}: {facts.headline()} ({result.why}), and that stands; but of "
-            f"its callbacks failed {shown}. A retry of the run calls those again"
-        ) from unsent
-    if unsent is not None:
-        raise unsent
+            f"model {retraining.model}: {facts.headline()} ({result.why}). This is final, but "
+            f"callbacks failed: {problems}. Retry the run to call them again"
+        ) from event_error
+    if event_error is not None:
+        raise event_error
 
 
 @contextmanager
-def reporting(facts: RetrainingFacts, retraining: RetrainingRun, folder: Path) -> Iterator[None]:
-    """Have the report say why the block has failed, if it has."""
+def report_failure(facts: RetrainingFacts, retraining: RetrainingRun) -> Iterator[None]:
+    """If the block fails, publish a report that says why."""
     try:
         yield
     except Exception as error:
         if not isinstance(error, CallbackFailed):
             how = "stopped" if isinstance(error, Stopped) else "failed"
             facts.ended = f"{how}: {error or type(error).__name__}"
-        if not isinstance(error, Superseded):  # its report is that of whoever has taken over
-            publish_if_it_holds(facts, retraining, folder)
+        if not isinstance(error, Superseded):  # the newer attempt writes the report
+            publish_report(facts, retraining)
         raise
 
 
-def publish_if_it_holds(facts: RetrainingFacts, retraining: RetrainingRun, folder: Path) -> Path:
-    """As `publish`; not where another attempt at the run has come to an outcome of which this one,
-    that was taken for dead, knows nothing."""
+def publish_report(facts: RetrainingFacts, retraining: RetrainingRun) -> Path:
+    """Publish the report, unless this attempt is undecided and another one has decided the run."""
     if facts.outcome is None:
         try:
-            known = retraining.notes.read("outcome", PromotionDecision)
-        except (StorageError, RegistryError):  # `publish` warns of it
-            known = None
-        if known is not None:
-            get_run_logger().warning("another attempt has decided: the report stays as it is")
-            return folder / FILE
-    return publish(facts, retraining.notes, folder)
+            decided = retraining.journal.read("outcome", PromotionDecision)
+        except (StorageError, RegistryError):  # `publish` logs it
+            decided = None
+        if decided is not None:
+            get_run_logger().warning("another attempt decided this run: its report is kept")
+            return retraining.folder / FILE
+    return publish(facts, retraining.journal, retraining.folder)
 
 
 @contextmanager
-def ending_with_its_time(stopping: Stopping) -> Iterator[None]:
-    """Leave the block if the time budget is over before there is anything to save: a run ends alike
-    in whichever of its stages that is."""
+def ending_at_time_budget(stopping: Stopping) -> Iterator[None]:
+    """Leave the block without an error if the time budget stopped it, in whichever stage."""
     try:
         yield
     except Stopped:

@@ -1,5 +1,4 @@
-"""What a retraining's report says: champion and challenger beside each other. Pure, but for
-`publish`."""
+"""The report of a retraining: champion and challenger side by side."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from trialflow.tasks.report.trial_report import said
 
 FILE = "retraining.md"
 STARTS: Mapping[str, str] = {
-    "scratch": "with nothing of the champion",
+    "scratch": "from scratch",
     "warm": "with the champion's weights",
     "continue": "with the champion's weights, optimizer, schedules and callbacks",
 }
@@ -38,19 +37,20 @@ STARTS: Mapping[str, str] = {
 
 @dataclass
 class RetrainingFacts:
-    """What there is to report, as far as the run has come.
+    """The contents of the report, filled in as the run proceeds.
 
     Attributes:
+        model: name of the model.
         start: what the challenger starts from.
-        rule: what is better.
-        plan: what the run does.
-        champion: the version that the challenger is compared with; None: there is none.
-        champion_found: how that does on the run's data.
-        challenger: what was trained.
-        outcome: what became of it.
-        ended: how the run has ended, if it came to no outcome.
-        failed_callbacks: what went wrong, by callback.
-        places: what else belongs to the run, and where it is.
+        rule: when a challenger is better.
+        plan: the plan of the run.
+        champion: the version to compare with; None: there is none.
+        champion_result: its validation on the run's data.
+        challenger: the trained challenger.
+        outcome: whether it was promoted.
+        ended: how the run ended without an outcome, or failed after it.
+        failed_callbacks: what failed, by callback.
+        places: related objects and where they are.
     """
 
     model: str
@@ -58,7 +58,7 @@ class RetrainingFacts:
     rule: PromotionRule
     plan: RetrainingPlan
     champion: Version | None = None
-    champion_found: Champion | None = None
+    champion_result: Champion | None = None
     challenger: Challenger | None = None
     outcome: PromotionDecision | None = None
     ended: str = ""
@@ -83,7 +83,7 @@ class RetrainingFacts:
         return "\n".join(lines)
 
     def headline(self) -> str:
-        """How it ended, in a few words."""
+        """The outcome in a few words."""
         if self.outcome is None:
             return self.ended or "running"
         number = self.challenger.version if self.challenger else None
@@ -96,7 +96,7 @@ class RetrainingFacts:
     def _why(self) -> list[str]:
         lines = [] if self.outcome is None else [said(self.outcome.why), ""]
         if self.outcome is not None and self.ended:
-            lines += [f"The run ended otherwise: {said(self.ended)}", ""]
+            lines += [f"After the decision the run {said(self.ended)}", ""]
         for name, problem in (self.failed_callbacks or {}).items():
             lines += [f"Callback {said(name)} failed: {said(problem)}", ""]
         return lines
@@ -119,8 +119,8 @@ class RetrainingFacts:
         return [*head, *rows, ""]
 
     def _metrics(self) -> list[str]:
-        """All metrics of both, on the same data, and how they differ."""
-        old = self.champion_found.metrics if self.champion_found else {}
+        """All metrics of champion and challenger on the same data, with differences."""
+        old = self.champion_result.metrics if self.champion_result else {}
         new = self.challenger.metrics if self.challenger else {}
         names = sorted({*old, *new}, key=lambda name: (name != self.rule.metric, name))
         if not names:
@@ -146,7 +146,7 @@ class RetrainingFacts:
     def _data(self) -> list[str]:
         if not self.plan.data:
             return []
-        # No text of others can end the block: JSON has no line of its own that begins with it.
+        # No text in the data can end the code block: no line of JSON begins with ```.
         return ["## Data", "", "```json", json.dumps(self.plan.data, indent=2), "```", ""]
 
     def _times(self) -> list[str]:
@@ -157,13 +157,15 @@ class RetrainingFacts:
             f"{text_format.duration(plan.lateness_seconds)} later",
             f"- the challenger started {STARTS[self.start]}"
             if self.champion is not None or self.start == "scratch"
-            else "- the challenger started with nothing: there was no champion",
+            else "- the challenger started from scratch: there was no champion",
         ]
 
 
-def publish(facts: RetrainingFacts, notes: Journal, folder: Path) -> Path:
-    """Write the report: the file, the one in the storage, the artifact. One that cannot be written
-    is a warning: no reason to end a run, nor to hide why it ended, nor to leave out the others."""
+def publish(facts: RetrainingFacts, journal: Journal, folder: Path) -> Path:
+    """Write the report to the file, the storage and the artifact. Returns the file.
+
+    A place that cannot be written is a warning, and neither fails the run nor skips the others.
+    """
     text, path = facts.render(), folder / FILE
     name = f"retraining-{facts.model}"
     logger = get_run_logger()
@@ -177,19 +179,21 @@ def publish(facts: RetrainingFacts, notes: Journal, folder: Path) -> Path:
 
     places: dict[str, Callable[[], None]] = {
         f"the file {path}": write_file,
-        notes.url(REPORT): lambda: notes.write_report(text),
+        journal.url(REPORT): lambda: journal.write_report(text),
         f"the artifact {name}": write_artifact,
     }
     for place, write in places.items():
         try:
             write()
         except (OSError, StorageError, httpx.HTTPError, PrefectException) as error:
-            logger.warning("%s is not up to date: %s: %s", place, type(error).__name__, error)
+            logger.warning(
+                "the report was not written to %s: %s: %s", place, type(error).__name__, error
+            )
     return path
 
 
-def report_of(trial: str) -> str:
-    """The key of the artifact that is a trial's own report."""
+def trial_report_key(trial: str) -> str:
+    """The key of the artifact with the trial's report."""
     return ReportArtifact(trial).key
 
 

@@ -12,8 +12,8 @@ import torch
 from prefect.client.schemas.schedules import CronSchedule
 
 from trial_core.config import load_config
-from trial_core.models.data_templates import rendered
-from trialflow.deployments.retraining.requests import retrainings
+from trial_core.models.data_templates import render_data
+from trialflow.deployments.retraining.requests import retraining_requests
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt_stdlib"
 sys.path.insert(0, str(EXAMPLE))  # as a rank does with the folder of its trial
@@ -117,9 +117,9 @@ def test_the_daily_experiment_is_the_same_model_on_its_own_days() -> None:
     daily, once = (load_config(EXAMPLE / name) for name in ("daily.yaml", "experiment.yaml"))
     assert daily.hyperparameters == once.hyperparameters
     at_three = datetime(2026, 11, 21, 2, tzinfo=timezone.utc)
-    days = Days.from_config(rendered(daily.data, at_three))
+    days = Days.from_config(render_data(daily.data, at_three))
     assert days == Days(date(2026, 11, 21), 15, 10)
-    (asked,) = retrainings({EXAMPLE / "daily.yaml": daily})
+    (asked,) = retraining_requests({EXAMPLE / "daily.yaml": daily})
     assert (asked.model, asked.on_data_arrived) == ("gpt-daily", True)
     assert asked.schedule == CronSchedule(cron="0 3 * * *", timezone="Europe/Berlin")
 

@@ -1,14 +1,10 @@
-"""Retrainings on a real Prefect server and a real registry, in which ranks are stood in for.
-
-What is trained, and how the champion does on the run's data, is what a test says: `Bench`.
-"""
+"""Runs of the flow `retrain` on a real Prefect server and a real registry, without ranks."""
 
 from __future__ import annotations
 
 import threading
-import time
 import uuid as uuids
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from datetime import datetime, timezone
 from pathlib import Path
@@ -24,7 +20,7 @@ import trialflow.flows.retrain
 from tests.support.manifests import FILES, new_manifest, stage
 from tests.support.prefect import PrefectServer
 from tests.support.slots import toy_config
-from tests.support.waiting import ask
+from tests.support.waiting import ask, until
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
@@ -37,88 +33,73 @@ from trialflow.flows.evaluate import EvaluateResult
 from trialflow.flows.server.embedded import flush
 from trialflow.flows.train import TrialResult
 
-RECORD_SECONDS = 30.0
+WAIT_SECONDS = 60.0
 
 
 class Killed(BaseException):
-    """In place of a SIGKILL, at a moment that a test chooses."""
+    """Stands for a SIGKILL at a moment that a test chooses."""
 
 
-class Bench:
-    """Runs of the flow `retrain` in this process, without ranks.
+class RetrainHarness:
+    """A model, and runs of its retraining in this process with fake training and validation.
 
     Args:
-        storage: where checkpoints and the registry are; below `folder` unless given.
-        changes: fields of the experiment.
+        storage: the checkpoint storage; default: below `folder`.
 
     Attributes:
-        loss: of the challenger's only checkpoint; None: it is not validated.
-        champion_loss: of the champion on the run's data.
-        trained, validated: what was asked for, in order.
-        act: called in place of training, once the checkpoint is there.
-        failures: what validating raises, one after the other, before it succeeds.
-        ends_anyway: whether all is trained, though the run is asked to stop meanwhile.
+        experiment: fields of the experiment.
+        challenger_loss: metric of the challenger's only checkpoint; None: it is not validated.
+        champion_loss: metric of the champion on the run's data.
+        on_train: called in place of training, after the checkpoint is saved.
+        finishes_despite_stop: whether training ends normally although a stop is requested.
+        validation_errors: raised by successive validations before one succeeds.
+        trained, validated: configurations trained and checkpoints validated, in order.
     """
 
     def __init__(
-        self,
-        server: PrefectServer,
-        folder: Path,
-        storage: Mapping[str, Any] | None = None,
-        **changes: Any,
+        self, server: PrefectServer, folder: Path, storage: Mapping[str, Any] | None = None
     ) -> None:
         self.server, self.folder = server, folder
         self.model = f"toy-{uuids.uuid4().hex[:8]}"
-        place = storage or {"url": f"file://{folder}/checkpoints"}
-        self.changes = {**changes, "checkpoint_storage": place}
-        self.store = CheckpointStore(place["url"], place.get("options"))
+        storage = storage or {"url": f"file://{folder}/checkpoints"}
+        self.experiment: dict[str, Any] = {"checkpoint_storage": storage}
+        self.store = CheckpointStore(storage["url"], storage.get("options"))
         self.registry = Registry(self.store)
-        self.loss: float | None = 0.5
+        self.challenger_loss: float | None = 0.5
         self.champion_loss = 0.7
+        self.on_train: Callable[[Stopping], object] = lambda stopping: None
+        self.finishes_despite_stop = False
+        self.validation_errors: list[Exception] = []
         self.trained: list[ExperimentConfig] = []
         self.validated: list[str] = []
-        self.act: Any = lambda stopping: None
-        self.failures: list[Exception] = []
-        self.ends_anyway = False
 
-    def config(self, **retraining: Any) -> ExperimentConfig:
-        return toy_config(
-            self.folder, name=self.model, retraining={"model": self.model, **retraining},
-            **self.changes,
-        )  # fmt: skip
-
-    def stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Replace the parts of the flow that need ranks."""
         monkeypatch.setattr(trialflow.flows.retrain, "train_trial", self._train)
         monkeypatch.setattr(trialflow.flows.retrain, "evaluate_checkpoint", self._evaluate)
-
-    def damage(self, uuid: str) -> str:
-        """Change a byte of a checkpoint's largest file, whose path is returned."""
-        entry = max(self.store.open(uuid).files, key=lambda file: file.size_bytes)
-        path = self.folder / "checkpoints" / "checkpoints" / uuid / entry.path
-        data = path.read_bytes()
-        path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
-        return entry.path
 
     def _train(self, config: Any, trial: str, stopping: Stopping, devices: Any) -> TrialResult:
         self.trained.append(config)
         if not self.store.list(trial):
-            self.save(trial, self.loss)
-        self.act(stopping)
-        is_early = stopping.asked is not None and not self.ends_anyway
+            self.save_checkpoint(trial, self.challenger_loss)
+        self.on_train(stopping)
+        is_early = stopping.asked is not None and not self.finishes_despite_stop
         return TrialResult(trial, batches_trained=7, stopped_early=is_early)
 
     def _evaluate(
         self, config: Any, checkpoint: str, unique: str, stopping: Any, devices: Any
     ) -> EvaluateResult:
         self.validated.append(checkpoint)
-        if self.failures:
-            raise self.failures.pop(0)
+        if self.validation_errors:
+            raise self.validation_errors.pop(0)
         manifest = self.store.verify(checkpoint)
         metrics = {"loss": self.champion_loss, "mean_index": 1.5}
         return EvaluateResult(checkpoint, manifest.trial, 7, metrics)
 
-    def save(self, trial: str, loss: float | None) -> Manifest:
-        """A checkpoint with files, validated unless `loss` is None."""
+    # ---------------------------------------------------------------- checkpoints and versions
+
+    def save_checkpoint(self, trial: str, loss: float | None) -> Manifest:
+        """Commit a checkpoint with files, validated unless `loss` is None."""
         uuid = str(uuids.uuid4())
         files = upload_files(self.store, uuid, stage(self.folder / "staged" / uuid, FILES), 0)
         manifest = new_manifest(
@@ -129,24 +110,47 @@ class Bench:
         self.store.commit(manifest)
         return manifest
 
-    def promote(self, loss: float = 0.7) -> int:
-        """Somebody makes a checkpoint the champion; the version's number."""
-        manifest = self.save(f"by-hand-{uuids.uuid4().hex[:8]}", loss)
+    def promote_by_hand(self, loss: float = 0.7) -> int:
+        """Promote a new checkpoint, as a person does. Returns the version's number."""
+        manifest = self.save_checkpoint(f"by-hand-{uuids.uuid4().hex[:8]}", loss)
         version = self.registry.register(
             self.model, manifest, metric="loss", smaller_is_better=True, value=loss
         )
         self.registry.promote(self.model, version.number, why="by hand")
         return version.number
 
-    # ------------------------------------------------------------------------------- runs
+    def damage(self, uuid: str) -> str:
+        """Change a byte of a checkpoint's largest file. Returns the file's path."""
+        entry = max(self.store.open(uuid).files, key=lambda file: file.size_bytes)
+        path = self.folder / "checkpoints" / "checkpoints" / uuid / entry.path
+        data = path.read_bytes()
+        path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+        return entry.path
 
-    def create(
+    def write_callbacks(self, text: str) -> Path:
+        """Give the experiment a code folder with a module `hooks`. Returns the folder."""
+        code = self.folder / "code"
+        code.mkdir()
+        (code / "hooks.py").write_text(text)
+        self.experiment["code"] = str(code)
+        return code
+
+    # -------------------------------------------------------------------------------- runs
+
+    def config(self, **retraining: Any) -> ExperimentConfig:
+        """The experiment."""
+        return toy_config(
+            self.folder, name=self.model, retraining={"model": self.model, **retraining},
+            **self.experiment,
+        )  # fmt: skip
+
+    def create_run(
         self,
         data: Mapping[str, Any] | None = None,
         scheduled_time: datetime | None = None,
         **retraining: Any,
     ) -> UUID:
-        """The id of a flow run that a worker would now execute."""
+        """Create a flow run of a deployment, ready for a worker. Returns its id."""
         created = ask(self.server, "flows/", {"name": "retrain"})
         deployment = ask(
             self.server, "deployments/", {"name": self.model, "flow_id": created["id"]}
@@ -162,7 +166,7 @@ class Bench:
         return UUID(run["id"])
 
     def execute(self, run: UUID) -> Any:
-        """As a worker's process does it; what the flow returned or raised."""
+        """Execute a flow run as a worker does. Returns the flow's result."""
         with get_client(sync_client=True) as client:
             client.set_flow_run_state(run, Pending(), force=True)
             flow_run = client.read_flow_run(run)
@@ -172,53 +176,67 @@ class Bench:
             flush()
 
     def run(self, data: Mapping[str, Any] | None = None, **retraining: Any) -> Any:
-        """A run of its own: what the flow returned."""
-        return self.execute(self.create(data, **retraining))
+        """Create and execute a flow run. Returns the flow's result."""
+        return self.execute(self.create_run(data, **retraining))
 
-    def beside(self, run: UUID) -> Future[Any]:
-        """As `execute`, in a thread of its own."""
+    def execute_in_thread(self, run: UUID) -> Future[Any]:
+        """Start `execute` in a thread."""
         future: Future[Any] = Future()
 
         def work() -> None:
             try:
                 future.set_result(self.execute(run))
-            except BaseException as error:  # noqa: BLE001 - the thread's top frame: handed on
+            except BaseException as error:  # noqa: BLE001 - the thread's top frame: passed on
                 future.set_exception(error)
 
         threading.Thread(target=work, daemon=True).start()
         return future
 
-    # ------------------------------------------------------------------- what came of them
+    # ----------------------------------------------------------------------------- results
 
     def champion(self) -> int | None:
-        state = self.registry.state(self.model)
-        return None if state is None else state.champion
+        """The number of the champion version."""
+        move = self.registry.last_move(self.model)
+        return None if move is None else move.champion
 
     def moves(self) -> list[Move]:
+        """All moves of the model's aliases."""
         return self.registry.moves(self.model)
 
-    def state(self, run: UUID) -> tuple[str, str]:
+    def state_of(self, run: UUID) -> tuple[str, str]:
         """The name and the message of a flow run's state."""
         state = ask(self.server, f"flow_runs/{run}")["state"]
         return state["name"], state["message"]
 
     def events(self, at_least: int = 1) -> list[dict[str, Any]]:
-        """The events of the model; waits until the server has recorded so many."""
-        deadline = time.monotonic() + RECORD_SECONDS
-        resource = f"trialflow.model.{self.model}"
-        while True:
-            found = ask(
-                self.server,
-                "events/filter",
-                {"filter": {"resource": {"id": [resource]}}, "limit": 50},
-            )["events"]
-            if len(found) >= at_least:
-                return list(found)
-            assert time.monotonic() < deadline, f"events recorded: {found}"
-            time.sleep(0.1)
+        """The events of the model, once the server has recorded that many."""
+        body = {
+            "filter": {"resource": {"id": [f"trialflow.model.{self.model}"]}}, "limit": 50
+        }  # fmt: skip
+        found: list[dict[str, Any]] = []
+
+        def are_recorded() -> bool:
+            found[:] = ask(self.server, "events/filter", body)["events"]
+            return len(found) >= at_least
+
+        until(are_recorded, f"{at_least} events", WAIT_SECONDS, lambda: found)
+        return found
 
     def report(self, run: UUID | str) -> str:
-        """What lies beside the plan."""
+        """The report in the storage."""
         data = self.store.storage.read(f"models/{self.model}/retrainings/{run}/report.md")
         assert data is not None, "there is no report"
         return data.decode()
+
+    def report_artifact(self, run: UUID | str) -> dict[str, Any]:
+        """The report on the server."""
+        # Prefect may store results of flow runs as artifacts too: those have no type.
+        only = {"flow_run_id": {"any_": [str(run)]}, "type": {"any_": ["markdown"]}}
+        (artifact,) = ask(self.server, "artifacts/filter", {"artifacts": only})
+        return dict(artifact)
+
+
+def stop_with(stopping: Stopping, why: Any, detail: str) -> None:
+    """Request a stop, and wait until it is seen."""
+    stopping.ask(why, detail)
+    assert stopping.wait(WAIT_SECONDS)

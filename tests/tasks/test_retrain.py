@@ -1,4 +1,4 @@
-"""What a challenger starts from, and with what a champion is validated."""
+"""The configurations of champion and challenger, and the timer of a callback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.slots import toy_config
 from trial_core.models.journal import RetrainingPlan
 from trial_core.models.records import Version
 from trial_core.run.stop_request import Stopping
-from trialflow.tasks.retrain import RetrainingRun, out_of_time
+from trialflow.tasks.retrain import RetrainingRun, grace_timer
 
 PLAN = RetrainingPlan(
     trial="toy-1", scheduled_at="2026-03-01T03:00:00Z", begun_at="2026-03-01T03:00:00Z",
@@ -26,7 +26,7 @@ def retraining(folder: Path, start: str = "scratch", **changes: Any) -> Retraini
 
 
 def champion(found: RetrainingRun) -> Version:
-    """A version whose checkpoint was saved by another class, with other hyperparameters."""
+    """A version with another entrypoint and other hyperparameters."""
     manifest = new_manifest(entrypoint="old:Trial", hyperparameters={"width": 3})
     found.store.commit(manifest)
     return found.registry.register(
@@ -37,51 +37,49 @@ def champion(found: RetrainingRun) -> Version:
 @pytest.mark.parametrize(
     ("start", "weights_only"), [("warm", True), ("continue", False), ("scratch", None)]
 )
-def test_what_a_challenger_starts_from(
-    tmp_path: Path, start: str, weights_only: bool | None
-) -> None:
-    """The champion's weights, its whole state, or nothing; with the run's data in any case."""
+def test_the_source_of_a_challenger(tmp_path: Path, start: str, weights_only: bool | None) -> None:
+    """The champion's weights, its whole state, or nothing; always with the run's data."""
     found = retraining(tmp_path, start)
     version = champion(found)
-    searcher = found.as_the_challenger(PLAN, version).searcher
+    searcher = found.challenger_config(PLAN, version).searcher
     if weights_only is None:
         assert searcher.source_checkpoint_uuid is None
     else:
         assert searcher.source_checkpoint_uuid == version.checkpoint
         assert searcher.source_weights_only is weights_only
     for config in (
-        found.as_the_challenger(PLAN, version),
-        found.as_the_challenger(PLAN, None),
-        found.as_the_champion(PLAN, version),
+        found.challenger_config(PLAN, version),
+        found.challenger_config(PLAN, None),
+        found.champion_config(PLAN, version),
     ):
         assert config.data == {"day": "2026-03-01"}
-    assert found.as_the_challenger(PLAN, None).searcher == found.config.searcher
+    assert found.challenger_config(PLAN, None).searcher == found.config.searcher
 
 
-def test_whoever_takes_long_is_ended_after_any_kind_of_stop() -> None:
-    """Once its grace is over, also where nobody presses for it; not before anybody asks."""
+def test_a_callback_is_cancelled_after_any_stop_request() -> None:
+    """When the grace period is over, also for requests without a deadline."""
     with Stopping(3600) as stopping:
-        assert not out_of_time(stopping, 0.0)()
+        assert not grace_timer(stopping, 0.0)()
         stopping.ask("suspended", "in Prefect")
         assert stopping.wait(10)
         assert not stopping.has_expired
-        assert out_of_time(stopping, 0.0)()
-        assert not out_of_time(stopping, 3600)()
+        assert grace_timer(stopping, 0.0)()
+        assert not grace_timer(stopping, 3600)()
 
 
-def test_what_the_experiment_starts_from_itself(tmp_path: Path) -> None:
-    """Stays, from scratch and where there is no champion: a base that every challenger has."""
+def test_the_source_in_the_experiment(tmp_path: Path) -> None:
+    """It is kept from scratch, and without a champion."""
     source = {"metric": "loss", "max_length": {"batches": 4}, "source_checkpoint_uuid": "base"}
     for start, version in (("scratch", True), ("warm", False)):
         found = retraining(tmp_path / start, start, searcher=source)
         given = champion(found) if version else None
-        searcher = found.as_the_challenger(PLAN, given).searcher
+        searcher = found.challenger_config(PLAN, given).searcher
         assert searcher.source_checkpoint_uuid == "base"
 
 
 def test_a_champion_is_validated_as_it_was_trained(tmp_path: Path) -> None:
-    """With its own class and hyperparameters, on the slots and with the code of now."""
+    """With its own entrypoint and hyperparameters, but the present slots and code."""
     found = retraining(tmp_path)
-    config = found.as_the_champion(PLAN, champion(found))
+    config = found.champion_config(PLAN, champion(found))
     assert (config.entrypoint, config.hyperparameters) == ("old:Trial", {"width": 3})
     assert (config.resources, config.code) == (found.config.resources, found.config.code)

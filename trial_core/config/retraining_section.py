@@ -1,4 +1,4 @@
-"""How an experiment is trained again and again: what becomes of its model, and when."""
+"""The section `retraining` of an experiment: its model, its schedule, its promotion rule."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trial_core.config.values import Flag, Text
 
 Start = Literal["scratch", "warm", "continue"]
 
-# Prefect computes the next times of a schedule ahead, and dates have an end.
+# Prefect computes the times of a schedule ahead, and dates end with the year 9999.
 _TEN_YEARS_SECONDS = 10 * 365 * 86400
 
 
 def _model(value: Any) -> Any:
     if isinstance(value, str) and value and not is_name(value):
         raise refusal(
-            "expected letters, digits, and within them dots, dashes and underscores, "
+            "expected letters and digits, with dots, dashes and underscores between them, "
             f"got {shown(value)}"
         )
     return value
@@ -35,7 +35,7 @@ def _callback(value: Any) -> Any:
 
 
 class ScheduleConfig(Section):
-    """When a deployment of the experiment is to run: by a calendar, or every so often."""
+    """When the deployment runs: at calendar times, or at an interval."""
 
     at: ClassVar[str] = "retraining.schedule"
 
@@ -48,7 +48,7 @@ class ScheduleConfig(Section):
     timezone: Text | None = Field(
         default=None,
         title="Time zone",
-        description="Of `cron`, as the IANA database calls it. Default: UTC.",
+        description="Time zone of `cron`, as an IANA name. Default: UTC.",
         examples=["Europe/Berlin"],
     )
     interval_seconds: float | None = Field(
@@ -57,12 +57,12 @@ class ScheduleConfig(Section):
         le=_TEN_YEARS_SECONDS,
         allow_inf_nan=False,
         title="Interval",
-        description="Seconds from the beginning of one run to that of the next.",
+        description="Seconds from the start of one run to the start of the next.",
     )
 
     @classmethod
     def prepared(cls, data: Any) -> dict[str, Any]:
-        """Refuses two ways of saying when, and none."""
+        """Requires exactly one of cron and interval_seconds."""
         given = super().prepared(data)
         if ("cron" in given) == ("interval_seconds" in given):
             seen = "both" if "cron" in given else "neither"
@@ -73,7 +73,7 @@ class ScheduleConfig(Section):
 
 
 class RetrainingConfig(Section):
-    """What the flow `retrain` does with the experiment."""
+    """Settings of the flow `retrain`."""
 
     at: ClassVar[str] = "retraining"
 
@@ -81,52 +81,52 @@ class RetrainingConfig(Section):
         default="",
         strict=True,
         title="Model",
-        description="Its name in the registry. Default: the experiment's, in lower case with "
-        "dashes.",
+        description="The model's name in the registry. Default: the experiment's name, in lower "
+        "case with dashes.",
     )
     start: Start = Field(
         default="scratch",
         title="Start",
         description="What a challenger starts from: nothing (scratch), the champion's weights "
-        "(warm), or its weights, optimizer, schedules and callbacks (continue). Batches count "
-        "from 0 in any case.",
+        "(warm), or its weights, optimizer, schedules and callbacks (continue). Batches always "
+        "count from 0.",
     )
     margin: float = Field(
         default=0.0,
         ge=0,
         allow_inf_nan=False,
         title="Margin",
-        description="In the unit of searcher.metric: a challenger takes the champion's place if "
-        "it is better by more than this.",
+        description="A challenger is promoted if searcher.metric is better than the champion's by "
+        "more than this.",
     )
     max_lateness_seconds: float | None = Field(
         default=None,
         gt=0,
         allow_inf_nan=False,
         title="Longest delay",
-        description="A run that begins later than this after its scheduled time is skipped. "
-        "Default: none is.",
+        description="A run that starts later than this after its scheduled time is skipped. "
+        "Default: no limit.",
     )
     callbacks: list[Annotated[str, BeforeValidator(_callback)]] = Field(
         default=[],
         title="Callbacks",
-        description="Functions of the code folder, as module:function, that are called with the "
-        "outcome, each in a process of its own.",
+        description="Functions in the code folder, as module:function, that are called with the "
+        "outcome. Each runs in a separate process.",
     )
     callback_timeout_seconds: float | None = Field(
         default=600.0,
         gt=0,
         allow_inf_nan=False,
-        title="Callbacks' timeout",
-        description="A callback that takes longer is ended, and counts as failed. Null: none is.",
+        title="Callback timeout",
+        description="A callback that takes longer is killed and counts as failed. Null: no limit.",
     )
     schedule: ScheduleConfig | None = Field(
         default=None,
         title="Schedule",
-        description="When its deployment runs. Default: when somebody starts it.",
+        description="When the deployment runs. Default: only when started by hand.",
     )
     on_data_arrived: Flag = Field(
         default=False,
         title="Run when data arrives",
-        description="Whether `trialflow data-arrived` starts a run of its deployment.",
+        description="Whether `trialflow data-arrived` starts a run of the deployment.",
     )

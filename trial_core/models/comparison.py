@@ -1,9 +1,9 @@
-"""Whether a challenger is better than the champion, and in which words. Pure: no I/O, no clock."""
+"""Compares a challenger with the champion. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
@@ -13,11 +13,11 @@ from trial_core.retention.policy import own_metric
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of a challenger.
+    """Result of a comparison.
 
     Attributes:
-        is_better: whether it is to take the champion's place.
-        why: in words.
+        is_better: whether the challenger should become champion.
+        why: reason, for people.
     """
 
     is_better: bool
@@ -26,37 +26,37 @@ class Verdict:
 
 @dataclass(frozen=True)
 class PromotionRule:
-    """What is better.
+    """When a challenger is better than the champion.
 
     Attributes:
-        metric: the validation metric that says so.
-        smaller_is_better: which way it improves.
-        margin: in its unit: better by more than this is better. At least 0.
+        metric: the validation metric to compare.
+        smaller_is_better: direction of the metric.
+        margin: minimum improvement, exclusive, in units of the metric. At least 0.
     """
 
     metric: str
     smaller_is_better: bool = True
     margin: float = 0.0
 
-    def best(self, manifests: Iterable[Manifest]) -> Manifest | None:
-        """The best of a trial's checkpoints by its own validation, of equals the latest; None
-        where none has a number."""
+    def best_checkpoint(self, manifests: Sequence[Manifest]) -> Manifest | None:
+        """The checkpoint with the best metric of its own validation; the latest of equal ones.
+
+        Returns:
+            None if no checkpoint has a number; see `explain_no_best`.
+        """
 
         def order(manifest: Manifest) -> tuple[float, int, str]:
             value = own_metric(manifest, self.metric) or 0.0
             better = -value if self.smaller_is_better else value
             return better, manifest.progress.batches_trained, manifest.created_at
 
-        return max(self._comparable(manifests), key=order, default=None)
+        comparable = [each for each in manifests if own_metric(each, self.metric) is not None]
+        return max(comparable, key=order, default=None)
 
-    def _comparable(self, manifests: Iterable[Manifest]) -> list[Manifest]:
-        return [each for each in manifests if own_metric(each, self.metric) is not None]
-
-    def why_none(self, manifests: Iterable[Manifest]) -> str:
-        """Why none of a trial's checkpoints can be compared, in words."""
-        manifests = list(manifests)
+    def explain_no_best(self, manifests: Sequence[Manifest]) -> str:
+        """Why `best_checkpoint` returned None."""
         if not manifests:
-            return "the challenger has saved no checkpoint"
+            return "the challenger saved no checkpoint"
         validated = [
             each
             for each in manifests
@@ -65,42 +65,41 @@ class PromotionRule:
         if not validated:
             return "no checkpoint of the challenger was validated"
         last = max(validated, key=lambda each: each.progress.batches_trained)
-        seen = last.metrics.get("validation", {}).get(self.metric)
-        if seen is None:
-            return f"the challenger's validation has no {self.metric}"
-        return f"the challenger's {self.metric} is {seen}, not a number"
+        value = last.metrics.get("validation", {}).get(self.metric)
+        if value is None:
+            return f"the challenger's validation has no metric {self.metric}"
+        return f"the challenger's {self.metric} is {value}, not a number"
 
     def compare(self, champion: float | None, challenger: float) -> Verdict:
-        """Whether the challenger's metric is better than the champion's, on the same data.
+        """Compare metrics measured on the same data.
 
-        The difference is that of the numbers as they are written in decimals, so that 0.4 is
-        better than 0.3 by 0.1 and by no more.
+        Subtracts the decimals as they are printed: 0.4 is better than 0.3 by exactly 0.1.
 
         Args:
             champion: None: there is no champion.
         """
         if not math.isfinite(challenger):
             return Verdict(False, f"the challenger's {self.metric} is {challenger}, not finite")
-        mine = f"{self.metric} {challenger!r}"
+        seen = f"{self.metric} {challenger!r}"
         if champion is None:
-            return Verdict(True, f"{mine}, and there was no champion")
+            return Verdict(True, f"{seen}, and there was no champion")
         if math.isnan(champion):
-            return Verdict(True, f"{mine}, and the champion's is not a number")
-        against = f"{mine} against the champion's {champion!r}"
-        by = Decimal(repr(champion)) - Decimal(repr(challenger))
-        gain = by if self.smaller_is_better else -by
+            return Verdict(True, f"{seen}, and the champion's is not a number")
+        values = f"{seen} against the champion's {champion!r}"
+        decrease = Decimal(repr(champion)) - Decimal(repr(challenger))
+        gain = decrease if self.smaller_is_better else -decrease
         if gain > Decimal(repr(self.margin)):
-            return Verdict(True, f"better by {_plain(gain)}: {against}")
+            return Verdict(True, f"better by {_short(gain)}: {values}")
         if gain < 0:
-            return Verdict(False, f"worse by {_plain(-gain)}: {against}")
+            return Verdict(False, f"worse by {_short(-gain)}: {values}")
         if gain == 0:
-            return Verdict(False, f"no better: {against}")
+            return Verdict(False, f"no better: {values}")
         return Verdict(
             False,
-            f"better by {_plain(gain)}, which is not more than the margin of {self.margin!r}: "
-            f"{against}",
+            f"better by {_short(gain)}, which is not more than the margin of {self.margin!r}: "
+            f"{values}",
         )
 
 
-def _plain(number: Decimal) -> str:
+def _short(number: Decimal) -> str:
     return f"{number:.6g}" if number.is_finite() else str(float(number))

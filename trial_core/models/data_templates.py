@@ -1,20 +1,20 @@
-"""The data of a retraining: text with templates of the time it is scheduled for.
+"""The data of a retraining: the experiment's data with templates, and data given to one run.
 
-Every text among an experiment's `data` is a template of Jinja's, which knows three names::
+Every text in an experiment's `data` is a Jinja template with three names::
 
-    scheduled_time    when the run was to begin: a datetime, in UTC
-    timedelta         Python's, to count from it
-    ZoneInfo          Python's, for the date somewhere else
+    scheduled_time    the scheduled start of the run: a datetime, UTC
+    timedelta         Python's timedelta
+    ZoneInfo          Python's ZoneInfo, for local dates
 
     data: {begin: "{{ (scheduled_time - timedelta(days=7)).date() }}"}
           {day: "{{ scheduled_time.astimezone(ZoneInfo('Europe/Berlin')).date() }}"}
 
-Templates see nothing else, and run in Jinja's sandbox. A result is text.
+Templates run in Jinja's sandbox. Each result is text. Data given to one run is not rendered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -23,12 +23,13 @@ from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trial_core.config.error_text import Problem, dotted, shown
+from trial_core.config.parsing import override
 from trial_core.config.values import as_plain
 from trial_core.errors import ConfigError
 
-_MARKS = ("{{", "{%", "{#")
-# What an expression may raise by itself: a missing key, a division by zero, a date out of range.
-_MISTAKES = (
+_TEMPLATE_MARKS = ("{{", "{%", "{#")
+# What an expression may raise: a missing key, a division by zero, a date out of range.
+_TEMPLATE_ERRORS = (
     TemplateError,
     ArithmeticError,
     AttributeError,
@@ -42,62 +43,74 @@ _jinja = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_
 _jinja.globals = {"timedelta": timedelta, "ZoneInfo": ZoneInfo}
 
 
-def rendered(data: Mapping[str, Any], scheduled_time: datetime) -> dict[str, Any]:
-    """`data` with each text rendered, however deep it lies; its keys are left as they are.
+def render_data(data: Mapping[str, Any], scheduled_time: datetime) -> dict[str, Any]:
+    """Render every text in `data`, at any depth. Keys are not rendered.
 
     Args:
-        scheduled_time: aware of its time zone, UTC.
+        scheduled_time: timezone-aware, UTC.
 
     Raises:
-        ConfigError: templates that cannot be rendered: one line each, with its path.
+        ConfigError: a template cannot be rendered; one line for each, with its path.
     """
     problems: list[str] = []
-    result: dict[str, Any] = _rendered(data, ("data",), scheduled_time, problems)
+    result: dict[str, Any] = _render(data, ("data",), scheduled_time, problems)
     if problems:
         raise ConfigError("\n".join(problems))
     return result
 
 
-def checked(data: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run is given over its experiment's data, as JSON can carry it.
+def check_plain_data(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The data given to a single run, as plain JSON values.
 
     Raises:
-        ConfigError: it cannot: one line for each place where.
+        ConfigError: a value cannot be stored as JSON; one line for each, with its path.
     """
     problems: list[Problem] = []
     plain: dict[str, Any] = as_plain(data, ("data",), problems)
     if problems:
-        raise ConfigError("\n".join(f"{dotted(path)}: {said}" for path, said in problems))
+        raise ConfigError("\n".join(f"{dotted(path)}: {message}" for path, message in problems))
     return plain
 
 
-def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with what `over` has in its place; mappings that both have are merged in turn."""
+def parse_data(assignments: Sequence[str]) -> dict[str, Any]:
+    """The data given to a single run on a command line, as ``--data KEY=VALUE``.
+
+    Raises:
+        ConfigError: an assignment cannot be parsed, or a value cannot be stored as JSON.
+    """
+    return check_plain_data(override({}, assignments, "--data"))
+
+
+def merge_data(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `changes`. Nested mappings are merged."""
     result = dict(base)
-    for key, value in over.items():
-        before = result.get(key)
-        both = isinstance(before, Mapping) and isinstance(value, Mapping)
-        result[key] = merged(before, value) if both and isinstance(before, Mapping) else value
+    for key, value in changes.items():
+        existing = result.get(key)
+        if isinstance(existing, Mapping) and isinstance(value, Mapping):
+            result[key] = merge_data(existing, value)
+        else:
+            result[key] = value
     return result
 
 
-def _rendered(
+def _render(
     value: Any, path: tuple[str | int, ...], scheduled_time: datetime, problems: list[str]
 ) -> Any:
     if isinstance(value, Mapping):
         return {
-            key: _rendered(inner, (*path, key), scheduled_time, problems)
+            key: _render(inner, (*path, key), scheduled_time, problems)
             for key, inner in value.items()
         }
     if isinstance(value, list):
-        return [_rendered(v, (*path, i), scheduled_time, problems) for i, v in enumerate(value)]
-    if not isinstance(value, str) or not any(mark in value for mark in _MARKS):
+        return [_render(v, (*path, i), scheduled_time, problems) for i, v in enumerate(value)]
+    if not isinstance(value, str) or not any(mark in value for mark in _TEMPLATE_MARKS):
         return value
     try:
         return _jinja.from_string(value).render(scheduled_time=scheduled_time)
-    except _MISTAKES as error:
+    except _TEMPLATE_ERRORS as error:
         problems.append(
-            f"{dotted(path)}: the template {shown(value)} cannot be rendered: {error or 'error'}; "
-            "templates know scheduled_time (a datetime, UTC), timedelta and ZoneInfo"
+            f"{dotted(path)}: the template {shown(value)} cannot be rendered: "
+            f"{error or type(error).__name__}; available names: scheduled_time (a datetime, UTC), "
+            "timedelta and ZoneInfo"
         )
         return value

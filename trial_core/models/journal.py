@@ -1,23 +1,22 @@
-"""What a retraining has come to, stage by stage, written down for the attempts after it.
+"""The journal of a retraining: the result of each stage, stored for later attempts.
 
-Each stage's result is an object in the storage, created once::
+Each record is an object in the storage, created once::
 
-    models/{model}/retrainings/{run}/plan.json        what is done with which data
-    models/{model}/retrainings/{run}/plan-01.json     the same against another champion (below)
+    models/{model}/retrainings/{run}/plan.json        data, champion and trial of the run
+    models/{model}/retrainings/{run}/plan-01.json     a later plan with another champion
     models/{model}/retrainings/{run}/champion.json    the champion's metrics on that data
     models/{model}/retrainings/{run}/challenger.json  the challenger's best checkpoint, registered
-    models/{model}/retrainings/{run}/verdict.json     which of both is better
-    models/{model}/retrainings/{run}/outcome.json     whether the alias was moved
-    models/{model}/retrainings/{run}/told.json        that the event was sent
-    models/{model}/retrainings/{run}/callback-00.json that a callback was called
-    models/{model}/retrainings/{run}/report.md        all of it, for people
+    models/{model}/retrainings/{run}/verdict.json     result of the comparison
+    models/{model}/retrainings/{run}/outcome.json     whether the challenger was promoted
+    models/{model}/retrainings/{run}/told.json        the event was sent
+    models/{model}/retrainings/{run}/callback-00.json a callback was called
+    models/{model}/retrainings/{run}/report.md        the report
 
-An attempt that was killed is followed by one that reads what is there and goes on behind it. So all
-attempts decide alike, whatever has become of the model meanwhile, and no stage is gone through
-twice but for the one in which the attempt was killed.
+An attempt after a crash reads the journal and continues behind the last record. All attempts
+therefore decide alike, and only the stage that was interrupted runs again.
 
-One thing can make a plan useless: its champion cannot be validated, and a person has gone back to
-another. Before a champion was validated, a later attempt renews the plan against that of then.
+One plan can be replaced: while its champion is not validated, a later attempt plans with the
+present champion. A rollback and a retry thus help when the champion is damaged.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ class RetrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What a retraining does.
 
     Attributes:
-        trial: the challenger's trial.
-        scheduled_at: when the run was to begin: ISO 8601, UTC.
-        begun_at: when its first attempt began.
-        data: the experiment's, rendered for that time, with what the run was given over it.
-        champion: number of the version that the challenger is compared with; None: there is none.
-        move: number of the last move of the model's aliases; 0: there was none.
-        renewed: how many plans of the run it takes the place of.
-        note: why it does, for people.
+        trial: id of the challenger's trial.
+        scheduled_at: scheduled start of the run: ISO 8601, UTC.
+        begun_at: actual start of the first attempt.
+        data: the experiment's data, rendered, overridden by the data given to the run.
+        champion: number of the champion version; None: there is none.
+        move: number of the model's last move; 0: there is none.
+        renewed: how many earlier plans of the run this one replaces.
+        note: why it replaces them, for people.
     """
 
     trial: str
@@ -60,22 +59,22 @@ class RetrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
     @property
-    def champion_note(self) -> str:
-        """The note of how this plan's champion does."""
-        return _renewed("champion", self.renewed)
+    def champion_record(self) -> str:
+        """The name of the record with this plan's champion's metrics."""
+        return _renewed_name("champion", self.renewed)
 
     @property
     def lateness_seconds(self) -> float:
-        """How long after its scheduled time it began."""
-        return (moment(self.begun_at) - moment(self.scheduled_at)).total_seconds()
+        """Time between scheduled and actual start."""
+        return (_parse_time(self.begun_at) - _parse_time(self.scheduled_at)).total_seconds()
 
 
 class Champion(msgspec.Struct, frozen=True, kw_only=True):
-    """How the champion does on the plan's data.
+    """The champion on the plan's data.
 
     Attributes:
         metrics: of its validation.
-        value: of the searcher's metric.
+        value: the searcher metric.
     """
 
     metrics: dict[str, Any]
@@ -83,14 +82,14 @@ class Champion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Challenger(msgspec.Struct, frozen=True, kw_only=True):
-    """What was trained.
+    """The trained challenger.
 
     Attributes:
-        version: its number in the registry; None: it has no checkpoint that can be compared.
+        version: its number in the registry; None: it has no checkpoint to compare.
         checkpoint: uuid of its best checkpoint.
-        batches_trained: of that.
-        metrics: of that one's validation.
-        value: of the searcher's metric.
+        batches_trained: progress of that checkpoint.
+        metrics: of that checkpoint's validation.
+        value: the searcher metric.
         why_none: why there is no version.
     """
 
@@ -103,11 +102,11 @@ class Challenger(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromotionDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the challenger takes the champion's place: what is to be done, or was.
+    """Whether the challenger is to be promoted (verdict), or was promoted (outcome).
 
     Attributes:
-        promoted: whether it does, or did.
-        why: in words.
+        promoted: the decision.
+        why: reason, for people.
     """
 
     promoted: bool
@@ -115,10 +114,10 @@ class PromotionDecision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """That something was done.
+    """A completed stage without a result.
 
     Attributes:
-        what: in words.
+        what: description, for people.
         at: when: ISO 8601, UTC.
     """
 
@@ -126,14 +125,14 @@ class StageRecord(msgspec.Struct, frozen=True, kw_only=True):
     at: str
 
 
-Kind = TypeVar("Kind", bound=msgspec.Struct)
+Record = TypeVar("Record", bound=msgspec.Struct)
 
 
 class Journal:
-    """The results of one retraining's stages. Every method may raise `StorageError`.
+    """The journal of one retraining. Every method may raise `StorageError`.
 
     Args:
-        run: the retraining's id; the same over all attempts.
+        run: id of the retraining; the same for all attempts.
     """
 
     def __init__(self, store: CheckpointStore, model: str, run: str) -> None:
@@ -142,39 +141,28 @@ class Journal:
         self._run = run
 
     def url(self, name: str) -> str:
-        """Where an object is, for people to read."""
+        """The URL of an object, for people."""
         return f"{self._storage.url}/{self._key(name)}"
 
-    def read(self, name: str, kind: type[Kind]) -> Kind | None:
-        """What an attempt has noted, None where none has.
+    def read(self, name: str, kind: type[Record]) -> Record | None:
+        """A record, or None if no attempt has written it.
 
         Raises:
-            RegistryError: something else is there.
+            RegistryError: the stored object is of another kind.
         """
         key = self._key(f"{name}.json")
         data = self._storage.read(key)
-        if data is None or not is_json(data):  # whoever wrote half of it has died
+        if data is None or not is_json(data):  # an incomplete object: its writer was killed
             return None
         try:
             return msgspec.convert(untagged(msgspec.json.decode(data)), type=kind)
         except msgspec.MsgspecError as error:
             raise RegistryError(
-                f"{self._storage.url}/{key} cannot be read: {error}; begin a new run"
+                f"{self._storage.url}/{key} cannot be read: {error}; start a new run"
             ) from error
 
-    def plan(self) -> RetrainingPlan | None:
-        """The plan that holds: the last one, if an attempt has made any."""
-        last, number = self.read("plan", RetrainingPlan), 1
-        while last is not None and (later := self.read(_renewed("plan", number), RetrainingPlan)):
-            last, number = later, number + 1
-        return last
-
-    def renew(self, plan: RetrainingPlan) -> RetrainingPlan:
-        """Note a plan that takes the place of the one before; what counts: see `note`."""
-        return self.note(_renewed("plan", plan.renewed), plan)
-
-    def note(self, name: str, value: Kind) -> Kind:
-        """Note a stage's result; what counts: that of another attempt, if it was there before."""
+    def write(self, name: str, value: Record) -> Record:
+        """Write a record. Returns the valid one: another attempt may have written it first."""
         stored = msgspec.json.encode(tagged(msgspec.to_builtins(value)))
         data = msgspec.json.format(stored, indent=2) + b"\n"
         try:
@@ -183,28 +171,42 @@ class Journal:
             return self.read(name, type(value)) or value
         return value
 
-    def once(self, name: str, kind: type[Kind], work: Callable[[], Kind]) -> Kind:
-        """A stage's result: as an attempt has noted it, else what `work` returns, noted."""
-        known = self.read(name, kind)
-        return self.note(name, work()) if known is None else known
+    def read_or_compute(
+        self, name: str, kind: type[Record], compute: Callable[[], Record]
+    ) -> Record:
+        """A record if it exists; otherwise the result of `compute`, written."""
+        existing = self.read(name, kind)
+        return self.write(name, compute()) if existing is None else existing
 
-    def done(self, name: str, what: str) -> None:
-        """Note that something was done."""
-        self.note(name, StageRecord(what=what, at=utc_now()))
+    def mark_done(self, name: str, what: str) -> None:
+        """Record that a stage is completed."""
+        self.write(name, StageRecord(what=what, at=utc_now()))
+
+    def plan(self) -> RetrainingPlan | None:
+        """The valid plan, which is the last one; None if no attempt has planned."""
+        last, number = self.read("plan", RetrainingPlan), 1
+        while last is not None and (
+            later := self.read(_renewed_name("plan", number), RetrainingPlan)
+        ):
+            last, number = later, number + 1
+        return last
+
+    def write_plan(self, plan: RetrainingPlan) -> RetrainingPlan:
+        """Write a plan; see `write`."""
+        return self.write(_renewed_name("plan", plan.renewed), plan)
 
     def write_report(self, text: str) -> None:
-        """Write the report, over an earlier one."""
+        """Write the report, replacing an earlier one."""
         self._storage.write(self._key(REPORT), text.encode())
 
     def _key(self, name: str) -> str:
         return layout.retraining_key(self._model, self._run, name)
 
 
-def _renewed(name: str, times: int) -> str:
+def _renewed_name(name: str, times: int) -> str:
     return f"{name}-{times:02d}" if times else name
 
 
-def moment(at: str) -> datetime:
-    """A time as it is noted."""
-    # Python 3.10 does not read the Z.
-    return datetime.fromisoformat(at.replace("Z", "+00:00"))
+def _parse_time(text: str) -> datetime:
+    # Python 3.10 does not accept the Z.
+    return datetime.fromisoformat(text.replace("Z", "+00:00"))

@@ -1,11 +1,11 @@
-"""Numbered objects to which one more is added at a time: a model's versions, and its moves.
+"""An append-only log of numbered objects: the versions of a model, and the moves of its aliases.
 
-They are counted from 1, and whoever adds one creates the next number, which nobody else may have::
+Numbers start at 1. An append creates the object of the next number, create-only::
 
     {folder}/{number:06d}.json
 
-So of several who have seen the same last one, one succeeds. Where the storage cannot tell two
-writers apart, they take turns; see `lock`.
+Of several writers that saw the same last number, one succeeds. On storages without conditional
+writes, appends take a lock; see `storage_lock`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from trial_core.storage.base import Storage
 from trial_core.storage.parallel import StopSignal, in_parallel
 
 _READ_THREADS = 8
+_RESTORE_ADVICE = "the registry never changes a stored object: restore it from a backup"
 
 _logger = logging.getLogger(__name__)
-
 
 Entry = TypeVar("Entry", bound=Numbered)
 
@@ -36,42 +36,44 @@ class NumberedLog(Generic[Entry]):
     """The numbered objects of a folder. Every method may raise `StorageError`.
 
     Args:
-        folder: where they are.
-        locks: the folder of the lock, where one is needed.
-        kind: what they are.
+        folder: key prefix of the objects.
+        lock_folder: key prefix of the lock, for storages without conditional writes.
+        kind: type of the objects.
     """
 
-    def __init__(self, storage: Storage, folder: str, locks: str, kind: type[Entry]) -> None:
+    def __init__(self, storage: Storage, folder: str, lock_folder: str, kind: type[Entry]) -> None:
         self._storage = storage
         self._folder = folder
-        self._locks = locks
+        self._lock_folder = lock_folder
         self._kind = kind
 
     def read(self, number: int) -> Entry | None:
-        """The entry of that number, None where there is none.
+        """The entry with that number, or None.
 
         Raises:
-            RegistryError: there is something else.
+            RegistryError: the object is not a valid entry.
         """
         key = layout.numbered_key(self._folder, number)
         data = self._storage.read(key)
         if data is None:
             return None
-        where = f"{self._storage.url}/{key}"
+        url = f"{self._storage.url}/{key}"
         if not is_json(data):
-            # On some storages a write can be seen while it is under way, or its author has died.
-            _logger.warning("%s is half an object, and counts for nothing", where)
+            # Some storages show an object while it is written; or its writer was killed.
+            _logger.warning("ignoring %s: the object is incomplete", url)
             return None
         try:
             entry = msgspec.json.decode(data, type=self._kind)
         except msgspec.MsgspecError as error:
-            raise RegistryError(f"{where} cannot be read: {error}; {_ALTERED}") from error
+            raise RegistryError(f"{url} cannot be read: {error}; {_RESTORE_ADVICE}") from error
         if entry.number != number:
-            raise RegistryError(f"{where} says that its number is {entry.number}; {_ALTERED}")
+            raise RegistryError(
+                f"{url} contains number {entry.number}, expected {number}; {_RESTORE_ADVICE}"
+            )
         return entry
 
     def entries(self, after: int = 0) -> list[Entry]:
-        """All entries of higher numbers, in order."""
+        """All entries with numbers above `after`, in order."""
 
         def read(number: int, stop: StopSignal) -> Entry | None:
             stop.check()
@@ -81,30 +83,30 @@ class NumberedLog(Generic[Entry]):
         return [each for each in in_parallel(read, numbers, _READ_THREADS) if each is not None]
 
     def last(self) -> Entry | None:
-        """The entry of the highest number, None where there is none at all."""
+        """The entry with the highest number, or None if the log is empty."""
         entries = (self.read(number) for number in reversed(self._numbers()))
         return next((entry for entry in entries if entry is not None), None)
 
     def append(self, entry: Entry) -> None:
-        """Store an entry under its number, which must be that after the last one.
+        """Store an entry under its number, which must be the next one.
 
-        After an error it may yet have been stored: append the same again to find out.
+        After an error the entry may have been stored: append it again to find out.
 
         Raises:
-            FileExistsError: somebody else has stored another one there.
+            FileExistsError: another writer stored a different entry under that number.
         """
         key, data = layout.numbered_key(self._folder, entry.number), as_object(entry)
         if self._storage.has_conditional_writes():
             self._storage.create(key, data)
             return
-        with locked(self._storage, self._locks) as lock:
+        with locked(self._storage, self._lock_folder) as lock:
             existing = self._storage.read(key)
             if existing == data:
                 return
             if existing is not None and is_json(existing):
                 raise FileExistsError(f"{key} exists in {self._storage.url}")
             lock.check()
-            if existing is not None:  # whoever began to write it has the lock no more
+            if existing is not None:  # incomplete, and its writer no longer has the lock
                 self._storage.remove(key)
             self._storage.create(key, data)
 
@@ -114,6 +116,3 @@ class NumberedLog(Generic[Entry]):
             for key in self._storage.sizes(self._folder)
         )
         return sorted(number for number in numbers if number is not None)
-
-
-_ALTERED = "the registry writes its objects once: restore it from a copy of the storage"

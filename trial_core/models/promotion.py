@@ -1,19 +1,21 @@
-"""Moving a model's aliases: `champion`, and `previous`, which was it before.
+"""Moving the aliases of a model: `champion`, and `previous`, the champion before it.
 
-The aliases are a log; see `log`. A move holds both as they are after it, so nothing is ever half
-moved; it is number n + 1 because it was decided upon move n, so of several at once one succeeds.
+The aliases are a log (see `numbered_log`). A move stores both aliases, so a move is never half
+done. Move n + 1 is decided from move n, so of several concurrent moves one succeeds.
 
-A champion's checkpoint must be there, and stay. So who promotes, in this order::
+The champion's checkpoint must be intact and must not be pruned. A promotion therefore:
 
-    P1  reads every byte of it
+    P1  verifies every byte of the checkpoint
     P2  reads the last move, n
-    P3  holds it (see `pins`), for move n + 1; looks whether it is being deleted, or gone
-    P4  creates move n + 1; where it is another's by now, gives up the hold
-    P5  drops the holds for moves up to n + 1 on what is neither champion nor previous
+    P3  writes a hold on the checkpoint for move n + 1 (see `pins`), then checks that the
+        checkpoint exists and is not being deleted
+    P4  creates move n + 1; if another process created it first, removes the hold
+    P5  removes holds for moves up to n + 1 on checkpoints other than champion and previous
 
-Who held for such a move and is none of these has lost, or will: its number is taken. Who holds for
-a later one may be about to win. Killed anywhere, a hold too many is left; it goes with the next
-move. To roll back takes no hold: `previous` has one of when it was promoted.
+A hold for a move number that is taken belongs to a promotion that lost. A hold for a later number
+may belong to one that is about to win. A process killed in between leaves at most one extra hold,
+which the next move removes. A rollback needs no new hold: `previous` still has the hold of its
+promotion.
 """
 
 from __future__ import annotations
@@ -46,37 +48,37 @@ _logger = logging.getLogger(__name__)
 
 
 class AnyChampion(enum.Enum):
-    """Whoever is champion."""
+    """The type of `ANY`."""
 
     ANY = "any"
 
 
 ANY: Final = AnyChampion.ANY
-InsteadOf = int | Literal[AnyChampion.ANY] | None
-"""Which version is believed to be champion: its number; None: there is none; `ANY`: whichever."""
+ExpectedChampion = int | Literal[AnyChampion.ANY] | None
+"""The version that must be champion before the move: its number; None: no champion; `ANY`: any."""
 
 
 @dataclass(frozen=True)
 class PromotionRequest:
-    """What a move is to be.
+    """A requested move.
 
     Attributes:
-        kind: what was asked for.
-        version: who is to be champion.
-        run: id of the run that asks for it; empty: a person.
-        why: for people to read.
-        instead_of: who must be champion until then.
+        kind: promotion or rollback.
+        version: the version to make champion.
+        run: id of the run that requests it; empty: a person.
+        why: reason, for people.
+        expected_champion: the version that must be champion until then.
     """
 
     kind: Kind
     version: Version
     run: str
     why: str
-    instead_of: InsteadOf
+    expected_champion: ExpectedChampion
 
     @property
     def refusal(self) -> str:
-        """How an error begins."""
+        """The first words of every error about this request."""
         done = "promoted" if self.kind == "promote" else "rolled back to"
         return f"{self.version} was not {done}"
 
@@ -85,109 +87,119 @@ def move_aliases(
     store: CheckpointStore,
     versions: NumberedLog[Version],
     moves: NumberedLog[Move],
-    wish: PromotionRequest,
+    request: PromotionRequest,
 ) -> Move:
-    """Make a version the champion; see the module. One that is it already stays it.
+    """Make a version the champion. If it is champion already, returns the existing move.
 
     Raises:
-        CheckpointDamaged: of its checkpoint: which file.
-        CheckpointNotFound: its checkpoint was deleted.
-        PromotionRefused: its checkpoint is being deleted.
-        PromotionConflict: somebody else has moved the aliases meanwhile.
+        CheckpointDamaged: the version's checkpoint is damaged; names the file.
+        CheckpointNotFound: the version's checkpoint was deleted.
+        PromotionRefused: the version's checkpoint is being deleted.
+        PromotionConflict: another process moved the aliases first.
         StorageError: the storage failed. The move may have been made.
     """
     last = moves.last()
-    if not _is_done(wish, last):
-        _check_champion(wish, last)
-        _verify(store, wish)
-        last = moves.last()  # that may have taken long
-    if last is not None and _is_done(wish, last):
-        _tidy(store, versions, last)
+    if not _is_done(request, last):
+        _check_expected_champion(request, last)
+        _verify(store, request)
+        last = moves.last()  # verifying may have taken long
+    if last is not None and _is_done(request, last):
+        _remove_obsolete_holds(store, versions, last)
         return last
-    _check_champion(wish, last)
-    move = _next(wish, last)
-    held = _hold(store, wish, move) if wish.kind == "promote" else None
+    _check_expected_champion(request, last)
+    move = _next_move(request, last)
+    hold = _hold(store, request, move) if request.kind == "promote" else None
     try:
         moves.append(move)
     except FileExistsError:
-        if held is not None:
-            _give_up(store, held.key)
-        winner = moves.read(move.number)
-        raise _conflict(wish, winner, move.number) from None
+        if hold is not None:
+            _remove_hold(store, hold)
+        raise _conflict(request, moves.read(move.number), move.number) from None
     except StorageError as error:
         raise StorageError(
-            f"whether {wish.version} has become champion is not known, look at its model's moves: "
-            f"{error}"
+            f"it is unknown whether {request.version} became champion; check with "
+            f"`trialflow models show {move.model}`: {error}"
         ) from error
-    _tidy(store, versions, move)
+    _remove_obsolete_holds(store, versions, move)
     return move
 
 
-def _is_done(wish: PromotionRequest, last: Move | None) -> bool:
-    """Whether it is champion already, and nobody is to be told that it was not this very wish."""
-    if last is None or last.champion != wish.version.number:
+def _is_done(request: PromotionRequest, last: Move | None) -> bool:
+    """Whether the last move already does what is requested, for the same run or any requester."""
+    if last is None or last.champion != request.version.number:
         return False
-    is_own = bool(wish.run) and last.run == wish.run
-    return is_own or wish.instead_of in (ANY, last.champion)
+    is_own_move = bool(request.run) and last.run == request.run
+    return is_own_move or request.expected_champion in (ANY, last.champion)
 
 
-def _check_champion(wish: PromotionRequest, last: Move | None) -> None:
+def _check_expected_champion(request: PromotionRequest, last: Move | None) -> None:
     champion = last.champion if last is not None else None
-    if wish.instead_of is not ANY and wish.instead_of != champion:
-        raise _conflict(wish, last)
+    if request.expected_champion is not ANY and request.expected_champion != champion:
+        raise _conflict(request, last)
 
 
-def _conflict(wish: PromotionRequest, winner: Move | None, number: int = 0) -> PromotionConflict:
-    if winner is None and not number:
-        return PromotionConflict(
-            f"{wish.refusal}: model {wish.version.model} has no champion, and version "
-            f"{wish.instead_of} was expected to be it"
+def _conflict(
+    request: PromotionRequest, winner: Move | None, number: int | None = None
+) -> PromotionConflict:
+    """The error for a lost race.
+
+    Args:
+        winner: the move that won; None: it cannot be read.
+        number: number of the requested move, if it was taken.
+    """
+    model = request.version.model
+    if winner is not None:
+        problem = (
+            f"{winner} (move {winner.number}); compare with that version, and promote again if "
+            "this one is better"
         )
-    if winner is None:
-        return PromotionConflict(
-            f"{wish.refusal}: somebody else is moving the aliases of model {wish.version.model} "
-            f"(move {number}); try again; if nobody is, that object is half a one: delete it"
+    elif number is None:
+        problem = (
+            f"version {request.expected_champion} was expected to be champion, but model {model} "
+            "has no champion"
         )
-    return PromotionConflict(
-        f"{wish.refusal}: {winner} (move {winner.number}); look whether it is better than that, "
-        "and try again"
-    )
+    else:
+        problem = (
+            f"another process is moving the aliases of model {model} (move {number}); try again; "
+            "if no process is, that object is incomplete: delete it"
+        )
+    return PromotionConflict(f"{request.refusal}: {problem}")
 
 
-def _verify(store: CheckpointStore, wish: PromotionRequest) -> None:
-    version = wish.version
+def _verify(store: CheckpointStore, request: PromotionRequest) -> None:
+    version = request.version
     try:
         store.verify(version.checkpoint)
     except (CheckpointDamaged, CheckpointNotFound) as error:
-        # Half of it may have been deleted while it was read.
-        is_there = store.storage.read(version.manifest_key) is not None
-        if isinstance(error, CheckpointDamaged) and is_there:
-            raise CheckpointDamaged(f"{wish.refusal}: {error}") from error
+        # Files that disappear with the manifest were deleted during verification, not damaged.
+        is_committed = store.storage.read(version.manifest_key) is not None
+        if isinstance(error, CheckpointDamaged) and is_committed:
+            raise CheckpointDamaged(f"{request.refusal}: {error}") from error
         raise CheckpointNotFound(
-            f"{wish.refusal}: its checkpoint {version.checkpoint}, of trial {version.trial}, was "
-            "deleted; of a model's versions, champion and previous alone stay whatever the rules "
-            "for old checkpoints say"
+            f"{request.refusal}: its checkpoint {version.checkpoint} of trial {version.trial} was "
+            "deleted (only the checkpoints of champion and previous are protected from pruning); "
+            "choose another version"
         ) from error
 
 
-def _next(wish: PromotionRequest, last: Move | None) -> Move:
+def _next_move(request: PromotionRequest, last: Move | None) -> Move:
     return Move(
         number=last.number + 1 if last is not None else 1,
-        model=wish.version.model,
-        kind=wish.kind,
-        champion=wish.version.number,
+        model=request.version.model,
+        kind=request.kind,
+        champion=request.version.number,
         previous=last.champion if last is not None else None,
         at=utc_now(),
         by=this_user(),
-        run=wish.run,
-        why=wish.why,
+        run=request.run,
+        why=request.why,
         unique=uuids.uuid4().hex,
     )
 
 
-def _hold(store: CheckpointStore, wish: PromotionRequest, move: Move) -> RegistryHold:
-    version = wish.version
-    held = RegistryHold(
+def _hold(store: CheckpointStore, request: PromotionRequest, move: Move) -> RegistryHold:
+    version = request.version
+    hold = RegistryHold(
         uuid=version.checkpoint,
         model=version.model,
         version=version.number,
@@ -198,32 +210,40 @@ def _hold(store: CheckpointStore, wish: PromotionRequest, move: Move) -> Registr
     )
     name = ManifestName(version.trial, version.batches_trained, version.checkpoint)
     try:
-        pins.hold(store, name, held)
+        pins.hold(store, name, hold)
     except CommitConflict as error:
-        raise PromotionRefused(f"{wish.refusal}: {error}") from error
+        raise PromotionRefused(f"{request.refusal}: {error}") from error
     except CheckpointNotFound as error:
-        raise CheckpointNotFound(f"{wish.refusal}: its {error}") from error
-    return held
+        raise CheckpointNotFound(f"{request.refusal}: its {error}") from error
+    return hold
 
 
-def _tidy(store: CheckpointStore, versions: NumberedLog[Version], move: Move) -> None:
-    """Drop this model's holds for moves up to this one on what it does not name."""
+def _remove_obsolete_holds(
+    store: CheckpointStore, versions: NumberedLog[Version], move: Move
+) -> None:
+    """Remove holds for moves up to this one on checkpoints other than champion and previous."""
     numbers = [move.champion] + ([move.previous] if move.previous is not None else [])
     try:
         named = [versions.read(number) for number in numbers]
         if None in named:
-            return  # who knows what is held for it
+            return  # the checkpoint of an unreadable version is unknown: remove nothing
         needed = {version.checkpoint for version in named if version is not None}
-        for uuid, of_one in pins.holds(store).items():
-            for held in of_one:
-                if held.model == move.model and held.move <= move.number and uuid not in needed:
-                    store.storage.remove(held.key)
+        for uuid, holds in pins.holds(store).items():
+            for hold in holds:
+                if hold.model == move.model and hold.move <= move.number and uuid not in needed:
+                    store.storage.remove(hold.key)
     except (StorageError, RegistryError) as error:
-        _logger.warning("checkpoints stay held until the next move: %s", error)
+        _logger.warning(
+            "obsolete holds protect checkpoints of model %s until its next move: %s",
+            move.model, error,
+        )  # fmt: skip
 
 
-def _give_up(store: CheckpointStore, key: str) -> None:
+def _remove_hold(store: CheckpointStore, hold: RegistryHold) -> None:
     try:
-        store.storage.remove(key)
+        store.storage.remove(hold.key)
     except StorageError as error:
-        _logger.warning("a checkpoint stays held until the next move: %s", error)
+        _logger.warning(
+            "an obsolete hold protects checkpoint %s until the next move of model %s: %s",
+            hold.uuid, hold.model, error,
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the registry stores: versions of a model, and the moves of its aliases. Plain data."""
+"""Records of the registry: versions of a model, and moves of its aliases. Plain data."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Alias = Literal["champion", "previous"]
 
 
 class Numbered(msgspec.Struct, frozen=True, kw_only=True):
-    """What has a number among others of its model's.
+    """A numbered record of a model.
 
     Attributes:
         number: counted from 1, without gaps.
-        model: which model it belongs to.
+        model: name of the model.
     """
 
     number: Number
@@ -26,20 +26,20 @@ class Numbered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Version(Numbered, frozen=True, kw_only=True):
-    """A checkpoint under a number of its model's. Never changed once it is stored.
+    """A checkpoint registered under a model. Never changed once stored.
 
     Attributes:
-        checkpoint: the checkpoint's uuid.
-        trial: which trial has saved that.
-        experiment: of which experiment.
-        batches_trained: after how many batches.
-        metric: the validation metric by which versions are compared; None: by none.
-        smaller_is_better: which way it improves.
-        value: of that metric, when it was registered; None: there was no finite number.
-        at: when it was registered: ISO 8601, UTC.
+        checkpoint: uuid of the checkpoint.
+        trial: the trial that saved the checkpoint.
+        experiment: the experiment of that trial.
+        batches_trained: progress of the checkpoint.
+        metric: the validation metric that versions are compared by; None: not compared.
+        smaller_is_better: direction of the metric.
+        value: the metric at registration; None: there was no finite number.
+        at: time of registration: ISO 8601, UTC.
         by: who registered it: ``user@host``.
-        run: id of the run that did; empty: a person.
-        note: for people to read.
+        run: id of the run that registered it; empty: a person did.
+        note: free text for people.
     """
 
     checkpoint: str
@@ -59,22 +59,22 @@ class Version(Numbered, frozen=True, kw_only=True):
 
     @property
     def manifest_key(self) -> str:
-        """The key of the checkpoint's manifest: the checkpoint is there as long as that is."""
+        """The key of the checkpoint's manifest. The checkpoint exists while this object does."""
         return layout.manifest_key(self.trial, self.batches_trained, self.checkpoint)
 
 
 class Move(Numbered, frozen=True, kw_only=True):
-    """A change of a model's aliases: all of them as they are after it. The last one holds.
+    """A change of a model's aliases. Holds all aliases after the change; the last move is valid.
 
     Attributes:
-        kind: what was asked for.
-        champion: number of the version that is the champion.
-        previous: number of the version that was it before; None: none was.
-        at: when: ISO 8601, UTC.
-        by: who moved them: ``user@host``.
-        run: id of the run that did; empty: a person.
-        why: for people to read.
-        unique: tells this move from another of the same number that came too late.
+        kind: what was requested.
+        champion: number of the champion version.
+        previous: number of the champion before it; None: there was none.
+        at: time of the move: ISO 8601, UTC.
+        by: who moved the aliases: ``user@host``.
+        run: id of the run that moved them; empty: a person did.
+        why: reason, for people.
+        unique: distinguishes this move from a losing one with the same number.
     """
 
     kind: Kind
@@ -87,7 +87,6 @@ class Move(Numbered, frozen=True, kw_only=True):
     unique: str = ""
 
     def __str__(self) -> str:
-        """Who did what, when and why, as the rest of a sentence."""
         did = "promoted" if self.kind == "promote" else "rolled back to"
         instead = "" if self.previous is None else f" instead of version {self.previous}"
         run = f", in run {self.run}" if self.run else ""
@@ -95,7 +94,7 @@ class Move(Numbered, frozen=True, kw_only=True):
         return f"{self.by} {did} version {self.champion}{instead} at {self.at}{run}{why}"
 
     def alias_of(self, number: int) -> Alias | None:
-        """What a version is called after this move."""
+        """The alias of a version after this move."""
         if number == self.champion:
             return "champion"
         return "previous" if number == self.previous else None

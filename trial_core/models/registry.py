@@ -1,6 +1,6 @@
-"""The registry: which checkpoints of a storage are versions of which model, and which is champion.
+"""The registry: versions of models and their champions, stored beside the checkpoints.
 
-It lies in the same storage as the checkpoints; see `trial_core.checkpoint.layout` for its names.
+Key names are in `trial_core.checkpoint.layout`.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from trial_core.errors import (
     RegistryError,
 )
 from trial_core.models.numbered_log import Entry, NumberedLog
-from trial_core.models.promotion import ANY, InsteadOf, PromotionRequest, move_aliases
+from trial_core.models.promotion import ANY, ExpectedChampion, PromotionRequest, move_aliases
 from trial_core.models.records import Alias, Move, Version
 from trial_core.retention import pins
 
-__all__ = ["ANY", "HeldVersion", "InsteadOf", "Registry"]
+__all__ = ["ANY", "ExpectedChampion", "HeldVersion", "Registry"]
 
-_TRIES = 100
+_REGISTER_ATTEMPTS = 100
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class HeldVersion:
-    """Why the registry keeps a checkpoint.
+    """The version for which the registry holds a checkpoint.
 
     Attributes:
-        version: number of the model's version that it is.
-        alias: what that is called; None: nothing any more, and the next move gives it up.
+        model: name of the model.
+        version: number of the version.
+        alias: alias of the version; None: it has none, and the next move removes the hold.
     """
 
     model: str
@@ -53,16 +54,15 @@ class HeldVersion:
 class Registry:
     """The models in a store. Safe to use from several threads, processes and machines.
 
-    Every method may raise `StorageError`, and `RegistryError` where an object of the registry's
-    was altered. Nothing is cached: each answer is what is there now. Of a model that nobody has
-    registered anything of, the questions say that there is nothing.
+    Every method may raise `StorageError`, and `RegistryError` if a stored object was altered.
+    Nothing is cached. Read methods return empty results for an unknown model.
     """
 
     def __init__(self, store: CheckpointStore) -> None:
         self.store = store
 
     def models(self) -> list[str]:
-        """The names of all models that have versions."""
+        """The names of all models with versions, sorted."""
         keys = self.store.storage.sizes(layout.MODELS)
         names = {key.split("/")[1] for key in keys if len(key.split("/")) > 2}
         return sorted(
@@ -80,60 +80,62 @@ class Registry:
         """One version of a model.
 
         Raises:
-            ModelNotFound: there is none of that number: which there are.
+            ModelNotFound: there is no such version; lists the last ones.
         """
         found = self._versions(model).read(number)
         if found is not None:
             return found
-        self.check(model)
-        there = ", ".join(str(version.number) for version in self.versions(model)[-10:])
-        raise ModelNotFound(f"model {model} has no version {number}; the last ones are {there}")
+        self.check_exists(model)
+        existing = ", ".join(str(version.number) for version in self.versions(model)[-10:])
+        raise ModelNotFound(f"model {model} has no version {number}; its last ones: {existing}")
 
-    def check(self, model: str) -> None:
-        """Refuse a model of which nothing is registered.
+    def check_exists(self, model: str) -> None:
+        """Check that a model has versions.
 
         Raises:
-            ModelNotFound: that is so; says which models there are.
+            ModelNotFound: it has none; lists the models.
         """
         if self._versions(model).last() is None:
-            there = ", ".join(self.models()) or "none"
+            existing = ", ".join(self.models()) or "none"
             raise ModelNotFound(
-                f"no model in {self.store.url} is called {model!r}; there is: {there}"
+                f"there is no model {model!r} in {self.store.url}; models there: {existing}"
             )
 
     def moves(self, model: str, after: int = 0) -> list[Move]:
-        """All moves of a model's aliases that have higher numbers than `after`, in order."""
+        """The moves of a model's aliases with numbers above `after`, in order."""
         return self._moves(model).entries(after)
 
-    def state(self, model: str) -> Move | None:
-        """What a model's aliases are: the last move. None: it has no champion yet."""
+    def last_move(self, model: str) -> Move | None:
+        """The last move, which holds the current aliases. None: the model has no champion."""
         return self._moves(model).last()
 
     def champion(self, model: str) -> Version | None:
-        """The version that is champion, None where none is."""
-        move = self.state(model)
+        """The champion version, or None."""
+        move = self.last_move(model)
         return None if move is None else self.version(model, move.champion)
 
     def held(self) -> dict[str, list[HeldVersion]]:
-        """What the registry keeps, by the checkpoint's uuid: of each model the version once.
+        """The versions for which the registry holds checkpoints, by checkpoint uuid.
 
-        A model whose moves cannot be read is warned of.
+        Logs a warning for a model whose moves cannot be read.
         """
         holds = pins.holds(self.store)
-        states: dict[str, Move | None] = {}
-        for model in {held.model for of_one in holds.values() for held in of_one}:
+        moves: dict[str, Move | None] = {}
+        for model in {hold.model for of_checkpoint in holds.values() for hold in of_checkpoint}:
             try:
-                states[model] = self.state(model)
+                moves[model] = self.last_move(model)
             except RegistryError as error:
-                _logger.warning("what is champion of model %s is not known: %s", model, error)
+                _logger.warning("cannot read the champion of model %s: %s", model, error)
 
-        def of(hold: pins.RegistryHold) -> HeldVersion:
-            state = states.get(hold.model)
-            return HeldVersion(
-                hold.model, hold.version, state.alias_of(hold.version) if state else None
-            )
+        def held_version(hold: pins.RegistryHold) -> HeldVersion:
+            move = moves.get(hold.model)
+            alias = move.alias_of(hold.version) if move else None
+            return HeldVersion(hold.model, hold.version, alias)
 
-        return {uuid: list(dict.fromkeys(map(of, of_one))) for uuid, of_one in holds.items()}
+        return {
+            uuid: list(dict.fromkeys(map(held_version, of_checkpoint)))
+            for uuid, of_checkpoint in holds.items()
+        }
 
     def register(
         self,
@@ -146,29 +148,30 @@ class Registry:
         run: str = "",
         note: str = "",
     ) -> Version:
-        """Make a checkpoint the next version of a model; the one that it is already, if it is.
+        """Make a checkpoint the next version of a model, unless it is a version already.
 
         Args:
-            manifest: of the checkpoint, which must be committed.
+            manifest: of a committed checkpoint.
             metric, smaller_is_better, value, run, note: see `Version`.
 
         Raises:
-            CheckpointNotFound: the checkpoint is not there.
+            CheckpointNotFound: the checkpoint does not exist.
+            PromotionConflict: other processes took every number that was tried.
         """
         log = self._versions(model)
         if self.store.storage.read(manifest.name.key) is None:
             raise CheckpointNotFound(
-                f"checkpoint {manifest.uuid} of trial {manifest.trial} is not made a version of "
-                f"model {model}: {self.store.url} has none of that name, or has it no more"
+                f"checkpoint {manifest.uuid} of trial {manifest.trial} cannot become a version of "
+                f"model {model}: it does not exist in {self.store.url}, or was deleted"
             )
-        seen = 0
-        for _ in range(_TRIES):
-            for version in log.entries(after=seen):
-                seen = version.number
-                if version.checkpoint == manifest.uuid:
-                    return version
-            made = Version(
-                number=seen + 1,
+        last_number = 0
+        for _ in range(_REGISTER_ATTEMPTS):
+            for existing in log.entries(after=last_number):
+                last_number = existing.number
+                if existing.checkpoint == manifest.uuid:
+                    return existing
+            version = Version(
+                number=last_number + 1,
                 model=model,
                 checkpoint=manifest.uuid,
                 trial=manifest.trial,
@@ -183,15 +186,16 @@ class Registry:
                 note=note,
             )
             try:
-                log.append(made)
+                log.append(version)
             except FileExistsError:
-                continue  # somebody else was quicker
-            return made
+                continue  # another process registered a version first
+            return version
         raise PromotionConflict(
-            f"checkpoint {manifest.uuid} cannot be made a version of model {model}: others "
-            f"registered theirs {_TRIES} times while it tried, or {self.store.url}/"
-            f"{layout.numbered_key(layout.versions_folder(model), seen + 1)} is half an object: "
-            "then delete that"
+            f"checkpoint {manifest.uuid} did not become a version of model {model} in "
+            f"{_REGISTER_ATTEMPTS} attempts: other processes register versions at the same time, "
+            f"or {self.store.url}/"
+            f"{layout.numbered_key(layout.versions_folder(model), last_number + 1)} is incomplete: "
+            "in that case delete it"
         )
 
     def promote(
@@ -201,50 +205,48 @@ class Registry:
         *,
         run: str = "",
         why: str = "",
-        instead_of: InsteadOf = ANY,
+        expected_champion: ExpectedChampion = ANY,
     ) -> Move:
-        """Make a version the champion, and who is it now `previous`; the move that did.
+        """Make a version the champion, and the present champion `previous`. Returns the move.
 
-        One that is champion already stays it, by the move that is there: so a run may ask again.
+        Promoting the champion changes nothing and returns the existing move, so a run may retry.
 
         Args:
-            instead_of: number of the version that it was found better than, which must be the
-                champion still; None: there must be no champion.
+            expected_champion: number of the version it was compared with, which must still be
+                champion; None: there must be no champion.
             run, why: see `Move`.
 
         Raises:
             ModelNotFound: there is no such version.
-            CheckpointDamaged: its checkpoint differs from what was saved: which file. All of it
-                is read.
+            CheckpointDamaged: its checkpoint is damaged (every byte is verified).
             CheckpointNotFound: its checkpoint was deleted.
-            PromotionConflict: somebody else has moved the aliases meanwhile: who, when, to what.
+            PromotionConflict: the champion is another one than expected; says who moved it.
             PromotionRefused: its checkpoint is being deleted.
         """
-        wish = PromotionRequest("promote", self.version(model, number), run, why, instead_of)
-        return self._move(wish)
+        version = self.version(model, number)
+        return self._move(PromotionRequest("promote", version, run, why, expected_champion))
 
     def rollback(
-        self, model: str, *, run: str = "", why: str = "", instead_of: InsteadOf = ANY
+        self, model: str, *, run: str = "", why: str = "", expected_champion: ExpectedChampion = ANY
     ) -> Move:
-        """Make `previous` the champion, and the champion `previous`; the move that did.
+        """Swap `previous` and champion. Returns the move.
 
-        A run that asks again gets the move that it has made, as long as that is the last.
+        A run that retries gets its own move, if that is still the last one.
 
         Args:
-            instead_of: number of the version to do away with, which must be the champion still.
+            expected_champion: number of the version to replace, which must still be champion.
             run, why: see `Move`.
 
         Raises:
             ModelNotFound: there is no such model.
             PromotionRefused: there is no previous champion.
-            CheckpointDamaged: its checkpoint differs from what was saved: which file. All of it
-                is read.
-            CheckpointNotFound: its checkpoint was deleted, past the registry.
-            PromotionConflict: somebody else has moved the aliases meanwhile: who, when, to what.
+            CheckpointDamaged: its checkpoint is damaged (every byte is verified).
+            CheckpointNotFound: its checkpoint was deleted by other means than a prune.
+            PromotionConflict: another process moved the aliases first; says which.
         """
-        last = self.state(model)
+        last = self.last_move(model)
         if last is None:
-            self.check(model)
+            self.check_exists(model)
             raise PromotionRefused(
                 f"model {model} cannot be rolled back: it has no champion; promote a version"
             )
@@ -255,14 +257,14 @@ class Registry:
                 f"model {model} cannot be rolled back: version {last.champion} is its first "
                 "champion, there is no previous one; promote another version"
             )
-        if instead_of is ANY:
-            instead_of = last.champion
+        if expected_champion is ANY:
+            expected_champion = last.champion
         version = self.version(model, last.previous)
-        return self._move(PromotionRequest("rollback", version, run, why, instead_of))
+        return self._move(PromotionRequest("rollback", version, run, why, expected_champion))
 
-    def _move(self, wish: PromotionRequest) -> Move:
-        model = wish.version.model
-        return move_aliases(self.store, self._versions(model), self._moves(model), wish)
+    def _move(self, request: PromotionRequest) -> Move:
+        model = request.version.model
+        return move_aliases(self.store, self._versions(model), self._moves(model), request)
 
     def _versions(self, model: str) -> NumberedLog[Version]:
         return self._log(model, layout.versions_folder(model), Version)
@@ -273,7 +275,7 @@ class Registry:
     def _log(self, model: str, folder: str, kind: type[Entry]) -> NumberedLog[Entry]:
         if not layout.is_name(model):
             raise RegistryError(
-                f"no model can be called {model!r}: a name is made of up to 200 letters and "
-                "digits, and within them '.', '_' and '-'"
+                f"{model!r} is not a valid model name: expected up to 200 letters and digits, "
+                "with '.', '_' and '-' between them"
             )
         return NumberedLog(self.store.storage, folder, layout.locks_folder(model), kind)

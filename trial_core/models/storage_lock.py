@@ -1,16 +1,16 @@
-"""A lock of plain objects, for storages on which `Storage.create` cannot tell two writers apart.
+"""A lock made of plain objects, for storages without conditional writes.
 
-Who wants to append to what several write says so, and then looks whether anybody else does::
+A process that wants the lock announces itself with an object, then lists the folder::
 
-    {folder}/{time}-{unique}.json     who it is, and since when
+    {folder}/{time}-{unique}.json     owner and time
 
-It has the lock once its own is the only one. Of two who come at once, whoever has written later
-sees the other's; so never do both have it. The one whose name sorts first stays and looks again;
-the others withdraw, and come again after a pause that chance decides.
+It has the lock when its announcement is the only one. If two processes announce at once, each
+sees the other's object, so they never both have the lock. The one whose key sorts first keeps its
+announcement and lists again; the others withdraw and retry after a random delay.
 
-It needs a storage whose listings show at once what was written, and clocks that agree to within
-minutes: what is older than `LOCK_STALE` was left by somebody who died, and counts no more. Of that
-time its owner has but the half, from when it began to take the lock until it writes under it.
+Requires listings that show new objects immediately, and clocks that agree within minutes.
+Announcements older than `LOCK_STALE` belong to dead processes and are ignored. An owner must
+therefore finish its writes within half of that time (`StorageLock.check`).
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from trial_core.storage.base import Storage
 LOCK_STALE = timedelta(minutes=10)
 
 _TIME = "%Y%m%dT%H%M%S%fZ"
-_PAUSE_SECONDS = 0.02
-_LONGEST_PAUSE_SECONDS = 1.0
-_SAID_AFTER_SECONDS = 5.0
+_POLL_SECONDS = 0.02
+_MAX_POLL_SECONDS = 1.0
+_LOG_AFTER_SECONDS = 5.0
 
 _logger = logging.getLogger(__name__)
 
 
-class Owner(msgspec.Struct, frozen=True, kw_only=True):
-    """Who has a lock, or wants it.
+class LockOwner(msgspec.Struct, frozen=True, kw_only=True):
+    """Who announced a lock.
 
     Attributes:
         by: ``user@host``.
-        at: since when: ISO 8601, UTC.
+        at: time of the announcement: ISO 8601, UTC.
     """
 
     by: str
@@ -53,135 +53,112 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StorageLock:
-    """A wish for the lock, and the lock once nobody else wishes for it."""
+    """One announcement. It is the lock once it is the only announcement in the folder."""
 
     def __init__(self, storage: Storage, folder: str) -> None:
         self._storage = storage
         self._folder = folder
-        self._begun = time.monotonic()
+        self._started = time.monotonic()
         now = datetime.now(timezone.utc).strftime(_TIME)
-        self.key = f"{folder}/{now}-{uuids.uuid4().hex}.json"
+        self._key = f"{folder}/{now}-{uuids.uuid4().hex}.json"
 
-    def announce(self) -> None:
-        """Say that one wants it."""
-        self._storage.write(self.key, as_object(Owner(by=this_user(), at=utc_now())))
+    def acquire(self) -> str | None:
+        """Announce, and wait for announcements that sort later to be withdrawn.
 
-    def others(self) -> list[str]:
-        """The keys of all others that count, the first one first."""
-        return [key for key, at in self._others() if not _is_stale(at)]
-
-    @property
-    def is_late(self) -> bool:
-        """Whether so much time has passed that nothing may be written under it any more."""
-        return time.monotonic() - self._begun > LOCK_STALE.total_seconds() / 2
+        Returns:
+            None: this process has the lock. Otherwise the key of an announcement that blocks it.
+        """
+        self._storage.write(self._key, as_object(LockOwner(by=this_user(), at=utc_now())))
+        delay = _POLL_SECONDS
+        while (others := self._others()) and self._key < others[0] and not self._has_expired():
+            time.sleep(delay)
+            delay = min(2 * delay, _MAX_POLL_SECONDS)
+        return others[0] if others else None
 
     def check(self) -> None:
-        """Refuse to write under a lock that others may soon take for left behind.
+        """Call before each write under the lock.
 
         Raises:
-            StorageError: too much time has passed since it was taken.
+            StorageError: the lock is so old that others may soon ignore it.
         """
-        if self.is_late:
+        if self._has_expired():
             raise StorageError(
-                f"nothing was written: since this process began to take the lock "
-                f"{self._storage.url}/{self.key}, {time.monotonic() - self._begun:.0f} s have "
-                f"passed, and {LOCK_STALE.total_seconds() / 2:.0f} s are allowed; the storage is "
-                "slow, or this machine was suspended: try again"
+                f"nothing was written: the lock {self._storage.url}/{self._key} is "
+                f"{time.monotonic() - self._started:.0f} s old, and may be used for "
+                f"{LOCK_STALE.total_seconds() / 2:.0f} s; the storage is slow or this machine was "
+                "suspended: try again"
             )
 
-    def tidy(self) -> None:
-        """Remove what those have left who died. For the one who has the lock."""
-        for key, at in self._others():
-            if _is_stale(at):
-                self._storage.remove(key)
-
-    def let_go(self) -> None:
-        """Withdraw. What cannot be removed goes stale."""
+    def release(self) -> None:
+        """Withdraw the announcement. If that fails, it becomes stale."""
         try:
-            self._storage.remove(self.key)
+            self._storage.remove(self._key)
         except StorageError as error:
             _logger.warning(
-                "others wait up to %d minutes for a lock that nobody has: %s",
+                "a released lock was not deleted and blocks others for up to %d minutes: %s",
                 LOCK_STALE.total_seconds() // 60, error,
             )  # fmt: skip
 
-    def _others(self) -> list[tuple[str, datetime]]:
-        there = sorted(self._storage.sizes(self._folder))
-        return [(key, at) for key in there if key != self.key and (at := _time_of(key)) is not None]
+    def _has_expired(self) -> bool:
+        return time.monotonic() - self._started > LOCK_STALE.total_seconds() / 2
+
+    def _others(self) -> list[str]:
+        """The keys of all other announcements, sorted. Deletes stale ones."""
+        others = []
+        for key in sorted(self._storage.sizes(self._folder)):
+            announced_at = _time_of(key)
+            if key == self._key or announced_at is None:
+                continue
+            if datetime.now(timezone.utc) - announced_at > LOCK_STALE:
+                self._storage.remove(key)
+            else:
+                others.append(key)
+        return others
 
 
 @contextmanager
 def locked(storage: Storage, folder: str) -> Iterator[StorageLock]:
-    """Alone among all, on whatever machine, who lock that folder, for as long as the block runs.
-
-    Call the lock's `check` before each write.
+    """Hold the lock of a folder, across machines, for the length of the block.
 
     Raises:
-        StorageError: somebody else has it for longer than anybody may: who.
+        StorageError: another process did not release the lock in time; says which.
     """
-    lock = _take(storage, folder)
-    try:
-        yield lock
-    finally:
-        lock.let_go()
-
-
-def _take(storage: Storage, folder: str) -> StorageLock:
-    start = time.monotonic()
-    limit, pause, has_said = 1.5 * LOCK_STALE.total_seconds(), _PAUSE_SECONDS, False
+    start, delay, is_logged = time.monotonic(), _POLL_SECONDS, False
     while True:
         lock = StorageLock(storage, folder)
         try:
-            lock.announce()
-            others = _wait_for_others(lock)
-        except BaseException:
-            lock.let_go()
-            raise
-        if not others:
-            return lock
-        lock.let_go()
+            blocker = lock.acquire()
+            if blocker is None:
+                yield lock
+                return
+        finally:
+            lock.release()
         waited = time.monotonic() - start
-        if waited > limit:
+        if waited > 1.5 * LOCK_STALE.total_seconds():
             raise StorageError(
-                f"cannot lock {storage.url}/{folder}: for {waited:.0f} s others have had it, last "
-                f"{_said_by(storage, others[0])}; if nobody promotes or registers anything there, "
-                "a clock may be wrong: delete that object"
+                f"cannot lock {storage.url}/{folder} after {waited:.0f} s: it is held by "
+                f"{_describe(storage, blocker)}; if no process registers or promotes there, a "
+                "clock may be wrong: delete that object"
             )
-        if waited > _SAID_AFTER_SECONDS and not has_said:
-            has_said = True
-            _logger.info("waiting for the lock of %s", _said_by(storage, others[0]))
-        time.sleep(random.uniform(0, pause))
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        if waited > _LOG_AFTER_SECONDS and not is_logged:
+            is_logged = True
+            _logger.info("waiting for a lock held by %s", _describe(storage, blocker))
+        time.sleep(random.uniform(0, delay))
+        delay = min(2 * delay, _MAX_POLL_SECONDS)
 
 
-def _wait_for_others(lock: StorageLock) -> list[str]:
-    """Those for whom to withdraw; none: the lock is taken."""
-    pause = _PAUSE_SECONDS
-    while (others := lock.others()) and lock.key < others[0] and not lock.is_late:
-        time.sleep(pause)  # they will withdraw; or one of them has it, and will be done
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-    if not others:
-        lock.tidy()
-    return others
-
-
-def _said_by(storage: Storage, key: str) -> str:
+def _describe(storage: Storage, key: str) -> str:
     try:
-        owner = msgspec.json.decode(storage.read(key) or b"", type=Owner)
-    except (msgspec.MsgspecError, UnicodeDecodeError):  # half of one, or gone
+        owner = msgspec.json.decode(storage.read(key) or b"", type=LockOwner)
+    except (msgspec.MsgspecError, UnicodeDecodeError):  # incomplete, or deleted
         return f"{storage.url}/{key}"
     return f"{owner.by} since {owner.at} ({storage.url}/{key})"
 
 
 def _time_of(key: str) -> datetime | None:
-    """Since when; None where the key is no lock's."""
-    moment = key.rpartition("/")[2].partition("-")[0]
+    """The time in an announcement's key; None: the object is no announcement."""
+    text = key.rpartition("/")[2].partition("-")[0]
     try:
-        return datetime.strptime(moment, _TIME).replace(tzinfo=timezone.utc)
+        return datetime.strptime(text, _TIME).replace(tzinfo=timezone.utc)
     except ValueError:
         return None
-
-
-def _is_stale(at: datetime) -> bool:
-    """Whether whoever has written it is taken for dead."""
-    return datetime.now(timezone.utc) - at > LOCK_STALE

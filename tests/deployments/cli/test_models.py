@@ -20,7 +20,7 @@ from trialflow.deployments.cli.main import main
 
 
 def models(tmp_path: Path, *arguments: str) -> int:
-    """A command on that storage; its exit code."""
+    """Run a command on the storage. Returns the exit code."""
     return main(["models", *arguments, "--storage", str(tmp_path / "storage")])
 
 
@@ -30,7 +30,7 @@ def registry(tmp_path: Path) -> Registry:
 
 @pytest.fixture
 def two_versions(stored: list[Manifest], tmp_path: Path) -> Registry:
-    """Model gpt: version 1 is champion, version 2 is not."""
+    """Model gpt with two versions; version 1 is champion."""
     made = registry(tmp_path)
     for manifest, value in zip(stored, (0.25, float("nan")), strict=True):
         made.register("gpt", manifest, metric="loss", smaller_is_better=True, value=value)
@@ -38,7 +38,7 @@ def two_versions(stored: list[Manifest], tmp_path: Path) -> Registry:
     return made
 
 
-def answer(capsys: pytest.CaptureFixture[str]) -> Any:
+def printed_json(capsys: pytest.CaptureFixture[str]) -> Any:
     """What was printed, which must be standard JSON."""
 
     def refuse(constant: str) -> None:
@@ -48,18 +48,18 @@ def answer(capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 def test_no_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing there is no error; the place that was looked at is said."""
+    """An empty list names the storage; showing a model is an error."""
     assert models(tmp_path, "list") == 0
     assert capsys.readouterr().out == f"no models in file://{tmp_path}/storage\n"
     assert models(tmp_path, "show", "gpt") == 2
-    assert "is called 'gpt'; there is: none" in capsys.readouterr().err
+    assert "models there: none" in capsys.readouterr().err
 
 
 def test_list(
     two_versions: Registry, stored: list[Manifest], tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """A line for each model: its aliases, its versions, and the champion's metric."""
+    """A line per model: its aliases, its versions, and the champion's metric."""
     two_versions.register("bare", stored[0], metric=None, smaller_is_better=True, value=None)
     assert models(tmp_path, "list") == 0
     header, _, bare, gpt = capsys.readouterr().out.splitlines()
@@ -68,16 +68,16 @@ def test_list(
     assert gpt.split()[:3] == ["gpt", "1", "2"]
     assert gpt.rstrip().endswith("loss 0.25")
     assert models(tmp_path, "list", "--json") == 0
-    first, second = answer(capsys)
+    first, second = printed_json(capsys)
     assert (first["model"], first["champion"], first["versions"]) == ("bare", None, 1)
     assert (second["champion"], second["checkpoint"]) == (1, UUIDS[0])
 
 
-def test_one_model_that_cannot_be_read(
+def test_an_unreadable_model(
     two_versions: Registry, stored: list[Manifest], tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """Is said to be that; the others are listed as ever."""
+    """It is a warning; the others are listed."""
     two_versions.register("bare", stored[0], metric=None, smaller_is_better=True, value=None)
     (tmp_path / "storage/models/bare/versions/000001.json").write_text('{"number": 2}')
     assert models(tmp_path, "list") == 0
@@ -88,15 +88,15 @@ def test_one_model_that_cannot_be_read(
     assert "model bare: " in seen.err
     assert "000001.json cannot be read" in seen.err
     assert models(tmp_path, "list", "--json") == 0
-    first, second = answer(capsys)
+    first, second = printed_json(capsys)
     assert "000001.json" in first["problem"]
     assert second["champion"] == 1
 
 
-def test_what_became_of_each_version(
+def test_the_outcome_of_each_version(
     two_versions: Registry, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In words: as its retraining has noted, or as the move that made it champion says."""
+    """From the journal of its retraining, or from the move that promoted it."""
     for number, run in enumerate(["run-3", "run-4", "run-5"]):
         uuid, staged = f"{number}" * 8 + UUIDS[0][8:], stage(tmp_path / run, FILES)
         files = upload_files(two_versions.store, uuid, staged, 0)
@@ -106,23 +106,23 @@ def test_what_became_of_each_version(
             "gpt", manifest, metric="loss", smaller_is_better=True, value=0.5, run=run
         )
     kept = PromotionDecision(promoted=False, why="worse by 0.25")
-    Journal(two_versions.store, "gpt", "run-3").note("outcome", kept)
+    Journal(two_versions.store, "gpt", "run-3").write("outcome", kept)
     two_versions.promote("gpt", 4, run="run-4", why="better by 0.1")
     two_versions.promote("gpt", 1, why="back by hand")
     assert models(tmp_path, "show", "gpt", "--json") == 0
-    assert [version["became"] for version in answer(capsys)["versions"]] == [
+    assert [version["became"] for version in printed_json(capsys)["versions"]] == [
         "promoted: back by hand",
-        "registered, and not promoted",
+        "registered, not promoted",
         "not promoted: worse by 0.25",
         "promoted: better by 0.1",
-        "run run-5 has not come to a decision",
+        "run run-5 has not decided",
     ]
     assert models(tmp_path, "show", "gpt") == 0
-    assert "not promoted: worse by 0.25 " in capsys.readouterr().out
+    assert "not promoted: worse by 0.25" in capsys.readouterr().out
 
 
 def test_show(two_versions: Registry, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every version with what it is called, and every move with who made it and why."""
+    """Versions with their aliases; moves with who made them and why."""
     two_versions.promote("gpt", 2, why="by hand")
     assert models(tmp_path, "show", "gpt") == 0
     out = capsys.readouterr().out
@@ -134,46 +134,46 @@ def test_show(two_versions: Registry, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "run run-1" in moves[2]
     assert moves[3].rstrip().endswith("by hand")
     assert models(tmp_path, "show", "gpt", "--json") == 0
-    said = answer(capsys)
-    assert [version["alias"] for version in said["versions"]] == ["previous", "champion"]
-    assert [move["champion"] for move in said["moves"]] == [1, 2]
+    model = printed_json(capsys)
+    assert [version["alias"] for version in model["versions"]] == ["previous", "champion"]
+    assert [move["champion"] for move in model["moves"]] == [1, 2]
 
 
 def test_a_version_whose_checkpoint_was_deleted(
     two_versions: Registry, stored: list[Manifest], tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """Says so: it cannot be promoted any more."""
+    """It is shown as deleted."""
     two_versions.store.delete(stored[1])
     assert models(tmp_path, "show", "gpt") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines[2:4]] == ["champion", "deleted"]
     assert models(tmp_path, "show", "gpt", "--json") == 0
-    assert [each["is_deleted"] for each in answer(capsys)["versions"]] == [False, True]
+    assert [each["is_deleted"] for each in printed_json(capsys)["versions"]] == [False, True]
 
 
 def test_promote_and_roll_back(
     two_versions: Registry, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One command each; said is what is champion now, and how to go back."""
+    """The champion is printed, and how to roll back."""
     assert models(tmp_path, "promote", "gpt", "2", "--why", "it is nicer") == 0
     seen = capsys.readouterr()
     assert seen.out == "version 2 is champion of model gpt; before: version 1\n"
     place = f"--storage {tmp_path / 'storage'}"
-    assert seen.err == f"to go back: trialflow models rollback gpt {place}\n"
+    assert seen.err == f"to roll back: trialflow models rollback gpt {place}\n"
     assert two_versions.moves("gpt")[-1].why == "it is nicer"
     assert models(tmp_path, "promote", "gpt", "2") == 0
     assert capsys.readouterr().out == (
         "version 2 is champion of model gpt already; before: version 1\n"
     )
     assert models(tmp_path, "rollback", "gpt", "--json") == 0
-    assert (answer(capsys)["champion"], len(two_versions.moves("gpt"))) == (1, 3)
+    assert (printed_json(capsys)["champion"], len(two_versions.moves("gpt"))) == (1, 3)
 
 
 def test_promote_a_checkpoint(
     stored: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is made a version first, once, with the metric of its experiment."""
+    """It is registered once, with the metric of the experiment."""
     path = write_experiment(
         tmp_path, searcher={"metric": "val_loss", "max_length": 8},
         checkpoint_storage=str(tmp_path / "storage"),
@@ -187,24 +187,24 @@ def test_promote_a_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "problem"),
     [
         (("promote", "gpt"), 2, "give either the number of a version"),
         (("promote", "gpt", "1", "--checkpoint", "aaaaaaaa"), 2, "give either the number"),
-        (("promote", "gpt", "7"), 2, "model gpt has no version 7; the last ones are 1, 2"),
-        (("promote", "gtp", "1"), 2, "is called 'gtp'; there is: gpt"),
+        (("promote", "gpt", "7"), 2, "model gpt has no version 7; its last ones: 1, 2"),
+        (("promote", "gtp", "1"), 2, "there is no model 'gtp'"),
         (("promote", "gpt", "--checkpoint", "cccc"), 2, "begins with 'cccc'"),
         (("rollback", "gpt"), 2, "there is no previous one"),
-        (("rollback", "gtp"), 2, "is called 'gtp'; there is: gpt"),
+        (("rollback", "gtp"), 2, "there is no model 'gtp'"),
     ],
 )
-def test_what_cannot_be_done(
+def test_refused_commands(
     two_versions: Registry, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, ...], code: int, said: str,
+    arguments: tuple[str, ...], code: int, problem: str,
 ) -> None:  # fmt: skip
-    """Refused with what there is instead; nothing is moved."""
+    """The error says what exists; nothing is moved."""
     assert models(tmp_path, *arguments) == code
-    assert said in capsys.readouterr().err
+    assert problem in capsys.readouterr().err
     assert len(two_versions.moves("gpt")) == 1
 
 
@@ -212,7 +212,7 @@ def test_a_damaged_checkpoint_is_not_promoted(
     two_versions: Registry, stored: list[Manifest], tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """The file is named."""
+    """The error names the file."""
     entry = max(stored[1].files, key=lambda file: file.size_bytes)
     path = tmp_path / "storage" / "checkpoints" / UUIDS[1] / entry.path
     path.write_bytes(path.read_bytes()[:-1] + b"?")

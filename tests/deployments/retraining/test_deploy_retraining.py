@@ -1,5 +1,4 @@
-"""`trialflow deploy` with files: a model's deployment, its schedule, and what data arriving does,
-on a real server."""
+"""`trialflow deploy` with experiment files, on a real server."""
 
 from __future__ import annotations
 
@@ -22,34 +21,39 @@ from tests.support.waiting import until
 from trialflow.deployments.cli.deploy import take_back, wanted_things
 from trialflow.deployments.flow_deployment import models_on_server
 from trialflow.deployments.resources import set_up, take_down
-from trialflow.deployments.retraining.model_resources import SLUG, all_of
-from trialflow.deployments.retraining.requests import RetrainingRequest, retrainings, rule_name
+from trialflow.deployments.retraining.model_resources import SLUG, all_resources
+from trialflow.deployments.retraining.requests import (
+    RetrainingRequest,
+    automation_name,
+    retraining_requests,
+)
 
 pytestmark = pytest.mark.server
 
 POOL = "retrained"
 NIGHTLY = {"cron": "0 3 * * *", "timezone": "Europe/Berlin"}
-DEPLOYMENT, RULE = "deployment retrain/gpt", f"automation {rule_name('gpt')!r}"
-AT_THREE = "schedule of retrain/gpt (0 3 * * *, Europe/Berlin)"
+DEPLOYMENT = "deployment retrain/gpt"
+AUTOMATION = f"automation {automation_name('gpt')!r}"
+NIGHTLY_SCHEDULE = "schedule of retrain/gpt (0 3 * * *, Europe/Berlin)"
 
 
 @pytest.fixture
 def client(prefect_server: PrefectServer) -> Iterator[SyncPrefectClient]:
-    """Of a server on which nothing is left of what a test has set up."""
+    """A client; what a test has set up on the server is removed."""
     with prefect_server.configured(), get_client(sync_client=True) as client:
         yield client
         models = models_on_server(client)
-        for _ in take_down(list(all_of(models))[::-1], client, False):
+        for _ in take_down(list(all_resources(models))[::-1], client, False):
             pass
         general = wanted_things("process", POOL, None, None)
         for _ in take_down(reversed(general), client, False):
             pass
 
 
-def asked(batches: int = 10, **section: Any) -> list[RetrainingRequest]:
-    """What a file of the model `gpt` asks for."""
+def requests(batches: int = 10, **section: Any) -> list[RetrainingRequest]:
+    """The requests of a file with the model `gpt`."""
     section = {"model": "gpt", **section}
-    return retrainings(
+    return retraining_requests(
         {Path("gpt.yaml"): toy_config(Path("/nowhere"), batches, retraining=section)}
     )
 
@@ -60,41 +64,48 @@ def deploy(
     dry_run: bool = False,
     pool: str = POOL,
 ) -> dict[str, str]:
-    """What was done about each thing that is a model's."""
+    """Deploy; what was done with each resource of the model."""
     models = models_on_server(client)
     things = wanted_things("process", pool, None, None, retrainings=wanted, models=models)
     done = [*set_up(things, client, dry_run), *take_back(wanted, client, dry_run)]
     return {each.thing: each.verb for each in done if "gpt" in each.thing}
 
 
-def found(client: SyncPrefectClient) -> DeploymentResponse:
+def read_deployment(client: SyncPrefectClient) -> DeploymentResponse:
     return client.read_deployment_by_name("retrain/gpt")
 
 
 def test_the_second_time_changes_nothing(client: SyncPrefectClient) -> None:
-    """A dry run does nothing; the first time makes a deployment, its schedule and an automation;
-    the second finds them; and then they can go."""
-    file = asked(schedule=NIGHTLY, on_data_arrived=True)
-    assert deploy(client, file, dry_run=True) == dict.fromkeys(
-        [DEPLOYMENT, AT_THREE, RULE], "created"
+    """A dry run changes nothing; the first deployment creates deployment, schedule and automation;
+    the second leaves them unchanged; then they can be removed."""
+    wanted = requests(schedule=NIGHTLY, on_data_arrived=True)
+    assert deploy(client, wanted, dry_run=True) == dict.fromkeys(
+        [DEPLOYMENT, NIGHTLY_SCHEDULE, AUTOMATION], "created"
     )
-    assert deploy(client, file) == dict.fromkeys([DEPLOYMENT, AT_THREE, RULE], "created")
-    deployment, rules = found(client), client.read_automations_by_name(rule_name("gpt"))
-    assert deployment.parameters == file[0].deployment.from_file
-    assert deploy(client, file) == dict.fromkeys([DEPLOYMENT, AT_THREE, RULE], "unchanged")
-    assert found(client) == deployment
-    assert client.read_automations_by_name(rule_name("gpt")) == rules
+    assert deploy(client, wanted) == dict.fromkeys(
+        [DEPLOYMENT, NIGHTLY_SCHEDULE, AUTOMATION], "created"
+    )
+    deployment, rules = (
+        read_deployment(client),
+        client.read_automations_by_name(automation_name("gpt")),
+    )
+    assert deployment.parameters == wanted[0].deployment.from_file
+    assert deploy(client, wanted) == dict.fromkeys(
+        [DEPLOYMENT, NIGHTLY_SCHEDULE, AUTOMATION], "unchanged"
+    )
+    assert read_deployment(client) == deployment
+    assert client.read_automations_by_name(automation_name("gpt")) == rules
 
-    gone = {each.thing: each.verb for each in take_down(all_of(["gpt"]), client, False)}
-    assert gone == {DEPLOYMENT: "removed", RULE: "removed"}
+    gone = {each.thing: each.verb for each in take_down(all_resources(["gpt"]), client, False)}
+    assert gone == {DEPLOYMENT: "removed", AUTOMATION: "removed"}
     assert models_on_server(client) == []
 
 
-def test_a_changed_file_changes_what_is_its_own(client: SyncPrefectClient) -> None:
-    """Its experiment, its time, and what it does not ask for any more. What people have set stays:
-    a schedule of theirs, another parameter, that the file's own schedule is paused."""
-    deploy(client, asked(schedule=NIGHTLY, on_data_arrived=True))
-    before = found(client)
+def test_a_changed_file(client: SyncPrefectClient) -> None:
+    """It changes its experiment and schedule, and removes what it no longer requests. Changes by
+    people stay: another schedule, another parameter, a paused schedule."""
+    deploy(client, requests(schedule=NIGHTLY, on_data_arrived=True))
+    before = read_deployment(client)
     (ours,) = before.schedules
     client.update_deployment_schedule(before.id, ours.id, active=False)
     theirs = DeploymentScheduleCreate(schedule=CronSchedule(cron="0 9 * * 1"), slug="mondays")
@@ -102,28 +113,32 @@ def test_a_changed_file_changes_what_is_its_own(client: SyncPrefectClient) -> No
     mine = {**before.parameters, "data": {"mine": 1}}
     client.request("PATCH", f"/deployments/{before.id}", json={"parameters": mine})
 
-    file = asked(20, schedule={"interval_seconds": 90})
+    wanted = requests(20, schedule={"interval_seconds": 90})
     every = "schedule of retrain/gpt (every 90 s)"
-    assert deploy(client, file) == {DEPLOYMENT: "changed", every: "changed", RULE: "removed"}
-    after = found(client)
-    assert after.parameters == {**file[0].deployment.from_file, "data": {"mine": 1}}
+    assert deploy(client, wanted) == {
+        DEPLOYMENT: "changed",
+        every: "changed",
+        AUTOMATION: "removed",
+    }
+    after = read_deployment(client)
+    assert after.parameters == {**wanted[0].deployment.from_file, "data": {"mine": 1}}
     schedules = {each.slug: each for each in after.schedules}
-    assert schedules[SLUG].schedule == file[0].schedule
+    assert schedules[SLUG].schedule == wanted[0].schedule
     assert not schedules[SLUG].active
     assert schedules["mondays"].active
-    assert deploy(client, file) == dict.fromkeys([DEPLOYMENT, every], "unchanged")
+    assert deploy(client, wanted) == dict.fromkeys([DEPLOYMENT, every], "unchanged")
 
-    assert deploy(client, asked(20))["schedule of retrain/gpt"] == "removed"
-    assert [each.slug for each in found(client).schedules] == ["mondays"]
+    assert deploy(client, requests(20))["schedule of retrain/gpt"] == "removed"
+    assert [each.slug for each in read_deployment(client).schedules] == ["mondays"]
 
 
-def test_a_file_need_not_be_given_again(client: SyncPrefectClient) -> None:
-    """Without it, its deployment stays as it is, moves with the others, and goes with them."""
-    deploy(client, asked(schedule=NIGHTLY))
-    before = found(client)
+def test_deploying_without_the_file(client: SyncPrefectClient) -> None:
+    """Without it, its deployment stays, and moves and is removed with the others."""
+    deploy(client, requests(schedule=NIGHTLY))
+    before = read_deployment(client)
     assert deploy(client, []) == {DEPLOYMENT: "unchanged"}
     assert deploy(client, [], pool="elsewhere") == {DEPLOYMENT: "changed"}
-    moved = found(client)
+    moved = read_deployment(client)
     assert moved.work_pool_name == "elsewhere"
     assert (moved.parameters, moved.schedules) == (before.parameters, before.schedules)
     things = wanted_things("process", "elsewhere", None, None, is_removal=True, models=["gpt"])
@@ -131,13 +146,12 @@ def test_a_file_need_not_be_given_again(client: SyncPrefectClient) -> None:
     assert gone[DEPLOYMENT] == gone["deployment train/train"] == "removed"
 
 
-def test_runs_are_scheduled_at_the_files_time(client: SyncPrefectClient) -> None:
-    """The server's scheduler makes runs for three o'clock in Berlin; with another time the runs of
-    the old one are gone."""
+def test_runs_are_scheduled(client: SyncPrefectClient) -> None:
+    """The server schedules runs for three o'clock in Berlin; with another time it replaces them."""
     hours = {"cron": "0 3 * * *", "timezone": "Europe/Berlin"}, {"cron": "30 4 * * *"}
     zones = ZoneInfo("Europe/Berlin"), ZoneInfo("UTC")
     for schedule, zone, expected in zip(hours, zones, [(3, 0), (4, 30)], strict=True):
-        deploy(client, asked(schedule=schedule))
+        deploy(client, requests(schedule=schedule))
 
         def times(zone: ZoneInfo = zone) -> set[tuple[int, int]]:
             runs = runs_of(client)
@@ -149,62 +163,62 @@ def test_runs_are_scheduled_at_the_files_time(client: SyncPrefectClient) -> None
 
 def runs_of(client: SyncPrefectClient) -> list[dict[str, Any]]:
     """The runs of the model's deployment."""
-    body = {"deployments": {"id": {"any_": [str(found(client).id)]}}}
+    body = {"deployments": {"id": {"any_": [str(read_deployment(client).id)]}}}
     runs: list[dict[str, Any]] = client.request("POST", "/flow_runs/filter", json=body).json()
     return runs
 
 
-def test_data_that_arrives_starts_a_run_with_it(
+def test_arriving_data_starts_a_run(
     client: SyncPrefectClient, prefect_server: PrefectServer, tmp_path: Path
 ) -> None:
-    """Whatever it is: nested, of any type, with quotes, or what Prefect's templates or markup would
-    be. The experiment is the deployment's. Another model's data starts nothing."""
-    file = asked(on_data_arrived=True)
-    deploy(client, file)
+    """Data of any type is passed on unchanged, including quotes, templates and markup. Data for
+    another model starts nothing."""
+    wanted = requests(on_data_arrived=True)
+    deploy(client, wanted)
     arrived = [
         "--data", "path=s3://bucket/it's \"new\"", "--data", "days=[1, 2.5, null]",
         "--set", "at.day='{{ event.id }} <b>&'", "--set", "at.is_whole=true",
     ]  # fmt: skip
     for model in ("another", "gpt"):
-        told = trialflow(
+        done = trialflow(
             tmp_path, "data-arrived", model, *arrived, variables=prefect_server.environment
         )
-        assert told.returncode == 0, told.stderr
-        assert told.stdout == f"sent: trialflow.data.arrived of trialflow.model.{model}\n"
-        assert ("no automation of this server" in told.stderr) == (model == "another")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"sent: trialflow.data.arrived of trialflow.model.{model}\n"
+        assert ("no automation of this server" in done.stderr) == (model == "another")
     (run,) = until(lambda: runs_of(client), "a run")
     data = {
         "path": 's3://bucket/it\'s "new"',
         "days": [1, 2.5, None],
         "at": {"day": "{{ event.id }} <b>&", "is_whole": True},
     }
-    assert run["parameters"] == {**file[0].deployment.from_file, "data": data}
+    assert run["parameters"] == {**wanted[0].deployment.from_file, "data": data}
 
 
 def test_the_commands_take_files(
     client: SyncPrefectClient, prefect_server: PrefectServer, tmp_path: Path
 ) -> None:
-    """`deploy FILE` says what it has done; `deploy --remove FILE` leaves everything else."""
+    """`deploy FILE` prints its changes; `--remove FILE` removes only what the file requests."""
     write_experiment(tmp_path, retraining={"model": "gpt", "schedule": NIGHTLY})
     variables = prefect_server.environment
-    told = trialflow(tmp_path, "deploy", "experiment.yaml", "--pool", POOL, variables=variables)
-    assert told.returncode == 0, told.stderr
-    assert f"created: {DEPLOYMENT}\ncreated: {AT_THREE}\n" in told.stdout
-    told = trialflow(tmp_path, "deploy", "--remove", "experiment.yaml", variables=variables)
-    rule, deployment = told.stdout.splitlines()
-    assert rule == f"not there: {RULE}"
-    # How many runs go with it is the scheduler's doing.
+    done = trialflow(tmp_path, "deploy", "experiment.yaml", "--pool", POOL, variables=variables)
+    assert done.returncode == 0, done.stderr
+    assert f"created: {DEPLOYMENT}\ncreated: {NIGHTLY_SCHEDULE}\n" in done.stdout
+    done = trialflow(tmp_path, "deploy", "--remove", "experiment.yaml", variables=variables)
+    rule, deployment = done.stdout.splitlines()
+    assert rule == f"not there: {AUTOMATION}"
+    # The number of removed runs depends on the scheduler.
     assert deployment.startswith(f"removed: {DEPLOYMENT}")
     assert client.read_deployment_by_name("train/train").work_pool_name == POOL
 
 
-def test_without_a_server_nobody_hears_of_data(tmp_path: Path) -> None:
-    """It is refused, and so is what cannot be sent."""
+def test_data_arrived_is_refused(tmp_path: Path) -> None:
+    """Without a server, with an invalid name, and with data that JSON lacks."""
     for arguments, refusal in [
         (["gpt"], "PREFECT_API_URL"),
-        (["g/t"], "'g/t' cannot be a model's name"),
-        (["gpt", "--data", "x=.nan"], "an event is JSON"),
+        (["g/t"], "'g/t' is not a valid model name"),
+        (["gpt", "--data", "x=.nan"], "data.x: nan cannot be stored as JSON"),
     ]:
-        told = trialflow(tmp_path, "data-arrived", *arguments, variables={"PREFECT_API_URL": ""})
-        assert (told.returncode, told.stdout) == (2, "")
-        assert refusal in told.stderr
+        done = trialflow(tmp_path, "data-arrived", *arguments, variables={"PREFECT_API_URL": ""})
+        assert (done.returncode, done.stdout) == (2, "")
+        assert refusal in done.stderr

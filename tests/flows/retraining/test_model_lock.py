@@ -1,211 +1,176 @@
-"""One retraining of a model at a time, whoever has crashed and whatever the server has forgotten;
-ranks are stood in for."""
+"""One retraining of a model at a time on a Prefect server."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import pytest
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.actions import GlobalConcurrencyLimitUpdate
+from prefect.client.schemas.objects import FlowRun
 from prefect.states import Crashed, Running
 
-import trialflow.flows.retraining.model_lock
 from tests.support.prefect import PrefectServer
-from tests.support.retraining import Bench
-from trial_core.run.stop_request import Stopping
+from tests.support.retraining import RetrainHarness
+from tests.support.waiting import until
+from trialflow.flows.retrain import retrain
+from trialflow.flows.retraining import model_lock as module
 from trialflow.flows.retraining.model_lock import (
-    BEAT_LABEL,
-    LEASE_LABEL,
+    HEARTBEAT_LABEL,
+    HEARTBEAT_TIMEOUT,
     MODEL_LABEL,
-    SILENCE,
-    limit_of,
+    OWNER_LABEL,
+    AlreadyRetraining,
+    model_lock,
 )
 
 pytestmark = pytest.mark.server
 
-WAIT_SECONDS = 60.0
+LIMIT_SECONDS = 60.0
+
+
+@pytest.fixture(autouse=True)
+def short_waits(prefect_server: PrefectServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(module, "WAIT_SECONDS", 0.02)
+    monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("test"))
+    with prefect_server.configured():
+        yield
 
 
 @pytest.fixture
-def bench(
-    prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Bench]:
-    """A model without versions, whose limit is there."""
-    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(trialflow.flows.retraining.model_lock, "SAYING_SECONDS", 0.5)
-    monkeypatch.setattr(trialflow.flows.retraining.model_lock, "WAIT_SECONDS", 0.2)
-    bench = Bench(prefect_server, tmp_path)
-    bench.stand_in(monkeypatch)
-    with prefect_server.configured():
+def model() -> str:
+    return f"toy-{uuid4().hex[:8]}"
+
+
+def running_run(**labels: str) -> UUID:
+    """A flow run that the server shows as Running."""
+    with get_client(sync_client=True) as client:
+        run = client.create_flow_run(retrain, state=Running())
+        client.update_flow_run_labels(run.id, dict(labels))
+    return run.id
+
+
+def labels_of(run: UUID) -> dict[str, Any]:
+    with get_client(sync_client=True) as client:
+        return dict(client.read_flow_run(run).labels)
+
+
+def acquire_and_release(model: str, run: UUID) -> None:
+    with model_lock(model, run, wait=True):
+        pass
+
+
+def test_a_second_run_is_refused(model: str) -> None:
+    """The error names the run that holds the lock; after its end the lock is free."""
+    first, second = running_run(), running_run()
+    with (
+        model_lock(model, first, wait=False),
+        pytest.raises(AlreadyRetraining, match=f"model {model} is already being retrained by "),
+        model_lock(model, second, wait=False),
+    ):
+        pass
+    with model_lock(model, second, wait=False), model_lock("other", first, wait=False):
+        pass
+
+
+def test_a_later_attempt_waits(model: str) -> None:
+    """Until the run that holds the lock has ended."""
+    first, second = running_run(), running_run()
+    with ThreadPoolExecutor(1) as pool:
+        with model_lock(model, first, wait=False):
+            waiting = pool.submit(acquire_and_release, model, second)
+            until(lambda: labels_of(second).get(HEARTBEAT_LABEL) == "", "a look and a withdrawal")
+            assert not waiting.done()
+        waiting.result(LIMIT_SECONDS)
+
+
+def test_two_request_at_once(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both announce before either looks: one gets the lock, the other is refused."""
+    original, both = module._ModelLock._other_runs, threading.Barrier(2)
+    has_waited = threading.local()
+
+    def look(self: module._ModelLock) -> list[FlowRun]:
+        if not getattr(has_waited, "value", False):
+            has_waited.value = True
+            both.wait(LIMIT_SECONDS)
+        return original(self)
+
+    monkeypatch.setattr(module._ModelLock, "_other_runs", look)
+    is_refused = threading.Event()
+
+    def request(run: UUID) -> bool:
+        try:
+            with model_lock(model, run, wait=False):
+                return is_refused.wait(LIMIT_SECONDS)
+        except AlreadyRetraining:
+            is_refused.set()
+            return False
+
+    with ThreadPoolExecutor(2) as pool:
+        got = list(pool.map(request, [running_run(), running_run()]))
+    assert sorted(got) == [False, True]
+
+
+@pytest.mark.parametrize("end", ["crashed", "silent"])
+def test_a_dead_run_does_not_hold_the_lock(model: str, end: str) -> None:
+    """Prefect shows it as Crashed; or as Running forever, and it sends no heartbeat."""
+    age = HEARTBEAT_TIMEOUT if end == "silent" else timedelta(0)
+    heartbeat = (datetime.now(timezone.utc) - age).isoformat()
+    dead, run = running_run(**{MODEL_LABEL: model, HEARTBEAT_LABEL: heartbeat}), running_run()
+    if end == "crashed":
+        with pytest.raises(AlreadyRetraining), model_lock(model, run, wait=False):
+            pass
         with get_client(sync_client=True) as client:
-            trialflow.flows.retraining.model_lock._make(client, limit_of(bench.model), 1)
-        yield bench
+            client.set_flow_run_state(dead, Crashed(), force=True)
+    with model_lock(model, run, wait=False):
+        pass
 
 
-def take(bench: Bench) -> UUID:
-    """Take the place as a run does; the lease."""
-    with get_client(sync_client=True) as client:
-        answer = client.increment_concurrency_slots_with_lease(
-            names=[limit_of(bench.model)], slots=1, mode="concurrency", lease_duration=60
-        )
-    return UUID(answer.json()["lease_id"])
+def test_the_heartbeat_is_refreshed(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that trains longer than the heartbeat timeout keeps its lock."""
+    monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.02)
+    refreshed = threading.Semaphore(0)
+    original = module._ModelLock._update_labels
+
+    def update(self: module._ModelLock, labels: dict[str, str]) -> None:
+        original(self, labels)
+        refreshed.release()
+
+    run = running_run()
+    with model_lock(model, run, wait=False):
+        before = labels_of(run)[HEARTBEAT_LABEL]
+        monkeypatch.setattr(module._ModelLock, "_update_labels", update)
+        assert refreshed.acquire(timeout=LIMIT_SECONDS)
+        assert labels_of(run)[HEARTBEAT_LABEL] > before
+    assert labels_of(run)[HEARTBEAT_LABEL] == ""
 
 
-def forget(bench: Bench) -> None:
-    """Take the place as one that a server has forgotten whose it was."""
-    with get_client(sync_client=True) as client:
-        client.increment_concurrency_slots([limit_of(bench.model)], 1, "concurrency")
+def test_an_old_attempt_does_not_release_the_lock_of_a_newer_one(model: str) -> None:
+    """Both are attempts at the same flow run."""
+    run = running_run()
+    with model_lock(model, run, wait=False), get_client(sync_client=True) as client:
+        client.update_flow_run_labels(run, {OWNER_LABEL: "a newer attempt"})
+    assert labels_of(run)[HEARTBEAT_LABEL] != ""
 
 
-def free_by_name(bench: Bench) -> None:
-    with get_client(sync_client=True) as client:
-        client.release_concurrency_slots([limit_of(bench.model)], 1, 1.0)
+def test_an_overlapping_run_is_skipped(harness: RetrainHarness) -> None:
+    """It ends as Skipped, which is a completed state, and stores nothing."""
+    second = harness.create_run()
 
+    def overlap(stopping: Any) -> None:
+        harness.on_train = lambda stopping: None
+        harness.execute_in_thread(second).result(LIMIT_SECONDS)
 
-def places(bench: Bench) -> tuple[int, int]:
-    """How many are taken, and how many there are."""
-    with get_client(sync_client=True) as client:
-        limit = client.read_global_concurrency_limit_by_name(limit_of(bench.model))
-    return limit.active_slots, limit.limit
-
-
-def at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have two runs find two free places, at the same moment."""
-    with get_client(sync_client=True) as client:
-        client.update_global_concurrency_limit(
-            limit_of(bench.model), GlobalConcurrencyLimitUpdate(limit=2)
-        )
-    original, both = trialflow.flows.retraining.model_lock._has_taken, threading.Barrier(2)
-    waited: set[int] = set()
-
-    def taking(taken: ExitStack, model: str) -> bool:
-        if threading.get_ident() not in waited:
-            waited.add(threading.get_ident())
-            both.wait(WAIT_SECONDS)
-        return original(taken, model)
-
-    monkeypatch.setattr(trialflow.flows.retraining.model_lock, "_has_taken", taking)
-
-
-def say(run: UUID, **labels: Any) -> None:
-    with get_client(sync_client=True) as client:
-        client.update_flow_run_labels(run, labels)
-
-
-def name_of(bench: Bench, run: UUID) -> str:
-    return bench.state(run)[0]
-
-
-def test_a_place_that_nobody_has(bench: Bench) -> None:
-    """A server that was restarted may have forgotten whose it was: retraining goes on, and then
-    the place is free."""
-    forget(bench)
-    assert bench.run().promoted
-    assert places(bench) == (0, 1)
-
-
-def test_a_dead_runs_lease_ends_while_another_run_works(bench: Bench) -> None:
-    """It gives nobody else's place back: the dead run's next attempt waits, a third is skipped."""
-    crashed, third = bench.create(), bench.create()
-    lease = take(bench)
-    say(crashed, **{MODEL_LABEL: bench.model, LEASE_LABEL: str(lease)})
-    with get_client(sync_client=True) as client:
-        client.set_flow_run_state(crashed, Crashed(), force=True)
-    passed: list[bool] = []
-    inside = threading.Semaphore(1)
-
-    def work(stopping: Stopping) -> None:
-        bench.act = lambda stopping: passed.append(inside.acquire(blocking=False))
-        with get_client(sync_client=True) as client:
-            client.release_concurrency_slots_with_lease(lease)  # as when it has run out
-        assert places(bench) == (1, 1)
-        with inside:
-            bench.beside(third).result(WAIT_SECONDS)
-            bench.beside(crashed).result(WAIT_SECONDS)
-
-    bench.act = work
-    assert bench.run().promoted
-    assert (name_of(bench, third), name_of(bench, crashed)) == ("Skipped", "Skipped")
-    assert passed == []
-
-
-def test_a_place_that_is_given_back_twice(bench: Bench) -> None:
-    """Whoever has given it back: the run that works says that it does, and is believed."""
-    second = bench.create()
-
-    def work(stopping: Stopping) -> None:
-        free_by_name(bench)
-        bench.beside(second).result(WAIT_SECONDS)
-
-    bench.act = work
-    bench.run()
-    assert name_of(bench, second) == "Skipped"
-    assert len(bench.trained) == 1
-
-
-def test_a_limit_that_is_just_being_replaced(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For that moment there is none: nobody passes for that."""
-    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(bench.create()))
-    with get_client(sync_client=True) as client:
-        client.delete_global_concurrency_limit_by_name(limit_of(bench.model))
-    with ExitStack() as taken:
-        assert not trialflow.flows.retraining.model_lock._has_taken(taken, bench.model)
-
-
-@pytest.mark.parametrize(
-    "stale", ["the place", "the count", pytest.param("nothing", marks=pytest.mark.long)]
-)
-def test_two_begin_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch, stale: str) -> None:
-    """One retrains the model, the other is skipped; also where both find a place that nobody has
-    any more, or where there is a place for each."""
-    if stale == "the place":
-        forget(bench)
-    elif stale == "the count":
-        at_once(bench, monkeypatch)
-    runs = [bench.create(), bench.create()]
-    is_skipped = threading.Event()
-    bench.act = lambda stopping: is_skipped.wait(WAIT_SECONDS)
-    ended = [bench.beside(run) for run in runs]
-    for each in ended:
-        each.add_done_callback(lambda _: is_skipped.set())
-    for each in ended:
-        each.result(WAIT_SECONDS)
-    assert sorted(name_of(bench, run) for run in runs) == ["Completed", "Skipped"]
-    assert len(bench.trained) == 1
-
-
-@pytest.mark.parametrize("is_silent", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_run_that_prefect_shows_as_running_for_ever(bench: Bench, is_silent: bool) -> None:
-    """Started by hand and killed: it is believed for as long as it may be alive."""
-    killed, run = bench.create(), bench.create()
-    forget(bench)
-    last = datetime.now(timezone.utc) - (SILENCE if is_silent else timedelta(0))
-    say(killed, **{MODEL_LABEL: bench.model, BEAT_LABEL: last.isoformat()})
-    with get_client(sync_client=True) as client:
-        client.set_flow_run_state(killed, Running(), force=True)
-    bench.execute(run)
-    assert name_of(bench, run) == ("Completed" if is_silent else "Skipped")
-
-
-@pytest.mark.long
-def test_a_run_says_so_again_and_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that trains for longer than silence is borne is not taken for dead."""
-    monkeypatch.setattr(trialflow.flows.retraining.model_lock, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(trialflow.flows.retraining.model_lock, "SILENCE", timedelta(seconds=2))
-    second = bench.create()
-
-    def work(stopping: Stopping) -> None:
-        bench.act = lambda stopping: None
-        assert not threading.Event().wait(2.5)  # longer than silence
-        bench.beside(second).result(WAIT_SECONDS)
-
-    bench.act = work
-    bench.run()
-    assert name_of(bench, second) == "Skipped"
+    harness.on_train = overlap
+    assert harness.run().promoted
+    assert len(harness.trained) == 1
+    name, message = harness.state_of(second)
+    assert name == "Skipped"
+    assert f"model {harness.model} is already being retrained by retrain {harness.model}" in message
+    assert harness.store.storage.sizes(f"models/{harness.model}/retrainings/{second}") == {}

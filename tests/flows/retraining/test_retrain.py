@@ -1,330 +1,276 @@
-"""The flow `retrain` on a real server and a real registry; ranks are stood in for."""
+"""The flow `retrain` on a real server and a real registry, with fake training and validation."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import threading
-from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.exceptions import Abort
 
 import trialflow.flows.evaluate
 import trialflow.flows.retrain
 from tests.support.prefect import PrefectServer
-from tests.support.retraining import Bench, Killed
-from trial_core.errors import CheckpointDamaged, ConfigError, RankFailed
+from tests.support.retraining import WAIT_SECONDS, Killed, RetrainHarness, stop_with
+from tests.support.s3 import S3Server
+from trial_core.errors import CheckpointDamaged, Stopped
 from trial_core.run.run_dirs import run_folder, trial_id
 from trial_core.run.stop_request import Stopping
-from trialflow.tasks.retrain import CallbackFailed
 
 pytestmark = pytest.mark.server
 
-WAIT_SECONDS = 60.0
 
-
-@pytest.fixture
-def bench(
-    prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Bench]:
-    """A model without versions."""
-    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
-    bench = Bench(prefect_server, tmp_path)
-    bench.stand_in(monkeypatch)
-    with prefect_server.configured():
-        yield bench
-
-
-def test_the_first_challenger_is_promoted(bench: Bench) -> None:
-    """Where there is no champion a finite metric wins; the report is an artifact and a file."""
-    result = bench.run()
+def test_the_first_challenger_is_promoted(harness: RetrainHarness) -> None:
+    """Without a champion, any finite metric wins. The report is a file, an object, an artifact."""
+    result = harness.run()
     assert (result.promoted, result.champion, result.challenger) == (True, None, 1)
-    assert (bench.champion(), bench.validated) == (1, [])
-    report = bench.report(result.flow_run_id)
+    assert (harness.champion(), harness.validated) == (1, [])
+    report = harness.report(result.flow_run_id)
     assert "**version 1 promoted**" in report
     assert "loss 0.5, and there was no champion" in report
     assert Path(result.report_path).read_text() == report
-    (artifact,) = bench.server.query(
-        "artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [result.flow_run_id]}}}
-    )
-    assert (artifact["key"], artifact["data"]) == (f"retraining-{bench.model}", report)
+    artifact = harness.report_artifact(result.flow_run_id)
+    assert (artifact["key"], artifact["data"]) == (f"retraining-{harness.model}", report)
 
 
-def test_a_better_challenger_takes_the_champions_place(bench: Bench) -> None:
-    """The champion is validated on the same data, and stays as the previous one."""
-    old = bench.promote(loss=0.1)  # on the data of its own time
-    run = bench.create(margin=0.1, data={"day": "2026-03-01"})
-    result = bench.execute(run)
+def test_a_better_challenger_is_promoted(harness: RetrainHarness) -> None:
+    """It is compared with the champion's metric on the run's data, not on the champion's own."""
+    old = harness.promote_by_hand(loss=0.1)
+    run = harness.create_run(margin=0.1, data={"day": "2026-03-01"})
+    result = harness.execute(run)
     assert result.promoted
     assert (result.champion_value, result.challenger_value) == (0.7, 0.5)
-    assert bench.validated == [bench.registry.version(bench.model, old).checkpoint]
-    move = bench.moves()[-1]
+    assert harness.validated == [harness.registry.version(harness.model, old).checkpoint]
+    move = harness.moves()[-1]
     assert (move.champion, move.previous, move.run) == (2, old, str(run))
-    report = bench.report(run)
+    report = harness.report(run)
     assert "| loss (decides) | 0.7 | 0.5 | -0.2 |" in report
     assert "| mean_index | 1.5 |  |  |" in report
     assert '"day": "2026-03-01"' in report
 
 
-def damaged(bench: Bench) -> None:
-    bench.loss = 0.1
-
-    def damage(stopping: Stopping) -> None:
-        bench.damage(bench.store.list()[-1].uuid)
-
-    bench.act = damage
-
-
-def worse(bench: Bench) -> None:
-    bench.loss = 0.75
-
-
-def no_number(bench: Bench) -> None:
-    bench.loss = float("nan")
-
-
-@pytest.mark.parametrize(
-    ("challenger", "why"),
-    [
-        (worse, "worse by 0.05: loss 0.75 against the champion's 0.7"),
-        (no_number, "the challenger's loss is nan, not a number"),
-        (damaged, "the challenger's checkpoint cannot be used: "),
-    ],
-)
-def test_the_champion_stays(bench: Bench, challenger: Any, why: str) -> None:
-    """The report and the result say why."""
-    bench.promote()
-    challenger(bench)
-    result = bench.run()
+def test_a_damaged_challenger_is_not_promoted(harness: RetrainHarness) -> None:
+    """The result and the report say why."""
+    harness.promote_by_hand()
+    harness.on_train = lambda stopping: harness.damage(harness.store.list()[-1].uuid)
+    result = harness.run()
     assert not result.promoted
-    assert result.why.startswith(why)
-    assert (bench.champion(), len(bench.moves())) == (1, 1)
-    assert "**version 1 kept, " in bench.report(result.flow_run_id)
-    assert why in bench.report(result.flow_run_id)
+    assert result.why.startswith("the challenger's checkpoint cannot be used: ")
+    assert (harness.champion(), len(harness.moves())) == (1, 1)
+    assert "**version 1 kept, version 2 not promoted**" in harness.report(result.flow_run_id)
 
 
-def test_events(bench: Bench) -> None:
-    """One a run: that its challenger was promoted, or was not, with all that a machine wants to
-    know of it."""
-    first = bench.run(data={"day": 1})
-    bench.loss = 0.8
-    bench.run()
-    told = {event["event"]: event["payload"] for event in bench.events(at_least=2)}
-    assert set(told) == {"trialflow.model.promoted", "trialflow.model.kept"}
-    payload = told["trialflow.model.promoted"]
-    assert payload["promoted"]
-    assert (payload["champion"], payload["challenger"]) == (None, 1)
-    assert (payload["data"], payload["checkpoint_uuid"]) == ({"day": 1}, first.checkpoint_uuid)
-    why = "worse by 0.1: loss 0.8 against the champion's 0.7"
-    assert told["trialflow.model.kept"]["why"] == why
-
-
-def test_a_champion_that_is_damaged(bench: Bench) -> None:
-    """Nothing is trained nor promoted; the error names the file and the way back."""
-    bench.promote()
-    path = bench.damage(bench.store.list()[0].uuid)
-    run = bench.create()
-    expected = f"version 1 .*{re.escape(path)}.*`trialflow models rollback"
+def test_a_damaged_champion(harness: RetrainHarness) -> None:
+    """Nothing is trained. After the rollback that the error advises, a retry compares with the
+    previous champion."""
+    harness.promote_by_hand(loss=0.9)
+    harness.promote_by_hand(loss=0.8)
+    path = harness.damage(harness.registry.version(harness.model, 2).checkpoint)
+    run = harness.create_run()
+    expected = f"version 2 .*{re.escape(path)}.*`trialflow models rollback .*retry this run"
     with pytest.raises(CheckpointDamaged, match=expected):
-        bench.execute(run)
-    assert (bench.trained, bench.champion()) == ([], 1)
-    assert "**failed: the champion, version 1" in bench.report(run)
+        harness.execute(run)
+    assert (harness.trained, harness.champion()) == ([], 2)
+    assert "**failed: the champion, version 2" in harness.report(run)
+    harness.registry.rollback(harness.model)
+    result = harness.execute(run)
+    assert (result.promoted, result.champion, harness.champion()) == (True, 1, 3)
+    note = "- planned with champion version 2, not validated before "
+    assert note in harness.report(run)
 
 
-def failed(**how: Any) -> RankFailed:
-    return RankFailed(rank=0, host="here", during="validation", **how)
+@pytest.mark.long
+def test_a_plan_with_a_validated_champion_is_kept(harness: RetrainHarness) -> None:
+    """A later attempt does not compare with another champion."""
+    harness.promote_by_hand()
+    run = harness.create_run()
+
+    def fail(stopping: Stopping) -> None:
+        raise RuntimeError("died")
+
+    harness.on_train = fail
+    with pytest.raises(RuntimeError):
+        harness.execute(run)
+    harness.promote_by_hand(loss=0.1)
+    harness.on_train = lambda stopping: None
+    result = harness.execute(run)
+    assert (result.promoted, result.champion, harness.champion()) == (False, 1, 2)
 
 
-def test_ranks_that_die_while_the_champion_is_validated(bench: Bench) -> None:
-    """Are started again, as often as those of a training; one that raises is not."""
-    bench.promote()
-    bench.changes["max_restarts"] = 2
-    bench.failures = [failed(signal_name="SIGKILL"), failed(exit_code=7)]
-    assert bench.run().promoted
-    assert len(bench.validated) == 3
-    bench.failures = [failed(error_type="ValueError", error_message="no such column")]
-    with pytest.raises(RankFailed, match="no such column"):
-        bench.run()
-    assert (len(bench.validated), len(bench.trained)) == (4, 1)
-
-
-def test_two_runs_race_for_the_alias(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Past the guard against overlapping: one wins, the other's report says that it came too late,
-    and to whom."""
+def test_two_runs_promote_at_once(harness: RetrainHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the lock of the model, the registry promotes one; the other run names the winner."""
     monkeypatch.setattr(
-        trialflow.flows.retrain, "alone", lambda model, waits: contextlib.nullcontext()
+        trialflow.flows.retrain, "model_lock", lambda *_, **__: contextlib.nullcontext()
     )
-    bench.promote()
+    harness.promote_by_hand()
     both_have_trained = threading.Barrier(2)
-    bench.act = lambda stopping: both_have_trained.wait(WAIT_SECONDS)
-    runs = [bench.create(), bench.create()]
-    ended = [bench.beside(run) for run in runs]
-    results = [future.result(WAIT_SECONDS) for future in ended]
+    harness.on_train = lambda stopping: both_have_trained.wait(WAIT_SECONDS)
+    runs = [harness.create_run(), harness.create_run()]
+    futures = [harness.execute_in_thread(run) for run in runs]
+    results = [future.result(WAIT_SECONDS) for future in futures]
     (winner,) = (result for result in results if result.promoted)
     (loser,) = (result for result in results if not result.promoted)
-    assert (bench.champion(), len(bench.moves())) == (winner.challenger, 2)
-    assert "the champion was moved meanwhile" in bench.report(loser.flow_run_id)
+    assert (harness.champion(), len(harness.moves())) == (winner.challenger, 2)
+    assert "the champion has changed since the plan" in harness.report(loser.flow_run_id)
     assert f"version {winner.challenger} " in loser.why
 
 
-def test_a_champion_that_moved_while_the_run_was_away(bench: Bench) -> None:
-    """A later attempt trains nothing, and says who has moved it; the run is done with that."""
-    bench.promote()
-    run = bench.create()
+def test_the_champion_changes_between_attempts(harness: RetrainHarness) -> None:
+    """The later attempt trains nothing, names the change, and completes."""
+    harness.promote_by_hand()
+    run = harness.create_run()
 
     def die(stopping: Stopping) -> None:
         raise Killed
 
-    bench.act = die
+    harness.on_train = die
     with pytest.raises(Killed):
-        bench.execute(run)
-    assert (len(bench.validated), len(bench.trained)) == (1, 1)
-    other = bench.promote(loss=0.1)
-    result = bench.execute(run)
-    assert (result.promoted, result.challenger, len(bench.trained)) == (False, None, 1)
-    assert result.why.startswith("the champion was moved meanwhile: ")
+        harness.execute(run)
+    assert (len(harness.validated), len(harness.trained)) == (1, 1)
+    other = harness.promote_by_hand(loss=0.1)
+    result = harness.execute(run)
+    assert (result.promoted, result.challenger, len(harness.trained)) == (False, None, 1)
+    assert result.why.startswith("the champion has changed since the plan: ")
     assert f"promoted version {other} instead of version 1 at " in result.why
-    assert "so nothing was trained" in bench.report(run)
-    assert bench.champion() == other
-    assert [event["event"] for event in bench.events()] == ["trialflow.model.kept"]
+    assert "nothing was trained" in harness.report(run)
+    assert harness.champion() == other
+    assert [event["event"] for event in harness.events()] == ["trialflow.model.kept"]
 
 
-def test_the_champion_is_validated_once_its_dead_attempt_is_gone(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+def test_validation_waits_for_the_folder_of_a_dying_attempt(
+    harness: RetrainHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An attempt that was taken for dead has the validation's folder for as long as it takes to
-    notice: a run of a deployment waits for it, as training does."""
+    """A presumed-dead attempt keeps the validation's folder until it notices: a run of a
+    deployment waits for it."""
 
-    class Begun(Exception):
+    class Launched(Exception):
         pass
 
-    def begin(run: Any) -> None:
-        raise Begun
+    def launch(run: Any) -> None:
+        raise Launched
 
     monkeypatch.setenv("PREFECT__RUNTIME__DEPLOYMENT__ID", "by-a-worker")
-    monkeypatch.setattr(trialflow.flows.evaluate, "launch_slots", begin)
+    monkeypatch.setattr(trialflow.flows.evaluate, "launch_slots", launch)
     monkeypatch.setattr(trialflow.flows.evaluate, "get_run_logger", lambda: None)
-    config, checkpoint = bench.config(), bench.save("trial", 0.5).uuid
+    config, checkpoint = harness.config(), harness.save_checkpoint("trial", 0.5).uuid
     folder = run_folder(trial_id(f"{config.name} evaluation", "unique"))
     folder.__enter__()
     end = threading.Timer(0.5, folder.__exit__, (None, None, None))
     end.start()
-    with pytest.raises(Begun), Stopping(1.0) as stopping:
+    with pytest.raises(Launched), Stopping(1.0) as stopping:
         trialflow.flows.evaluate.evaluate_checkpoint(config, checkpoint, "unique", stopping, {})
     end.join()
 
 
-def test_an_overlapping_run_is_skipped(bench: Bench) -> None:
-    """It ends Completed, under a name that says so, and leaves nothing."""
-    second = bench.create()
-
-    def overlap(stopping: Stopping) -> None:
-        bench.act = lambda stopping: None
-        bench.beside(second).result(WAIT_SECONDS)
-
-    bench.act = overlap
-    first = bench.run()
-    assert first.promoted
-    assert len(bench.trained) == 1
-    name, message = bench.state(second)
-    assert name == "Skipped"
-    assert f"model {bench.model} is being retrained by retrain {bench.model}" in message
-    assert bench.store.storage.sizes(f"models/{bench.model}/retrainings/{second}") == {}
-
-
-def test_a_late_run_is_skipped(bench: Bench) -> None:
-    """It says how late, before anything is planned; one that is late by less is not."""
+def test_a_late_run_is_skipped(harness: RetrainHarness) -> None:
+    """Its message says how late it is."""
     an_hour_ago = datetime.now(timezone.utc) - timedelta(hours=1)
-    late = bench.create(scheduled_time=an_hour_ago, max_lateness_seconds=60)
-    bench.execute(late)
-    name, message = bench.state(late)
+    late = harness.create_run(scheduled_time=an_hour_ago, max_lateness_seconds=60)
+    harness.execute(late)
+    name, message = harness.state_of(late)
     assert name == "Skipped"
-    assert "1 h 00 min ago, and retraining.max_lateness_seconds is 60" in message
-    assert bench.trained == []
-    assert bench.execute(bench.create(scheduled_time=an_hour_ago, max_lateness_seconds=7200))
-    assert len(bench.trained) == 1
+    assert "1 h 00 min ago; retraining.max_lateness_seconds is 60" in message
+    assert harness.trained == []
 
 
-def test_data_of_the_scheduled_time(bench: Bench) -> None:
-    """Templates are rendered for it; what the run is given goes over them, as it is."""
-    bench.changes["data"] = {
+def test_data_of_the_scheduled_time(harness: RetrainHarness) -> None:
+    """Templates are rendered for the scheduled time; data given to the run is not rendered."""
+    harness.experiment["data"] = {
         "end": "{{ scheduled_time.date() }}",
         "window": {"days": 7, "begin": "{{ (scheduled_time - timedelta(days=7)).date() }}"},
     }
     at = datetime(2026, 3, 1, 3, tzinfo=timezone.utc)
-    result = bench.execute(bench.create({"window": {"days": 8}, "new": "{{ x }}"}, at))
+    result = harness.execute(harness.create_run({"window": {"days": 8}, "new": "{{ x }}"}, at))
     expected = {
         "end": "2026-03-01", "window": {"days": 8, "begin": "2026-02-22"}, "new": "{{ x }}"
     }  # fmt: skip
     assert result.data == expected
-    assert bench.trained[0].data == expected
+    assert harness.trained[0].data == expected
 
 
-def test_a_template_that_cannot_be_rendered(bench: Bench) -> None:
-    """Refused before anything is validated or trained, with its key and what is wrong."""
-    bench.promote()
-    bench.changes["data"] = {"files": [{"end": "{{ scheduled_tim.date() }}"}]}
-    with pytest.raises(ConfigError, match=r"data\.files\[0\]\.end: .*'scheduled_tim' is undefined"):
-        bench.run()
-    assert (bench.validated, bench.trained) == ([], [])
+def stop_for_time(stopping: Stopping) -> None:
+    stop_with(stopping, "time budget", "60 s are over")
 
 
-def test_a_callback_that_is_not_there(bench: Bench) -> None:
-    """Refused before anything is trained."""
-    said = r"retraining\.callbacks\[0\]: no absent:tell to call: ModuleNotFoundError"
-    with pytest.raises(ConfigError, match=said):
-        bench.run(callbacks=["absent:tell"])
-    assert bench.trained == []
+def test_a_run_stopped_while_it_trains(harness: RetrainHarness) -> None:
+    """It promotes nothing and says so; a later attempt decides."""
+    harness.promote_by_hand()
+    harness.on_train = stop_for_time
+    run = harness.create_run()
+    result = harness.execute(run)
+    assert (result.promoted, result.stop_reason) == (False, "time budget (60 s are over)")
+    assert "**stopped: time budget (60 s are over)**" in harness.report(run)
+    assert harness.champion() == 1
+    harness.on_train = lambda stopping: None
+    assert harness.execute(run).promoted
+    assert len(harness.validated) == 1
 
 
-def test_callbacks(bench: Bench) -> None:
-    """Each is called with the outcome; one that fails fails the run, which is promoted all the
-    same, and is the only one that a retry calls again."""
-    code = bench.folder / "code"
-    code.mkdir()
-    (code / "hooks.py").write_text(
-        "import json, pathlib\n"
-        "def broken(outcome):\n"
-        "    pathlib.Path('calls').open('a').write('broken\\n')\n"
-        "    raise ValueError('no such channel')\n"
-        "def tell(outcome):\n"
-        "    pathlib.Path('calls').open('a').write('tell\\n')\n"
-        "    pathlib.Path('outcome.json').write_text(json.dumps(outcome))\n"
-    )
-    bench.changes["code"] = str(code)
-    run = bench.create(callbacks=["hooks:broken", "hooks:tell"])
-    promoted = r"version 1 promoted .*hooks:broken: ValueError: no such channel"
-    with pytest.raises(CallbackFailed, match=promoted):
-        bench.execute(run)
-    assert bench.champion() == 1
-    outcome = json.loads((code / "outcome.json").read_text())
-    assert {"model": bench.model, "promoted": True, "challenger": 1}.items() <= outcome.items()
-    assert "Callback hooks:broken failed: ValueError: no such channel" in bench.report(run)
-    with pytest.raises(CallbackFailed):
-        bench.execute(run)
-    assert (code / "calls").read_text().split() == ["broken", "tell", "broken"]
-    assert (len(bench.moves()), len(bench.trained)) == (1, 1)
+def test_a_run_stopped_while_the_champion_is_validated(
+    harness: RetrainHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends like a run stopped while it trains."""
+    harness.promote_by_hand()
+
+    def validate(config: Any, checkpoint: str, run: str, stopping: Stopping, devices: Any) -> None:
+        stop_for_time(stopping)
+        raise Stopped("time budget (60 s are over), before the validation had ended")
+
+    run = harness.create_run()
+    with monkeypatch.context() as patch:
+        patch.setattr(trialflow.flows.retrain, "evaluate_checkpoint", validate)
+        result = harness.execute(run)
+    assert (result.promoted, result.stop_reason) == (False, "time budget (60 s are over)")
+    assert harness.state_of(run)[0] == "Completed"
+    assert "**stopped: time budget (60 s are over)**" in harness.report(run)
 
 
-def test_a_run_that_is_stopped(bench: Bench) -> None:
-    """It promotes nothing, says so, and decides when it is taken up again."""
-    bench.promote()
+def test_the_time_budget_ends_after_the_training(harness: RetrainHarness) -> None:
+    """The trained challenger is compared and promoted."""
+    harness.promote_by_hand()
+    harness.on_train, harness.finishes_despite_stop = stop_for_time, True
+    result = harness.run()
+    assert (result.promoted, result.stop_reason, harness.champion()) == (True, None, 2)
 
-    def stop(stopping: Stopping) -> None:
-        stopping.ask("time budget", "60 s are over")
-        assert stopping.wait(WAIT_SECONDS)
 
-    bench.act = stop
-    run = bench.create()
-    result = bench.execute(run)
-    assert not result.promoted
-    assert result.stop_reason == "time budget (60 s are over)"
-    assert "**stopped: time budget (60 s are over)**" in bench.report(run)
-    assert bench.champion() == 1
-    bench.act = lambda stopping: None
-    assert bench.execute(run).promoted
-    assert len(bench.validated) == 1
+@pytest.mark.long
+def test_suspended_after_the_training(harness: RetrainHarness) -> None:
+    """Nothing is promoted after a stop request; the version is registered for the next attempt."""
+    harness.on_train = lambda stopping: stop_with(stopping, "suspended", "in Prefect")
+    harness.finishes_despite_stop = True
+    run = harness.create_run()
+    with pytest.raises(Abort):
+        harness.execute(run)
+    assert (harness.champion(), len(harness.registry.versions(harness.model))) == (None, 1)
+    harness.on_train = lambda stopping: None
+    assert harness.execute(run).promoted
+
+
+@pytest.mark.gateway
+def test_retrain_on_s3(
+    prefect_server: PrefectServer,
+    ceph_s3: S3Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two retrainings and a rollback on a real gateway; no credentials are published."""
+    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
+    storage = {"url": f"{ceph_s3.new_bucket()}/runs", "options": ceph_s3.options}
+    harness = RetrainHarness(prefect_server, tmp_path, storage)
+    harness.replace_ranks(monkeypatch)
+    with prefect_server.configured():
+        first = harness.run()
+        harness.challenger_loss = 0.4
+        run = harness.create_run()
+        second = harness.execute(run)
+        assert harness.execute(run) == second
+    assert (first.promoted, second.promoted, second.champion) == (True, True, 1)
+    assert [(move.champion, move.previous) for move in harness.moves()] == [(1, None), (2, 1)]
+    assert "**version 2 promoted**" in harness.report(run)
+    assert harness.registry.rollback(harness.model).champion == 1
+    secret = ceph_s3.options["secret"]
+    assert secret not in f"{second.as_json_data()} {harness.report(run)}"

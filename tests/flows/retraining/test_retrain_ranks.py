@@ -1,4 +1,4 @@
-"""The flow `retrain` with real ranks, and one that is really killed."""
+"""The flow `retrain` with real ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slots, pytest.mark.server]
 
 
 def experiment(here: Path, run: str, batches: int, **changes: Any) -> ExperimentConfig:
-    """One that trains on a single rank, and records below `run`."""
+    """An experiment on one rank, which records what it does in the folder `run`."""
     (here / run).mkdir(exist_ok=True)
     retraining = {"model": "toy", **changes.pop("retraining", {})}
     hyperparameters = {"record": str(here / run), **changes.pop("hyperparameters", {})}
@@ -47,14 +47,14 @@ def retrain(config: ExperimentConfig, data: dict[str, Any] | None = None) -> Any
 
 
 def validations(here: Path, run: str) -> list[float]:
-    """The losses that the challenger of a run has seen."""
+    """The validation losses of a run's challenger."""
     hooks = lines(here / run, "hooks", 0)
     return [line["metrics"]["loss"] for line in hooks if line["hook"] == "on_validation_end"]
 
 
-def test_from_nothing_to_a_second_champion(here: Path) -> None:
-    """The champion is validated on the second run's data: a challenger that starts from its
-    weights sees the same loss on that before its first batch; trained on, it is better."""
+def test_two_retrainings(here: Path) -> None:
+    """The champion is validated on the second run's data. A challenger that starts from its
+    weights has the same loss before its first batch, and a better one after training."""
     first = retrain(experiment(here, "first", 4))
     assert (first.promoted, first.champion, first.challenger) == (True, None, 1)
     fresh = {"validation_samples": "{{ 56 + timedelta(days=4).days }}"}
@@ -71,8 +71,8 @@ def test_from_nothing_to_a_second_champion(here: Path) -> None:
 
 @pytest.mark.long
 def test_a_champion_of_two_slots_is_validated_on_one(here: Path) -> None:
-    """Under ZeRO-3, with the metrics that it had when it was saved; and a challenger goes on with
-    its whole state."""
+    """Under ZeRO-3, its metrics are those of its own validation; a challenger continues its whole
+    state."""
     config = experiment(
         here, "source", 4, resources={"slots_per_trial": 2}, hyperparameters={"zero_stage": 3}
     )
@@ -95,9 +95,9 @@ def test_a_champion_of_two_slots_is_validated_on_one(here: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_driver_that_is_killed_while_it_trains(here: Path, prefect_server: PrefectServer) -> None:
-    """By SIGKILL: no rank is left; the same flow run, run again, waits for nobody, goes on from the
-    last checkpoint, and moves the alias once."""
+def test_a_killed_driver(here: Path, prefect_server: PrefectServer) -> None:
+    """After SIGKILL during training, no rank is left. The same flow run, run again, continues from
+    the last checkpoint without waiting, and promotes once."""
     retrain(experiment(here, "first", 4))
     waiting = {"do": "wait", "at_batch": 6, "wait_for": str(here / "go")}
     config = experiment(
@@ -105,7 +105,7 @@ def test_a_driver_that_is_killed_while_it_trains(here: Path, prefect_server: Pre
         min_checkpoint_period={"batches": 2}, data={"validation_samples": "{{ 60 }}"},
         retraining={"start": "warm"},
     )  # fmt: skip
-    run = created(prefect_server, config)
+    run = create_run(prefect_server, config)
     store = CheckpointStore(config.checkpoint_storage.url)
     firsts = {manifest.uuid for manifest in store.list()}
     with engine(prefect_server, here, run) as driver:
@@ -132,8 +132,8 @@ def test_a_driver_that_is_killed_while_it_trains(here: Path, prefect_server: Pre
     assert [move.run for move in registry.moves("toy")][1:] == [run]
 
 
-def created(server: PrefectServer, config: ExperimentConfig) -> str:
-    """The id of a flow run of a deployment of its own, as a container would run it."""
+def create_run(server: PrefectServer, config: ExperimentConfig) -> str:
+    """Create a flow run of a new deployment, as for a container. Returns its id."""
     name = f"retrain-{uuids.uuid4().hex[:8]}"
     pool = ask(server, "work_pools/", {"name": name, "type": "process"})
     flow = ask(server, "flows/", {"name": "retrain"})
@@ -157,7 +157,7 @@ def created(server: PrefectServer, config: ExperimentConfig) -> str:
 
 
 def engine(server: PrefectServer, here: Path, run: str) -> Any:
-    """Prefect's engine, that runs the flow run in a process of its own."""
+    """A process of Prefect's engine that executes the flow run."""
     variables = {"TRIALFLOW_HOME": str(here / "home"), "PREFECT__FLOW_RUN_ID": run}
     return python_process(server, here, "-m", "prefect.engine", **variables)
 

@@ -1,4 +1,4 @@
-"""What the report of a retraining says."""
+"""The report of a retraining."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def facts(**changes: Any) -> RetrainingFacts:
         "rule": PromotionRule("loss", True, 0.05),
         "plan": PLAN,
         "champion": CHAMPION,
-        "champion_found": Champion(metrics={"accuracy": 0.5, "loss": 0.7, "old": "x"}, value=0.7),
+        "champion_result": Champion(metrics={"accuracy": 0.5, "loss": 0.7, "old": "x"}, value=0.7),
         "challenger": Challenger(
             version=4, checkpoint="bbbb", batches_trained=900,
             metrics={"accuracy": 0.75, "loss": 0.5, "new": 3}, value=0.5,
@@ -44,8 +44,8 @@ def facts(**changes: Any) -> RetrainingFacts:
     return RetrainingFacts(**given)
 
 
-def test_champion_and_challenger_beside_each_other() -> None:
-    """All metrics with their differences, that which decides first; versions, data and times."""
+def test_champion_and_challenger() -> None:
+    """All metrics with differences, the searcher metric first; versions, data and times."""
     lines = facts(places={"this report": "s3://b/report.md"}).render().splitlines()
     assert lines[:5] == ["# gpt", "", "**version 4 promoted**", "", "better by 0.2"]
     table = lines.index("| metric | champion | challenger | challenger - champion |")
@@ -67,7 +67,7 @@ def test_champion_and_challenger_beside_each_other() -> None:
 
 
 def test_data_stays_inside_its_block() -> None:
-    """Whatever text is in it."""
+    """No text in the data ends the code block."""
     lines = facts().render().splitlines()
     begin = lines.index("```json")
     end = lines.index("```", begin)
@@ -93,17 +93,17 @@ def test_data_stays_inside_its_block() -> None:
             "no champion, version 4 not promoted",
         ),
         ({"outcome": None, "ended": "stopped: cancelled"}, "stopped: cancelled"),
-        ({"outcome": None, "challenger": None, "champion_found": None}, "running"),
+        ({"outcome": None, "challenger": None, "champion_result": None}, "running"),
     ],
 )
 def test_headlines(changes: dict[str, Any], headline: str) -> None:
-    """How it ended, in a few words, as far as the run has come."""
+    """The outcome, or how the run ended without one."""
     assert f"**{headline}**" in facts(**changes).render()
 
 
-def test_what_failed_after_all_was_decided() -> None:
-    """Callbacks, and whatever else, are said below the decision."""
+def test_failures_after_the_decision() -> None:
+    """Failed callbacks and other errors are shown below the decision."""
     text = facts(failed_callbacks={"hooks:tell": "ValueError: *no*"}, ended="failed: x").render()
     assert "**version 4 promoted**" in text
     assert "Callback hooks:tell failed: ValueError: \\*no\\*" in text
-    assert "The run ended otherwise: failed: x" in text
+    assert "After the decision the run failed: x" in text

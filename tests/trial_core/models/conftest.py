@@ -13,7 +13,7 @@ from trial_core.checkpoint.store import CheckpointStore
 
 @pytest.fixture(params=["file", "memory", pytest.param("s3", marks=pytest.mark.gateway)])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
-    """An empty store of each kind."""
+    """An empty store on each kind of storage."""
     if request.param == "file":
         return CheckpointStore(f"file://{tmp_path}/a store")
     if request.param == "memory":
@@ -30,6 +30,6 @@ def local_store(tmp_path: Path) -> CheckpointStore:
 
 @pytest.fixture
 def store_in_memory() -> Iterator[CheckpointStore]:
-    """An empty store of this process."""
+    """An empty store in memory."""
     with memory_store() as store:
         yield store

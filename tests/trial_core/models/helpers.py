@@ -1,4 +1,4 @@
-"""Registries to test with: models whose versions are small checkpoints."""
+"""Registries for tests: models whose versions are small checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTHING = RetentionPolicy(save_trial_best=0, save_trial_latest=0)
 
 @contextmanager
 def memory_store() -> Iterator[CheckpointStore]:
-    """A store in memory, which is gone afterwards: every listing there looks at all there is."""
+    """A store in memory, deleted afterwards: its listings read all objects of the process."""
     url = f"memory://{uuids.uuid4()}"
     yield CheckpointStore(url)
     with suppress(FileNotFoundError):  # it is empty
@@ -40,14 +40,14 @@ def commit(store: CheckpointStore, batches: int) -> Manifest:
     return manifest
 
 
-def register(store: CheckpointStore, manifest: Manifest, **said: Any) -> Version:
-    """The next version of the model."""
-    how = {"metric": "loss", "smaller_is_better": True, "value": 0.25, **said}
-    return Registry(store).register(MODEL, manifest, **how)
+def register(store: CheckpointStore, manifest: Manifest, **fields: Any) -> Version:
+    """Register a checkpoint as a version of the model."""
+    fields = {"metric": "loss", "smaller_is_better": True, "value": 0.25, **fields}
+    return Registry(store).register(MODEL, manifest, **fields)
 
 
 def new_registry(store: CheckpointStore, versions: int) -> Registry:
-    """A registry with a model of so many versions."""
+    """A registry with a model of that many versions."""
     for batches in range(1, versions + 1):
         register(store, commit(store, batches))
     return Registry(store)
@@ -55,31 +55,31 @@ def new_registry(store: CheckpointStore, versions: int) -> Registry:
 
 def aliases(registry: Registry) -> tuple[int | None, int | None]:
     """The numbers of champion and previous."""
-    state = registry.state(MODEL)
-    return (None, None) if state is None else (state.champion, state.previous)
+    move = registry.last_move(MODEL)
+    return (None, None) if move is None else (move.champion, move.previous)
 
 
 def prune_all(store: CheckpointStore) -> None:
-    """Delete whatever may be deleted."""
+    """Prune without keeping anything by rules."""
     prune(store, plan_pruning(store, NOTHING, "gpt"))
 
 
 def kept_versions(store: CheckpointStore) -> set[int]:
-    """The versions whose checkpoints are there and verify."""
-    there = {manifest.uuid for manifest in store.list()}
-    found = {each for each in Registry(store).versions(MODEL) if each.checkpoint in there}
+    """The versions with a checkpoint, which must be intact."""
+    committed = {manifest.uuid for manifest in store.list()}
+    found = {each for each in Registry(store).versions(MODEL) if each.checkpoint in committed}
     for version in found:
         store.verify(version.checkpoint)
     return {version.number for version in found}
 
 
 def held_versions(registry: Registry) -> set[int]:
-    """The versions on which there is a hold."""
+    """The versions with a hold."""
     return {held.version for of_one in registry.held().values() for held in of_one}
 
 
 def check_log(moves: list[Move]) -> None:
-    """Numbers have no gaps, and each move takes up where the one before it has left."""
+    """Check that numbers have no gaps, and that each move starts from the one before it."""
     assert [move.number for move in moves] == list(range(1, len(moves) + 1))
     champions = [None, *(move.champion for move in moves)]
     for before, move in zip(champions, moves, strict=False):
@@ -88,14 +88,14 @@ def check_log(moves: list[Move]) -> None:
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """Stands for a SIGKILL."""
 
 
-class Dying:
-    """A storage after whose `nth` request the process ends: before the next one is carried out.
+class DyingStorage:
+    """A storage whose process is killed after its `nth` request.
 
     Attributes:
-        requests: how many there have been.
+        requests: number of requests so far.
     """
 
     def __init__(self, storage: Any, nth: int) -> None:
@@ -119,5 +119,5 @@ class Dying:
         return request
 
     def die(self) -> None:
-        """End: nothing is done any more, and no reply arrives."""
+        """End the process."""
         raise Killed

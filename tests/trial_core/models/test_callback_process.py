@@ -1,4 +1,4 @@
-"""A function of a code folder, called in a process of its own."""
+"""Calling a function of a code folder in a separate process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ import pytest
 from tests.support.prefect import ROOT
 from tests.support.processes import alive, wait_until_gone
 from tests.support.waiting import until
-from trial_core.models.callback_process import call
+from trial_core.models.callback_process import call_function
 
 HOOKS = """
 import asyncio, json, os, pathlib, subprocess, sys, time
@@ -26,27 +25,27 @@ class Nested:
         pathlib.Path("deep").touch()
 
 def tell(outcome):
-    known = {"outcome": outcome, "cwd": os.getcwd(), "first": sys.path[0], "HUE": os.environ["HUE"]}
-    pathlib.Path("told.json").write_text(json.dumps(known))
+    seen = {"outcome": outcome, "cwd": os.getcwd(), "first": sys.path[0], "HUE": os.environ["HUE"]}
+    pathlib.Path("told.json").write_text(json.dumps(seen))
     print("told them")
 
-def broken(outcome):
-    print("so far so good")
+def raising(outcome):
+    print("before the error")
     raise ValueError("no such channel")
 
-def leaving(outcome):
+def exiting(outcome):
     os._exit(7)
 
-def sneaking(outcome):
+def exiting_with_0(outcome):
     sys.exit(0)
 
-async def waiting(outcome):
+async def coroutine(outcome):
     await asyncio.sleep(0)
-    pathlib.Path("waited").touch()
+    pathlib.Path("awaited").touch()
     if outcome.get("fails"):
         raise ValueError("no such channel")
 
-def yielding(outcome):
+def generator(outcome):
     yield outcome
 
 def hanging(outcome):
@@ -61,73 +60,63 @@ def hanging(outcome):
 def code(tmp_path: Path) -> Path:
     """A code folder with functions to call."""
     (tmp_path / "hooks.py").write_text(HOOKS)
+    (tmp_path / "exits_on_import.py").write_text("raise SystemExit(0)\n")
     return tmp_path
 
 
-def test_it_is_given_the_outcome(code: Path) -> None:
-    """In the code folder, which comes first on its path, with the variables that it is given; what
-    it prints is kept."""
+def test_the_function_gets_the_argument(code: Path) -> None:
+    """It runs in the code folder, first on the import path, with the given variables; a given
+    PYTHONPATH does not hide this package. Its output is logged."""
     outcome = {"promoted": True, "why": "größer\n", "value": None}
-    log = code / "logs" / "tell.log"
-    assert call("hooks:tell", outcome, code=code, log=log, environment={"HUE": "blue"}) is None
-    told = json.loads((code / "told.json").read_text())
-    assert told == {"outcome": outcome, "cwd": str(code), "first": str(code), "HUE": "blue"}
+    log, environment = code / "logs" / "tell.log", {"HUE": "blue", "PYTHONPATH": "/elsewhere"}
+    assert call_function("hooks:tell", outcome, code=code, log=log, environment=environment) is None
+    seen = json.loads((code / "told.json").read_text())
+    assert seen == {"outcome": outcome, "cwd": str(code), "first": str(code), "HUE": "blue"}
     assert log.read_text() == "told them\n"
-    assert call("hooks:Nested.deep", {}, code=code, log=log) is None
+
+
+def test_a_nested_function(code: Path) -> None:
+    """``module:Class.function`` is found."""
+    assert call_function("hooks:Nested.deep", {}, code=code, log=code / "log") is None
     assert (code / "deep").exists()
 
 
-@pytest.mark.parametrize(
-    ("function", "said"),
-    [
-        ("hooks:broken", "ValueError: no such channel (exit code 1; its output: "),
-        ("hooks:leaving", "it said nothing (exit code 7; its output: "),
-        ("hooks:absent", "AttributeError: module 'hooks' has no attribute 'absent' (exit code 1; "),
-        ("absent:tell", "ModuleNotFoundError: No module named 'absent' (exit code 1; "),
-        ("hooks:sneaking", "it ended its process (sys.exit, os._exit) instead of returning (exit "),
-        ("hooks:yielding", "TypeError: hooks:yielding is a generator"),
-    ],
-)
-def test_what_went_wrong(code: Path, function: str, said: str) -> None:
-    """The last that it said, how it ended, and where the rest is."""
-    problem = call(function, {}, code=code, log=code / "log")
-    assert problem is not None
-    assert problem.startswith(said)
-    assert str(code / "log") in problem
-
-
-def test_it_may_only_be_found(code: Path) -> None:
-    """Without being called: whether it is there is known before there is anything to tell."""
-    assert call("hooks:tell", None, code=code, log=code / "log") is None
-    assert not (code / "told.json").exists()
-    problem = call("hooks:absent", None, code=code, log=code / "log")
-    assert problem is not None
-    problem = call("hooks:__name__", None, code=code, log=code / "log")
-    assert problem is not None
-    assert problem.startswith("TypeError: hooks:__name__ is no function")
-
-
-def test_a_module_that_leaves_while_it_is_imported(code: Path) -> None:
-    """Holds no function, whatever its exit code says."""
-    (code / "leaver.py").write_text("raise SystemExit(0)\n")
-    problem = call("leaver:tell", None, code=code, log=code / "log")
-    assert problem is not None
-    assert problem.startswith("it ended its process")
-
-
-def test_a_coroutine(code: Path) -> None:
-    """Is run to its end; what it raises is what went wrong."""
-    assert call("hooks:waiting", {}, code=code, log=code / "log") is None
-    assert (code / "waited").exists()
-    problem = call("hooks:waiting", {"fails": True}, code=code, log=code / "log")
+def test_a_coroutine_function(code: Path) -> None:
+    """It is awaited; its exception is the failure."""
+    assert call_function("hooks:coroutine", {}, code=code, log=code / "log") is None
+    assert (code / "awaited").exists()
+    problem = call_function("hooks:coroutine", {"fails": True}, code=code, log=code / "log")
     assert problem is not None
     assert problem.startswith("ValueError: no such channel")
 
 
-def test_a_path_of_its_own(code: Path) -> None:
-    """Is added to that on which this package is found, and does not take its place."""
-    log, environment = code / "log", {"PYTHONPATH": "/elsewhere", "HUE": "blue"}
-    assert call("hooks:tell", {}, code=code, log=log, environment=environment) is None
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("hooks:raising", "ValueError: no such channel (exit code 1; output: "),
+        ("hooks:exiting", "no output (exit code 7; output: "),
+        ("hooks:exiting_with_0", "the process ended (sys.exit, os._exit) before the function ret"),
+        ("exits_on_import:tell", "the process ended (sys.exit, os._exit) before the function ret"),
+        ("hooks:absent", "AttributeError: module 'hooks' has no attribute 'absent' (exit code 1; "),
+        ("absent:tell", "ModuleNotFoundError: No module named 'absent' (exit code 1; "),
+        ("hooks:generator", "TypeError: hooks:generator is a generator function"),
+    ],
+)
+def test_failures(code: Path, function: str, message: str) -> None:
+    """The message has the last line of output, the exit code and the log file."""
+    problem = call_function(function, {}, code=code, log=code / "log")
+    assert problem is not None
+    assert problem.startswith(message)
+    assert str(code / "log") in problem
+
+
+def test_import_without_a_call(code: Path) -> None:
+    """Without an argument the function is only imported: missing ones are known in advance."""
+    assert call_function("hooks:tell", None, code=code, log=code / "log") is None
+    assert not (code / "told.json").exists()
+    problem = call_function("hooks:__name__", None, code=code, log=code / "log")
+    assert problem is not None
+    assert problem.startswith("TypeError: hooks:__name__ is not callable")
 
 
 def pids(code: Path) -> list[int]:
@@ -135,34 +124,32 @@ def pids(code: Path) -> list[int]:
     return [int(pid) for pid in (code / "pids").read_text().split()]
 
 
-def test_one_that_hangs_is_broken_off(code: Path) -> None:
-    """As soon as it is unwanted, with all that it has started."""
-    problem = call(
-        "hooks:hanging", {}, code=code, log=code / "log", is_unwanted=(code / "pids").exists
+def test_cancel(code: Path) -> None:
+    """The process is killed with all its children."""
+    problem = call_function(
+        "hooks:hanging", {}, code=code, log=code / "log", should_cancel=(code / "pids").exists
     )
-    assert problem == "it was broken off: the run was to end"
+    assert problem == "killed: the run was stopped"
     assert wait_until_gone(pids(code), 10) == []
 
 
-def test_one_that_takes_too_long_is_broken_off(code: Path) -> None:
-    """Nobody needs to ask for that."""
-    problem = call("hooks:hanging", {}, code=code, log=code / "log", timeout_seconds=0.5)
-    assert problem == "it was broken off: it took longer than 0.5 s"
+def test_timeout(code: Path) -> None:
+    """The process is killed after its timeout."""
+    problem = call_function("hooks:hanging", {}, code=code, log=code / "log", timeout_seconds=0.1)
+    assert problem == "killed: it took longer than 0.1 s"
 
 
-def test_it_outlives_nobody(code: Path) -> None:
-    """Its caller is killed: it is gone, with all that it has started."""
+def test_the_process_dies_with_its_caller(code: Path) -> None:
+    """Also when the caller is killed by SIGKILL, and with all its children."""
     program = (
-        "from pathlib import Path; from trial_core.models.callback_process import call; "
-        "call('hooks:hanging', {}, code=Path('.').absolute(), log=Path('log').absolute())"
+        "from pathlib import Path; from trial_core.models.callback_process import call_function; "
+        "call_function('hooks:hanging', {}, code=Path('.').absolute(), log=Path('log').absolute())"
     )
     caller = subprocess.Popen(
         [sys.executable, "-c", program], cwd=code, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
-    begun = pids(code)
-    assert alive(begun) == begun
-    began = time.monotonic()
+    started = pids(code)
+    assert alive(started) == started
     caller.send_signal(signal.SIGKILL)
     caller.wait()
-    assert wait_until_gone(begun, 10) == []
-    assert time.monotonic() - began < 10
+    assert wait_until_gone(started, 10) == []

@@ -1,4 +1,4 @@
-"""Holds: what is champion, or was before, stays whoever prunes, at whatever moment."""
+"""Holds: champion and previous are never pruned, even by a concurrent prune."""
 
 from __future__ import annotations
 
@@ -31,28 +31,22 @@ from trial_core.models.registry import Registry
 from trial_core.retention.pins import Deletion, deletion_key, holds, pin, pins, unpin
 from trial_core.retention.pruning import plan_pruning, prune
 
-
-def test_champion_and_previous_outlive_every_rule(store: CheckpointStore) -> None:
-    """On every kind of storage, after promotions and a rollback; what is neither goes."""
-    registry = new_registry(store, 4)
-    for number in (1, 2, 3):
-        registry.promote(MODEL, number)
-    registry.rollback(MODEL)
-    prune_all(store)
-    assert aliases(registry) == (2, 3)
-    assert kept_versions(store) == {2, 3}
+first_requests = pytest.mark.parametrize(
+    "first",
+    [pytest.param(n, marks=[] if n % 3 == 0 else pytest.mark.long) for n in range(16)],
+)
 
 
-def test_a_plan_says_who_holds(local_store: CheckpointStore) -> None:
-    """In the words that a person sees before anything is deleted."""
+def test_a_prune_plan_names_the_holder(local_store: CheckpointStore) -> None:
+    """With model and version."""
     new_registry(local_store, 2).promote(MODEL, 2)
     why = [decision.why for decision in plan_pruning(local_store, NOTHING, "gpt").decisions]
     assert why[1] == "held by model gpt, version 2"
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"\xff", b'{"uuid": 3}'])
-def test_a_hold_that_cannot_be_read_is_a_hold(local_store: CheckpointStore, data: bytes) -> None:
-    """The registry meant the checkpoint to stay; a later move gives it up as any other."""
+def test_an_unreadable_hold_protects_too(local_store: CheckpointStore, data: bytes) -> None:
+    """A later move removes it like any other."""
     registry = new_registry(local_store, 3)
     registry.promote(MODEL, 1)
     ((held,),) = holds(local_store).values()
@@ -64,8 +58,8 @@ def test_a_hold_that_cannot_be_read_is_a_hold(local_store: CheckpointStore, data
     assert held_versions(registry) == {4, 5}
 
 
-def test_a_persons_pin_is_another_thing(local_store: CheckpointStore) -> None:
-    """To unpin takes nothing from the registry, nor does the registry take the pin."""
+def test_pins_and_holds_are_independent(local_store: CheckpointStore) -> None:
+    """Unpinning removes no hold, and the registry removes no pin."""
     registry = new_registry(local_store, 3)
     registry.promote(MODEL, 1)
     held = registry.version(MODEL, 1).checkpoint
@@ -80,8 +74,8 @@ def test_a_persons_pin_is_another_thing(local_store: CheckpointStore) -> None:
     assert held_versions(registry) == {4, 5}
 
 
-def test_what_is_only_held_cannot_be_unpinned(local_store: CheckpointStore) -> None:
-    """It is said who holds it, and what sets it free."""
+def test_a_held_checkpoint_cannot_be_unpinned(local_store: CheckpointStore) -> None:
+    """The error names the holder, and how to release the checkpoint."""
     registry = new_registry(local_store, 1)
     registry.promote(MODEL, 1)
     held = registry.version(MODEL, 1).checkpoint
@@ -90,27 +84,27 @@ def test_what_is_only_held_cannot_be_unpinned(local_store: CheckpointStore) -> N
     assert held_versions(registry) == {1}
 
 
-def test_what_is_being_deleted_is_not_promoted(local_store: CheckpointStore) -> None:
-    """It says who deletes it, and holds nothing."""
+def test_a_checkpoint_under_deletion_is_not_promoted(local_store: CheckpointStore) -> None:
+    """The error names who deletes it; no hold is left."""
     registry = new_registry(local_store, 1)
     manifest = local_store.list()[0]
-    said = Deletion(by="ann@here", at=utc_now(), manifest=manifest.to_json().decode())
-    local_store.storage.write(deletion_key(manifest.uuid), as_object(said))
+    deletion = Deletion(by="ann@here", at=utc_now(), manifest=manifest.to_json().decode())
+    local_store.storage.write(deletion_key(manifest.uuid), as_object(deletion))
     with pytest.raises(PromotionRefused, match="is being deleted, by ann@here"):
         registry.promote(MODEL, 1)
     assert (aliases(registry), registry.held()) == ((None, None), {})
 
 
-@pytest.mark.parametrize("begun", range(16))
-def test_promote_and_prune_at_the_same_moment(begun: int) -> None:
-    """In whatever order their requests come: who was promoted is there, whole, and held; and who
-    was champion before stays. First so many requests of the promotion, then some of the prune."""
-    for pruned, gone_on in itertools.product(range(10), (1, 2, 9)):
-        _promote_and_prune([False] * begun + [True] * pruned + [False] * gone_on + [True] * 20)
+@first_requests
+def test_promote_and_prune_at_once(first: int) -> None:
+    """In any order of requests: a promoted version is intact and held, and the champion before it
+    is kept. `first` requests of the promotion come first, then some of the prune."""
+    for pruned, then in itertools.product(range(10), (1, 2, 9)):
+        _promote_and_prune([False] * first + [True] * pruned + [False] * then + [True] * 20)
 
 
 def _promote_and_prune(order: list[bool]) -> bool:
-    """Whether the promotion came first."""
+    """Whether the promotion succeeded."""
     with memory_store() as store:
         return _promote_and_prune_in(store, order)
 
@@ -139,19 +133,19 @@ def _promote(store: CheckpointStore) -> Move:
     return Registry(store).promote(MODEL, 2)
 
 
-def test_the_order_reaches_both_ends() -> None:
-    """The test above can tell: there are orders in which the promotion wins, and others."""
+def test_both_outcomes_occur() -> None:
+    """The test above is meaningful: the promotion succeeds in some orders and fails in others."""
     assert _promote_and_prune([False] * 40)
     assert not _promote_and_prune([True] * 40)
 
 
-@pytest.mark.parametrize("begun", range(16))
-def test_a_rollback_and_a_promotion_at_the_same_moment(begun: int) -> None:
-    """One of them wins; who is champion then, and who was before, stays whatever is pruned."""
-    for others, gone_on in itertools.product(range(5, 13), (1, 20)):
+@first_requests
+def test_roll_back_and_promote_at_once(first: int) -> None:
+    """In any order of requests: one succeeds, and champion and previous are not pruned."""
+    for promoted, then in itertools.product(range(5, 13), (1, 20)):
         with memory_store() as store:
             _roll_back_and_promote(
-                store, [False] * begun + [True] * others + [False] * gone_on + [True] * 20
+                store, [False] * first + [True] * promoted + [False] * then + [True] * 20
             )
 
 

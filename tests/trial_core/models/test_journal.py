@@ -1,10 +1,11 @@
-"""What a retraining notes of its stages for the attempts after it."""
+"""The journal of a retraining."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from trial_core.checkpoint.store import CheckpointStore
@@ -29,67 +30,78 @@ PLAN = RetrainingPlan(
 
 
 @pytest.fixture
-def notes(tmp_path: Path) -> Journal:
-    """Those of one run."""
-    return notebook(tmp_path)
+def journal(tmp_path: Path) -> Journal:
+    """The journal of run-1."""
+    return open_journal(tmp_path)
 
 
-def notebook(folder: Path, run: str = "run-1") -> Journal:
+def open_journal(folder: Path, run: str = "run-1") -> Journal:
     return Journal(CheckpointStore(f"file://{folder}"), "gpt", run)
 
 
-def test_what_is_noted_is_read_by_a_later_attempt(notes: Journal, tmp_path: Path) -> None:
-    """And by no other run."""
-    assert notes.read("plan", RetrainingPlan) is None
-    notes.note("plan", PLAN)
-    assert notebook(tmp_path).read("plan", RetrainingPlan) == PLAN
-    assert notebook(tmp_path, "run-2").read("plan", RetrainingPlan) is None
+def test_a_later_attempt_reads_the_journal(journal: Journal, tmp_path: Path) -> None:
+    """Other runs do not."""
+    assert journal.plan() is None
+    journal.write_plan(PLAN)
+    assert open_journal(tmp_path).plan() == PLAN
+    assert open_journal(tmp_path, "run-2").plan() is None
     assert PLAN.lateness_seconds == 7.5
 
 
-def test_the_first_note_counts(notes: Journal, tmp_path: Path) -> None:
-    """Of two attempts at once, both go on with what the first has noted."""
-    first = notes.note("verdict", PromotionDecision(promoted=True, why="better"))
-    second = notebook(tmp_path).note("verdict", PromotionDecision(promoted=False, why="worse"))
+def test_the_last_plan_is_valid(journal: Journal) -> None:
+    """A renewed plan and its champion are new records."""
+    renewed = msgspec.structs.replace(PLAN, champion=4, renewed=1)
+    journal.write_plan(PLAN)
+    journal.write_plan(renewed)
+    assert journal.plan() == renewed
+    assert journal.read("plan-01", RetrainingPlan) == renewed
+    assert (PLAN.champion_record, renewed.champion_record) == ("champion", "champion-01")
+
+
+def test_the_first_record_is_valid(journal: Journal, tmp_path: Path) -> None:
+    """Two concurrent attempts continue with the record that was written first."""
+    first = journal.write("verdict", PromotionDecision(promoted=True, why="better"))
+    second = open_journal(tmp_path).write("verdict", PromotionDecision(promoted=False, why="worse"))
     assert first == second == PromotionDecision(promoted=True, why="better")
 
 
-def test_a_stage_is_gone_through_once(notes: Journal, tmp_path: Path) -> None:
-    """What it has come to is not asked again."""
-    assert notes.once("champion", Champion, lambda: Champion(metrics={}, value=0.5)).value == 0.5
-
-    def again() -> Champion:
-        raise AssertionError("it is known")
-
-    assert notebook(tmp_path).once("champion", Champion, again).value == 0.5
-
-
-def test_numbers_that_json_lacks(notes: Journal) -> None:
-    """Are noted as what they are."""
-    notes.note("champion", Champion(metrics={"loss": math.nan, "gap": -math.inf}, value=math.nan))
-    read = notes.read("champion", Champion)
-    assert read is not None
-    assert math.isnan(read.value)
-    assert math.isnan(read.metrics["loss"])
-    assert read.metrics["gap"] == -math.inf
-    notes.note("challenger", Challenger(version=1, value=math.inf))
-    assert notes.read("challenger", Challenger) == Challenger(version=1, value=math.inf)
+def test_a_stage_is_computed_once(journal: Journal, tmp_path: Path) -> None:
+    """A later attempt reads its result."""
+    for journal_of_attempt, value in ((journal, 0.5), (open_journal(tmp_path), 0.7)):
+        champion = journal_of_attempt.read_or_compute(
+            "champion", Champion, lambda value=value: Champion(metrics={}, value=value)
+        )
+        assert champion.value == 0.5
 
 
-def test_half_a_note(notes: Journal, tmp_path: Path) -> None:
-    """Counts for nothing, and is replaced: whoever wrote it was killed."""
-    notes.note("plan", PLAN)
+def test_numbers_that_json_lacks(journal: Journal) -> None:
+    """NaN and infinities are read as they were written."""
+    journal.write(
+        "champion", Champion(metrics={"loss": math.nan, "gap": -math.inf}, value=math.nan)
+    )
+    champion = journal.read("champion", Champion)
+    assert champion is not None
+    assert math.isnan(champion.value)
+    assert math.isnan(champion.metrics["loss"])
+    assert champion.metrics["gap"] == -math.inf
+    journal.write("challenger", Challenger(version=1, value=math.inf))
+    assert journal.read("challenger", Challenger) == Challenger(version=1, value=math.inf)
+
+
+def test_an_incomplete_record(journal: Journal, tmp_path: Path) -> None:
+    """It is ignored and replaced: its writer was killed."""
+    journal.write_plan(PLAN)
     path = tmp_path / "models/gpt/retrainings/run-1/plan.json"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:40])
-    assert notes.read("plan", RetrainingPlan) is None
-    assert notes.note("plan", PLAN) == PLAN
-    assert path.read_bytes() == whole
+    complete = path.read_bytes()
+    path.write_bytes(complete[:40])
+    assert journal.plan() is None
+    assert journal.write_plan(PLAN) == PLAN
+    assert path.read_bytes() == complete
 
 
-def test_a_note_of_something_else(notes: Journal) -> None:
-    """Is refused: where it is, what is wrong, and what to do."""
-    notes.done("plan", "something")
-    assert notes.read("plan", StageRecord) is not None
-    with pytest.raises(RegistryError, match=r"plan\.json cannot be read: .*trial.*begin a new run"):
-        notes.read("plan", RetrainingPlan)
+def test_a_record_of_another_kind(journal: Journal) -> None:
+    """The error has its URL, the problem, and what to do."""
+    journal.mark_done("plan", "something")
+    assert journal.read("plan", StageRecord) is not None
+    with pytest.raises(RegistryError, match=r"plan\.json cannot be read: .*trial.*start a new run"):
+        journal.plan()

@@ -1,4 +1,4 @@
-"""The registry: versions have numbers, and the aliases are moved one after the other."""
+"""The registry: numbered versions, promotions and rollbacks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from tests.trial_core.models.helpers import (
     check_log,
     commit,
     held_versions,
+    kept_versions,
     new_registry,
+    prune_all,
     register,
 )
 from trial_core.checkpoint import layout
@@ -29,12 +31,12 @@ from trial_core.errors import (
     RegistryError,
     StorageError,
 )
-from trial_core.models.registry import ANY, InsteadOf, Registry
+from trial_core.models.registry import ANY, ExpectedChampion, Registry
 
 
-def test_a_models_story(store: CheckpointStore) -> None:
-    """On every kind of storage: versions are counted, promoted and rolled back, and a champion is
-    never without its checkpoint's hold."""
+def test_promotions_and_a_rollback(store: CheckpointStore) -> None:
+    """On every kind of storage: versions are numbered, promoted and rolled back; champion and
+    previous are held and never pruned, other versions are pruned."""
     registry = new_registry(store, 3)
     assert registry.models() == [MODEL]
     assert [version.number for version in registry.versions(MODEL)] == [1, 2, 3]
@@ -48,10 +50,12 @@ def test_a_models_story(store: CheckpointStore) -> None:
     assert registry.champion(MODEL) == registry.version(MODEL, 2)
     check_log(registry.moves(MODEL))
     assert [move.number for move in registry.moves(MODEL, after=2)] == [3, 4]
+    prune_all(store)
+    assert kept_versions(store) == {2, 3}
 
 
-def test_a_version_says_where_it_comes_from(local_store: CheckpointStore) -> None:
-    """All that a person asks of it, without opening the checkpoint."""
+def test_the_fields_of_a_version(local_store: CheckpointStore) -> None:
+    """They describe the checkpoint and its registration."""
     manifest = commit(local_store, 7)
     made = register(local_store, manifest, run="r-1", note="nightly")
     assert Registry(local_store).version(MODEL, 1) == made
@@ -64,7 +68,7 @@ def test_a_version_says_where_it_comes_from(local_store: CheckpointStore) -> Non
 
 
 def test_a_checkpoint_has_one_number(local_store: CheckpointStore) -> None:
-    """However often it is registered, whatever is said of it then."""
+    """Registering it again, with other fields, returns the existing version."""
     registry = new_registry(local_store, 2)
     manifest = local_store.list()[0]
     assert register(local_store, manifest, value=7.0) == registry.version(MODEL, 1)
@@ -72,15 +76,15 @@ def test_a_checkpoint_has_one_number(local_store: CheckpointStore) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None])
-def test_what_is_no_number_is_no_value(local_store: CheckpointStore, value: float | None) -> None:
-    """JSON has no word for it, and nothing is better or worse than it."""
+def test_a_value_that_is_not_finite(local_store: CheckpointStore, value: float | None) -> None:
+    """It is stored as None: JSON lacks it, and it cannot be compared."""
     made = register(local_store, commit(local_store, 7), value=value)
     assert made.value is None
     assert Registry(local_store).version(MODEL, 1) == made
 
 
-def test_only_what_is_committed_is_registered(local_store: CheckpointStore) -> None:
-    """A version without a checkpoint would be found out at its promotion, too late."""
+def test_only_committed_checkpoints_are_registered(local_store: CheckpointStore) -> None:
+    """A deleted checkpoint is refused."""
     manifest = commit(local_store, 7)
     local_store.delete(manifest)
     with pytest.raises(CheckpointNotFound, match=manifest.uuid):
@@ -88,98 +92,102 @@ def test_only_what_is_committed_is_registered(local_store: CheckpointStore) -> N
     assert Registry(local_store).versions(MODEL) == []
 
 
-def test_what_is_not_there_is_said(local_store: CheckpointStore) -> None:
-    """Questions say that there is nothing; who names something is told which there are."""
+def test_unknown_models_and_versions(local_store: CheckpointStore) -> None:
+    """Reading returns nothing; promoting lists what exists."""
     registry = Registry(local_store)
     assert (registry.models(), registry.versions("ghost"), registry.moves("ghost")) == ([], [], [])
-    assert (registry.state("ghost"), registry.champion("ghost")) == (None, None)
+    assert (registry.last_move("ghost"), registry.champion("ghost")) == (None, None)
     new_registry(local_store, 2)
-    with pytest.raises(ModelNotFound, match="called 'gtp'; there is: gpt"):
+    with pytest.raises(ModelNotFound, match=r"no model 'gtp' .* models there: gpt"):
         registry.promote("gtp", 1)
-    with pytest.raises(ModelNotFound, match="called 'gtp'; there is: gpt"):
+    with pytest.raises(ModelNotFound, match=r"no model 'gtp' .* models there: gpt"):
         registry.rollback("gtp")
-    with pytest.raises(ModelNotFound, match="no version 9; the last ones are 1, 2"):
+    with pytest.raises(ModelNotFound, match="no version 9; its last ones: 1, 2"):
         registry.promote(MODEL, 9)
 
 
-@pytest.mark.parametrize("name", ["", "../gpt", "a/b", ".gpt", "a b", "größe"])
-def test_names_that_may_lead_out_are_refused(local_store: CheckpointStore, name: str) -> None:
-    """And what is allowed is said."""
+@pytest.mark.parametrize("name", ["", "../gpt", "a/b", ".gpt", "größe"])
+def test_names_that_are_no_key_are_refused(local_store: CheckpointStore, name: str) -> None:
+    """The error says which names are valid."""
     with pytest.raises(RegistryError, match="letters and digits"):
         Registry(local_store).versions(name)
 
 
-def test_who_was_compared_with_another_champion_is_refused(local_store: CheckpointStore) -> None:
-    """The conflict names who has moved the alias, to what, in which run and why."""
+def test_another_champion_than_expected(local_store: CheckpointStore) -> None:
+    """The error names who promoted which version, when, in which run and why."""
     registry = new_registry(local_store, 3)
-    registry.promote(MODEL, 1, instead_of=None)
-    winner = registry.promote(MODEL, 2, run="r-2", why="loss 0.2", instead_of=1)
+    registry.promote(MODEL, 1, expected_champion=None)
+    winner = registry.promote(MODEL, 2, run="r-2", why="loss 0.2", expected_champion=1)
     with pytest.raises(PromotionConflict) as refused:
-        registry.promote(MODEL, 3, instead_of=1)
-    said = str(refused.value)
-    assert "version 3 of model gpt was not promoted" in said
-    assert f"{winner.by} promoted version 2 instead of version 1 at {winner.at}" in said
-    assert "in run r-2: loss 0.2" in said
+        registry.promote(MODEL, 3, expected_champion=1)
+    message = str(refused.value)
+    assert "version 3 of model gpt was not promoted" in message
+    assert f"{winner.by} promoted version 2 instead of version 1 at {winner.at}" in message
+    assert "in run r-2: loss 0.2" in message
     with pytest.raises(PromotionConflict, match="promoted version 2"):
-        registry.promote(MODEL, 3, instead_of=None)
+        registry.promote(MODEL, 3, expected_champion=None)
     with pytest.raises(PromotionConflict, match="promoted version 2"):
-        registry.rollback(MODEL, instead_of=1)
+        registry.rollback(MODEL, expected_champion=1)
     assert aliases(registry) == (2, 1)
 
 
-def test_a_champion_that_was_expected_and_is_none(local_store: CheckpointStore) -> None:
-    """Somebody has compared with what is not there."""
+def test_an_expected_champion_where_there_is_none(local_store: CheckpointStore) -> None:
+    """The error says which was expected."""
     registry = new_registry(local_store, 2)
-    with pytest.raises(PromotionConflict, match="has no champion, and version 1 was expected"):
-        registry.promote(MODEL, 2, instead_of=1)
+    with pytest.raises(
+        PromotionConflict, match=r"version 1 was expected to be champion, but .* no champion"
+    ):
+        registry.promote(MODEL, 2, expected_champion=1)
 
 
-@pytest.mark.parametrize("instead_of", [1, ANY])
-def test_another_moves_the_alias_while_a_checkpoint_is_read(
-    local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, instead_of: InsteadOf
+@pytest.mark.parametrize("expected_champion", [1, ANY])
+def test_a_move_during_the_verification(
+    local_store: CheckpointStore,
+    monkeypatch: pytest.MonkeyPatch,
+    expected_champion: ExpectedChampion,
 ) -> None:
-    """That may take an hour: who does not care whom it replaces succeeds all the same."""
+    """The promotion succeeds only if it accepts any champion."""
     registry = new_registry(local_store, 3)
     registry.promote(MODEL, 1)
     verify = local_store.verify
 
-    def slowly(uuid: str) -> Manifest:
+    def verify_slowly(uuid: str) -> Manifest:
         monkeypatch.undo()
         registry.promote(MODEL, 2)
         return verify(uuid)
 
-    monkeypatch.setattr(local_store, "verify", slowly)
-    if instead_of is ANY:
-        registry.promote(MODEL, 3, instead_of=instead_of)
+    monkeypatch.setattr(local_store, "verify", verify_slowly)
+    if expected_champion is ANY:
+        registry.promote(MODEL, 3, expected_champion=expected_champion)
         assert aliases(registry) == (3, 2)
     else:
         with pytest.raises(PromotionConflict, match="promoted version 2 instead of version 1"):
-            registry.promote(MODEL, 3, instead_of=instead_of)
+            registry.promote(MODEL, 3, expected_champion=expected_champion)
         assert aliases(registry) == (2, 1)
 
 
-def test_a_run_that_asks_again_gets_its_own_move(local_store: CheckpointStore) -> None:
-    """As one does that was killed before it heard of its success: nothing is moved twice."""
+def test_a_run_may_retry_its_move(local_store: CheckpointStore) -> None:
+    """After a crash it gets the move that it has made; nothing is moved twice."""
     registry = new_registry(local_store, 2)
     registry.promote(MODEL, 1)
-    made = registry.promote(MODEL, 2, run="r-2", instead_of=1)
-    assert registry.promote(MODEL, 2, run="r-2", instead_of=1) == made
-    back = registry.rollback(MODEL, run="r-3", instead_of=2)
-    assert registry.rollback(MODEL, run="r-3", instead_of=2) == back
+    made = registry.promote(MODEL, 2, run="r-2", expected_champion=1)
+    assert registry.promote(MODEL, 2, run="r-2", expected_champion=1) == made
+    back = registry.rollback(MODEL, run="r-3", expected_champion=2)
+    assert registry.rollback(MODEL, run="r-3", expected_champion=2) == back
     assert len(registry.moves(MODEL)) == 3
 
 
-def test_another_run_that_promotes_the_champion_is_told(local_store: CheckpointStore) -> None:
-    """It was found better than another one, and somebody else has moved the alias."""
+def test_promoting_the_champion_for_another_run_is_a_conflict(local_store: CheckpointStore) -> None:
+    """That run compared with an earlier champion."""
     registry = new_registry(local_store, 2)
     registry.promote(MODEL, 1)
-    registry.promote(MODEL, 2, run="r-2", instead_of=1)
+    registry.promote(MODEL, 2, run="r-2", expected_champion=1)
     with pytest.raises(PromotionConflict, match="in run r-2"):
-        registry.promote(MODEL, 2, run="r-3", instead_of=1)
+        registry.promote(MODEL, 2, run="r-3", expected_champion=1)
 
 
-def test_promoting_the_champion_moves_nothing(local_store: CheckpointStore) -> None:
-    """A person who is not sure may say it again; previous stays what it was."""
+def test_promoting_the_champion_changes_nothing(local_store: CheckpointStore) -> None:
+    """The existing move is returned, and `previous` stays."""
     registry = new_registry(local_store, 2)
     registry.promote(MODEL, 1)
     made = registry.promote(MODEL, 2)
@@ -187,8 +195,8 @@ def test_promoting_the_champion_moves_nothing(local_store: CheckpointStore) -> N
     assert aliases(registry) == (2, 1)
 
 
-def test_without_a_previous_champion_nothing_is_rolled_back(local_store: CheckpointStore) -> None:
-    """The reason is said, and what to do instead."""
+def test_a_rollback_needs_a_previous_champion(local_store: CheckpointStore) -> None:
+    """The error says what to do instead."""
     registry = new_registry(local_store, 1)
     with pytest.raises(PromotionRefused, match="it has no champion; promote a version"):
         registry.rollback(MODEL)
@@ -197,8 +205,8 @@ def test_without_a_previous_champion_nothing_is_rolled_back(local_store: Checkpo
         registry.rollback(MODEL)
 
 
-def test_what_is_damaged_does_not_become_champion(local_store: CheckpointStore) -> None:
-    """Neither promoted nor rolled back to: the version and the file are named, nothing is held."""
+def test_a_damaged_checkpoint_does_not_become_champion(local_store: CheckpointStore) -> None:
+    """By promotion or rollback: the error names version and file; no hold is left."""
     registry = new_registry(local_store, 3)
     registry.promote(MODEL, 1)
     registry.promote(MODEL, 2)
@@ -215,16 +223,16 @@ def test_what_is_damaged_does_not_become_champion(local_store: CheckpointStore) 
     assert held_versions(registry) == {1, 2}
 
 
-def test_what_was_pruned_does_not_become_champion(local_store: CheckpointStore) -> None:
-    """Its version is there still; that its checkpoint is not, is said."""
+def test_a_pruned_checkpoint_does_not_become_champion(local_store: CheckpointStore) -> None:
+    """The error says that the checkpoint was deleted."""
     registry = new_registry(local_store, 1)
     local_store.delete(local_store.list()[0])
     with pytest.raises(CheckpointNotFound, match="version 1 of model gpt was not promoted"):
         registry.promote(MODEL, 1)
 
 
-def test_models_do_not_mix(local_store: CheckpointStore) -> None:
-    """A checkpoint may be a version of two models, each with aliases and holds of its own."""
+def test_models_are_independent(local_store: CheckpointStore) -> None:
+    """A checkpoint may be a version of two models, each with its own aliases and holds."""
     registry = new_registry(local_store, 2)
     first = local_store.list()[0]
     registry.register("gpt-2", first, metric=None, smaller_is_better=True, value=None)
@@ -239,21 +247,21 @@ def test_models_do_not_mix(local_store: CheckpointStore) -> None:
     ]
 
 
-def test_an_altered_object_is_said(local_store: CheckpointStore) -> None:
-    """Nothing is guessed where somebody has changed what is written once."""
+def test_an_altered_object(local_store: CheckpointStore) -> None:
+    """The error has the key, the problem and the advice to restore it."""
     registry = new_registry(local_store, 2)
     registry.promote(MODEL, 1)
     key = layout.numbered_key(layout.moves_folder(MODEL), 1)
     local_store.storage.write(key, b'{"number": "one"}')
     with pytest.raises(RegistryError, match=rf"{key} cannot be read.*restore"):
-        registry.state(MODEL)
+        registry.last_move(MODEL)
     local_store.storage.write(key, b"{}")
     with pytest.raises(RegistryError, match="missing required field"):
         registry.promote(MODEL, 2)
 
 
-def test_the_layout_is_the_one_to_keep(tmp_path: Path) -> None:
-    """Stored models outlive releases: these names never change."""
+def test_the_layout(tmp_path: Path) -> None:
+    """Stored models outlive releases: these keys never change."""
     store = CheckpointStore(str(tmp_path))
     new_registry(store, 1).promote(MODEL, 1)
     hold = next((tmp_path / "pins" / store.list()[0].uuid / MODEL).iterdir()).name
@@ -267,8 +275,8 @@ def test_the_layout_is_the_one_to_keep(tmp_path: Path) -> None:
     )
 
 
-def test_a_storage_that_is_not_there(tmp_path: Path) -> None:
-    """A failing storage is a StorageError, as everywhere."""
+def test_a_storage_that_fails(tmp_path: Path) -> None:
+    """It is a StorageError."""
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="correct the path"):
         Registry(CheckpointStore(str(tmp_path / "file" / "folder"))).register(

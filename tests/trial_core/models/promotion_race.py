@@ -1,7 +1,7 @@
-"""Several who promote at the same moment: threads, and processes of their own.
+"""Concurrent promotions, by threads and by processes.
 
-As a program it is one of the processes: it reads what to promote, a line a round, and says how that
-went (``python -m tests.trial_core.models.racing '{"url": …, "options": {…}}'``).
+As a program this module is one of the processes: it reads promotions, one line each, and prints
+their outcomes (``python -m tests.trial_core.models.promotion_race '{"url": …, "options": {…}}'``).
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ ROOT = Path(__file__).parents[3]
 LIMIT_SECONDS = 120.0
 
 Outcome = tuple[bool, str]
-"""Whether it won, and what the conflict says if not."""
-Promote = Callable[[Sequence[int], int | None], list[Outcome]]
-"""Promotes all these versions at once, each found better than that champion."""
+"""Whether the promotion succeeded, and the conflict if not."""
+PromoteAll = Callable[[Sequence[int], int | None], list[Outcome]]
+"""Promotes all these versions at once, each expecting that champion."""
 
 
-def race(store: CheckpointStore, promote: Promote, racers: int, rounds: int) -> None:
-    """Have so many versions race for the alias, round after round.
+def race(store: CheckpointStore, promote_all: PromoteAll, racers: int, rounds: int) -> None:
+    """Promote several versions at once, in several rounds.
 
-    In each round one wins, and the others name it. In the end all moves are those of the winners.
+    In each round one succeeds, and the others name it. The log has exactly the successful moves.
     """
     registry = Registry(store)
     numbers = [version.number for version in registry.versions(MODEL)]
     champion: int | None = None
     winners: list[int] = []
     for _ in range(rounds):
-        wanted = [number for number in numbers if number != champion][:racers]
-        outcomes = promote(wanted, champion)
-        won = [number for number, (is_won, _) in zip(wanted, outcomes, strict=True) if is_won]
+        racing = [number for number in numbers if number != champion][:racers]
+        outcomes = promote_all(racing, champion)
+        won = [number for number, (is_won, _) in zip(racing, outcomes, strict=True) if is_won]
         assert len(won) == 1, outcomes
         assert aliases(registry) == (won[0], champion)
         for is_won, message in outcomes:
             assert is_won or f"promoted version {won[0]}" in message, outcomes
         winners.append(won[0])
         champion = won[0]
-        numbers.sort(key=champion.__eq__)  # others' turn
+        numbers.sort(key=champion.__eq__)  # the winner goes last
     moves = registry.moves(MODEL)
     check_log(moves)
     assert [move.champion for move in moves] == winners
@@ -58,25 +58,25 @@ def race(store: CheckpointStore, promote: Promote, racers: int, rounds: int) -> 
 
 
 @contextmanager
-def threads(stores: Sequence[CheckpointStore]) -> Iterator[Promote]:
-    """A thread for each store."""
+def threads(stores: Sequence[CheckpointStore]) -> Iterator[PromoteAll]:
+    """One thread per store."""
     with ThreadPoolExecutor(len(stores)) as pool:
 
-        def promote(wanted: Sequence[int], instead_of: int | None) -> list[Outcome]:
-            barrier = Barrier(len(wanted))
+        def promote_all(racing: Sequence[int], champion: int | None) -> list[Outcome]:
+            barrier = Barrier(len(racing))
 
             def one(store: CheckpointStore, number: int) -> Outcome:
                 barrier.wait(LIMIT_SECONDS)
-                return attempt(store, number, instead_of)
+                return promote(store, number, champion)
 
-            return list(pool.map(one, stores, wanted, timeout=LIMIT_SECONDS))
+            return list(pool.map(one, stores, racing, timeout=LIMIT_SECONDS))
 
-        yield promote
+        yield promote_all
 
 
 @contextmanager
-def processes(url: str, options: dict[str, Any], count: int) -> Iterator[Promote]:
-    """So many processes."""
+def processes(url: str, options: dict[str, Any], count: int) -> Iterator[PromoteAll]:
+    """That many processes."""
     spec = json.dumps({"url": url, "options": options})
     started = [
         subprocess.Popen(
@@ -87,42 +87,42 @@ def processes(url: str, options: dict[str, Any], count: int) -> Iterator[Promote
         for _ in range(count)
     ]  # fmt: skip
 
-    def promote(wanted: Sequence[int], instead_of: int | None) -> list[Outcome]:
-        for process, number in zip(started, wanted, strict=True):
+    def promote_all(racing: Sequence[int], champion: int | None) -> list[Outcome]:
+        for process, number in zip(started, racing, strict=True):
             assert process.stdin is not None
-            process.stdin.write(json.dumps([number, instead_of]) + "\n")
+            process.stdin.write(json.dumps([number, champion]) + "\n")
             process.stdin.flush()
-        return [_answer(process) for process in started]
+        return [_read_outcome(process) for process in started]
 
     try:
-        yield promote
+        yield promote_all
     finally:
         for process in started:
             process.communicate()
 
 
-def attempt(store: CheckpointStore, number: int, instead_of: int | None) -> Outcome:
-    """Promote a version."""
+def promote(store: CheckpointStore, number: int, champion: int | None) -> Outcome:
+    """Promote a version that expects this champion."""
     try:
-        Registry(store).promote(MODEL, number, instead_of=instead_of)
+        Registry(store).promote(MODEL, number, expected_champion=champion)
     except PromotionConflict as error:
         return False, str(error)
     return True, ""
 
 
-def _answer(process: subprocess.Popen[str]) -> Outcome:
+def _read_outcome(process: subprocess.Popen[str]) -> Outcome:
     assert process.stdout is not None
     line = process.stdout.readline()
-    assert line, f"a process that promotes ended with {process.wait()}"
+    assert line, f"a promoting process ended with {process.wait()}"
     is_won, message = json.loads(line)
     return is_won, message
 
 
 def main(spec: str) -> None:
-    """Promote what stdin says."""
+    """Promote what stdin names."""
     store = CheckpointStore(**json.loads(spec))
     for line in sys.stdin:
-        print(json.dumps(attempt(store, *json.loads(line))), flush=True)
+        print(json.dumps(promote(store, *json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Several who move one alias, or register, at the same moment: one of them wins, and all know."""
+"""Concurrent promotions and registrations: one succeeds, on every kind of storage."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tests.support.faults.plan import Plan
 from tests.support.faults.s3 import faulty_s3
 from tests.support.s3 import S3Server
 from tests.trial_core.models.helpers import MODEL, commit, new_registry, register
-from tests.trial_core.models.racing import processes, race, threads
+from tests.trial_core.models.promotion_race import processes, race, threads
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.models.registry import Registry
 
 
 @dataclass
 class Place:
-    """A storage that several open for themselves.
+    """A storage that several writers open.
 
     Attributes:
-        has_conditional_writes: whether it has, so that no lock is needed.
-        rounds: how many races to run there: a server takes its time.
+        has_conditional_writes: whether it has; otherwise the registry takes a lock.
+        rounds: number of races to run.
     """
 
     url: str
@@ -37,7 +37,7 @@ class Place:
     rounds: int = 20
 
     def open(self) -> CheckpointStore:
-        """One's own way to it."""
+        """A new connection."""
         return CheckpointStore(self.url, self.options)
 
 
@@ -53,8 +53,8 @@ def disk(tmp_path: Path) -> Place:
 
 
 @pytest.fixture
-def heedless(moto_s3: S3Server) -> Iterator[Place]:
-    """S3 as of a server that writes whatever the condition is."""
+def s3_without_conditions(moto_s3: S3Server) -> Iterator[Place]:
+    """An S3 server that ignores `If-None-Match`."""
     with faulty_s3(moto_s3) as endpoint:
         endpoint.ignored = frozenset({"if-none-match"})
         server = endpoint.server()
@@ -62,14 +62,14 @@ def heedless(moto_s3: S3Server) -> Iterator[Place]:
 
 
 @pytest.fixture
-def other(tmp_path: Path) -> Iterator[Place]:
-    """A file system that is none of those that we know by name."""
+def unknown_file_system(tmp_path: Path) -> Iterator[Place]:
+    """A file system that trialflow does not know."""
     with planned(tmp_path.name, Plan()):
         yield Place(f"faulty://{tmp_path.name}{tmp_path}/storage", {}, False)
 
 
 @pytest.fixture
-def linkless(disk: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
+def disk_without_links(disk: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
     """A disk without hard links."""
 
     def link(source: str, target: str) -> None:
@@ -80,70 +80,70 @@ def linkless(disk: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 
 @pytest.fixture
+def memory(store_in_memory: CheckpointStore) -> Place:
+    return Place(store_in_memory.url, {})
+
+
+@pytest.fixture
 def place(request: pytest.FixtureRequest) -> Place:
-    """Each of them; see the parameters."""
+    """The place that the test's parameter names."""
     found: Place = request.getfixturevalue(request.param)
     return found
 
 
-each_place = pytest.mark.parametrize(
-    "place",
-    ["disk", pytest.param("ceph", marks=pytest.mark.gateway), "heedless", "linkless", "other"],
-    indirect=True,
-)
-each_shared_place = pytest.mark.parametrize(
-    "place",
-    ["disk", pytest.param("ceph", marks=pytest.mark.gateway), "heedless"],
-    indirect=True,
-)
+def places(*names: str, long: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    marks = {
+        name: [
+            *([pytest.mark.gateway] if name == "ceph" else []),
+            *([pytest.mark.long] if name in long else []),
+        ]
+        for name in names
+    }
+    params = [pytest.param(name, marks=marks[name]) for name in names]
+    return pytest.mark.parametrize("place", params, indirect=True)
 
 
-@each_place
+ALL = (
+    "disk",
+    "ceph",
+    "memory",
+    "s3_without_conditions",
+    "disk_without_links",
+    "unknown_file_system",
+)
+SHARED = ("disk", "ceph", "s3_without_conditions")
+
+
+@places(*ALL)
 def test_threads_that_promote_at_once(place: Place) -> None:
-    """One of two wins each round, by the storage's conditional writes or by the lock; the other is
-    told by whom; no number is left out, and previous is who was champion before."""
+    """One of two succeeds in each round, by a conditional write or by the lock; the other names
+    it. The log has no gaps, and `previous` is the champion before."""
     assert place.open().storage.has_conditional_writes() is place.has_conditional_writes
     new_registry(place.open(), 3)
-    with threads([place.open(), place.open()]) as promote:
-        race(place.open(), promote, 2, place.rounds)
+    with threads([place.open(), place.open()]) as promote_all:
+        race(place.open(), promote_all, 2, place.rounds)
 
 
-@each_shared_place
+@places(*SHARED, long=("ceph", "s3_without_conditions"))
 def test_processes_that_promote_at_once(place: Place) -> None:
-    """As threads."""
+    """The same for processes."""
     new_registry(place.open(), 3)
-    with processes(place.url, place.options, 2) as promote:
-        race(place.open(), promote, 2, place.rounds)
+    with processes(place.url, place.options, 2) as promote_all:
+        race(place.open(), promote_all, 2, place.rounds)
 
 
 @pytest.mark.long
-@each_place
+@places(*ALL)
 def test_many_threads_that_promote_at_once(place: Place) -> None:
-    """One of seven wins each round."""
+    """One of seven succeeds in each round."""
     new_registry(place.open(), 8)
-    with threads([place.open() for _ in range(7)]) as promote:
-        race(place.open(), promote, 7, 20)
+    with threads([place.open() for _ in range(7)]) as promote_all:
+        race(place.open(), promote_all, 7, 20)
 
 
-@pytest.mark.long
-@each_shared_place
-def test_many_rounds_of_processes(place: Place) -> None:
-    """One of three wins each round."""
-    new_registry(place.open(), 4)
-    with processes(place.url, place.options, 3) as promote:
-        race(place.open(), promote, 3, 100)
-
-
-def test_threads_that_promote_in_memory(store_in_memory: CheckpointStore) -> None:
-    """Which is shared by all that opens it."""
-    new_registry(store_in_memory, 3)
-    with threads([CheckpointStore(store_in_memory.url) for _ in range(2)]) as promote:
-        race(store_in_memory, promote, 2, 20)
-
-
-@each_place
-def test_checkpoints_that_are_registered_at_once(place: Place) -> None:
-    """Each gets a number of its own, also where two register the same one; none is left out."""
+@places(*ALL, long=("ceph", "memory", "disk_without_links"))
+def test_concurrent_registrations(place: Place) -> None:
+    """Each checkpoint gets one number, even if it is registered twice; no number is skipped."""
     store = place.open()
     manifests = [commit(store, batches) for batches in range(4)]
     with ThreadPoolExecutor(8) as pool:
