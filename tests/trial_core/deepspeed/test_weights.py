@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from trial_core.deepspeed.export.weights_file.weights_file import export_weights
+from trial_core.deepspeed.export.weights_file import export_weights
 
 from tests.support.slots import build, drive, toy_config
 from trial_core.deepspeed.weights import load_engine

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_model
-from trial_core.deepspeed.export.weights_file.weights_file import export_weights, write_weights
+from trial_core.deepspeed.export.weights_file import export_weights, write_weights
 
 from tests.support.manifests import new_manifest
 from tests.support.slots import TOY, Driven, drive, toy_config

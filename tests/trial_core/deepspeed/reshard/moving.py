@@ -8,7 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 import torch
-from trial_core.deepspeed.export.weights_file.weights_file import export_weights
+from trial_core.deepspeed.export.weights_file import export_weights
 
 from tests.support.consolidated import consolidated
 from tests.support.slots import Driven, build, toy_config

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from trial_core.deepspeed.export.weights_file.weights_file import export_weights
+from trial_core.deepspeed.export.weights_file import export_weights
 
 from tests.support.slots import Driven, build, drive, lines
 from tests.support.tensors import differing, tensors
