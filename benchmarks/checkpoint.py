@@ -35,7 +35,7 @@ from tests.support.faults.s3 import FaultyS3, faulty_s3
 from tests.support.s3 import S3Server, ceph_gateway, moto_server
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.deepspeed.shard_selection import files_needed
+from trial_core.deepspeed.restore_files import files_for_ranks
 from trial_core.errors import StorageError
 from trial_core.messages import (
     BuildLoaders,
@@ -239,7 +239,7 @@ def share(server: S3Server) -> dict[str, float]:
             fetch_files(
                 store,
                 checkpoint,
-                files_needed(files, saved_by, [rank], saved_by),
+                files_for_ranks(files, saved_by, [rank], saved_by),
                 Path(folder, f"machine-{rank}"),
             )
             for rank in range(4)

@@ -1,4 +1,4 @@
-"""Figures from noisy measurements, and how a benchmark ends: with one line of JSON."""
+"""Statistics of noisy measurements, and the JSON line that ends every benchmark."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Z_95 = 1.96
 
 @dataclass(frozen=True)
 class Estimate:
-    """A median, and how far to trust it.
+    """A median with its confidence interval.
 
     Attributes:
         median: of the measurements.
-        low, high: a 95 % confidence interval of the median (distribution-free, by order
-            statistics); all measurements when they are few.
+        low, high: 95 % confidence interval of the median, by order statistics (no assumption about
+            the distribution); the extremes if there are few measurements.
     """
 
     median: float
@@ -29,7 +29,7 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        """The estimate that `values`, at least one, give."""
+        """The estimate of at least one value."""
         ordered, count = sorted(values), len(values)
         margin = Z_95 * math.sqrt(count) / 2
         low = max(0, math.floor(count / 2 - margin))
@@ -47,15 +47,15 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 
 def conclude(figures: Mapping[str, float], targets: Mapping[str, float]) -> None:
-    """Print the last line of a benchmark.
+    """Print the last line of a benchmark: its figures as JSON.
 
     Args:
-        figures: what was measured, by name; the unit is in the name.
-        targets: for some of the figures, what they may be at most.
+        figures: measurements by name; the name contains the unit.
+        targets: maximum values for some of the figures.
     """
     missed = [name for name, target in targets.items() if figures[name] > target]
     for name in missed:
-        print(f"missed: {name} is {figures[name]:.4g}, and may be {targets[name]:g} at most")
+        print(f"target missed: {name} is {figures[name]:.4g}, the maximum is {targets[name]:g}")
     rounded = {name: float(f"{value:.4g}") for name, value in figures.items()}
     print(
         json.dumps(

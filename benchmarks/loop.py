@@ -1,13 +1,12 @@
-"""What the controller adds to a batch: its loop against a bare DeepSpeed loop.
+"""The controller's overhead for a batch: its loop compared with a bare DeepSpeed loop.
 
-Both loops train the same engine in the same rank processes and take turns, so that whatever else
-the machine does hits both alike. The controller's turn is a TrainBatches request, timed by the
-driver from sending it to having every rank's answer; the bare loop's turn is timed inside the
-ranks, so the channel counts against the controller. Every pair of turns gives a ratio.
+Both loops train the same engine in the same rank processes, and alternate, so that other load on
+the machine affects both. The controller's turn is a TrainBatches request, timed by the driver until
+every rank has answered. The bare loop's turn is timed inside the ranks. So the channel counts
+against the controller. Every pair of turns gives a ratio.
 
-Two more figures tell where time goes on a machine that is busy with other things: the ratio inside
-the ranks, without the channel (whose messages wait for a processor there), and that of processor
-time, without any waiting.
+Two more ratios help on a busy machine: inside the ranks, without the channel, whose messages wait
+for a processor; and of processor time, without any waiting.
 """
 
 from __future__ import annotations
@@ -44,17 +43,17 @@ class Turn:
 
 @dataclass(frozen=True)
 class Pair:
-    """A turn of the controller's loop and one of the bare loop, right after each other."""
+    """Consecutive turns of the controller's loop and of the bare loop."""
 
     controller: Turn
     bare: Turn
 
 
 class Loops:
-    """Ranks with both loops on them.
+    """Ranks that run both loops.
 
     Args:
-        batches: how many a turn has.
+        batches: number of batches in a turn.
     """
 
     def __init__(self, slots: SlotGroup, batches: int) -> None:
@@ -86,16 +85,16 @@ class Loops:
 
 
 def measure(slots: SlotGroup, model: str, pairs: int, batches: int) -> list[Pair]:
-    """Train `model` in turns; the first pair warms up and is not counted."""
+    """Train `model` in turns; an uncounted pair warms up first."""
     with built(slots, model, batches):
         loops = Loops(slots, batches)
         loops.pair(bare_first=True)
-        # Who goes first alternates: a drift of the machine's speed cancels as well.
+        # The first loop alternates, so that a drift of the machine's speed cancels out.
         return [loops.pair(bare_first=bool(i % 2)) for i in range(pairs)]
 
 
 def figures_of(pairs: list[Pair], batches: int, case: str) -> dict[str, float]:
-    """What `pairs` come to, printed as well."""
+    """The figures of `pairs`; also printed."""
     ratio = ratios(pairs, attrgetter("seconds"))
     in_ranks = ratios(pairs, attrgetter("rank_seconds"))
     processor = ratios(pairs, attrgetter("processor_seconds"))
@@ -121,15 +120,15 @@ def figures_of(pairs: list[Pair], batches: int, case: str) -> dict[str, float]:
 
 
 def ratios(pairs: list[Pair], measured: Callable[[Turn], float]) -> Estimate:
-    """The controller's turn over the bare loop's."""
+    """The controller's turn divided by the bare loop's."""
     return Estimate.of([measured(pair.controller) / measured(pair.bare) for pair in pairs])
 
 
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(prog="benchmarks.loop", description=__doc__)
-    parser.add_argument("--pairs", type=int, default=75, help="of turns, in each case")
-    parser.add_argument("--batches", type=int, default=20, help="in a turn")
+    parser.add_argument("--pairs", type=int, default=75, help="pairs of turns in each case")
+    parser.add_argument("--batches", type=int, default=20, help="batches in a turn")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     arguments = parser.parse_args()

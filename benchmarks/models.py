@@ -1,4 +1,4 @@
-"""The models that benchmarks train: one that costs next to nothing, and one that is small."""
+"""The models that benchmarks train."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SAMPLES = 4096
 
 
 class Tiny(nn.Module):
-    """A perceptron: what is measured with it is everything but the model."""
+    """A perceptron with negligible cost: measures everything but the model."""
 
     micro_batch_size = 2
 
@@ -26,7 +26,7 @@ class Tiny(nn.Module):
 
     @staticmethod
     def dataset() -> Dataset[tuple[Tensor, ...]]:
-        """Points in the plane."""
+        """Random points, each of shape (2,)."""
         return TensorDataset(torch.rand(SAMPLES, 2))
 
 
@@ -57,7 +57,7 @@ class Small(nn.Module):
 
     @classmethod
     def dataset(cls) -> Dataset[tuple[Tensor, ...]]:
-        """Random bytes."""
+        """Random bytes, each item of shape (window + 1,) as int64."""
         return TensorDataset(torch.randint(256, (SAMPLES, cls.window + 1)))
 
 

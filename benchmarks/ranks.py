@@ -1,4 +1,4 @@
-"""Real ranks with a benchmark's trial on them, driven by requests; no Prefect."""
+"""Real ranks that train a benchmark's trial, driven by requests without Prefect."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from trial_core.slots.accelerators import slots_to_launch
 from trial_core.slots.group import SlotGroup
 
 ROOT = Path(__file__).parents[1]
-# One core for each rank, however many the machine has: so figures of machines can be compared.
+# One core for each rank, so that figures of different machines are comparable.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
 
 def experiment(
     trial_class: str, world_size: int, storage_url: str, **fields: Any
 ) -> ExperimentConfig:
-    """The experiment that trains a class of `benchmarks.trial`; `fields` go over the defaults."""
+    """The experiment of a class in `benchmarks.trial`; `fields` replace defaults."""
     return ExperimentConfig(
         **{
             "name": "benchmark",
@@ -43,13 +43,13 @@ def experiment(
 
 
 def case_name(world_size: int) -> str:
-    """``1_rank`` or ``2_ranks``, as part of a figure's name."""
+    """``1_rank`` or ``2_ranks``: part of a figure's name."""
     return f"{world_size}_rank{'s' if world_size > 1 else ''}"
 
 
 @contextmanager
 def launched(world_size: int) -> Iterator[SlotGroup]:
-    """A slot group for the length of a block."""
+    """A slot group that lives as long as the block."""
     with (
         tempfile.TemporaryDirectory(prefix="benchmark-") as folder,
         SlotGroup(
@@ -63,7 +63,7 @@ def launched(world_size: int) -> Iterator[SlotGroup]:
 
 
 def processor_seconds(pids: list[int]) -> float:
-    """What the processes, with all their threads, have spent on processors so far."""
+    """The processor time of all threads of the processes so far."""
     return sum(
         int(path.read_text().split()[0]) / 1e9
         for pid in pids
@@ -75,10 +75,11 @@ def processor_seconds(pids: list[int]) -> float:
 def built(
     slots: SlotGroup, model: str, bare_batches: int, store: CheckpointStore | None = None
 ) -> Iterator[None]:
-    """Build a `LoopTrial` and its loaders, in place of any earlier one: ranks ready to train.
+    """Build a `LoopTrial` and its loaders, in place of an earlier trial.
 
     Args:
-        store: where its checkpoints go; by default a temporary folder.
+        bare_batches: batches in a turn of the bare loop.
+        store: stores its checkpoints; by default in a temporary folder.
     """
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         config = experiment(

@@ -1,7 +1,7 @@
-"""What a request costs that asks nothing: Ping, from the driver to warm ranks and back.
+"""The round trip of an empty request: Ping, from the driver to warm ranks and back.
 
-Warm ranks have a trial and its loaders, as in the middle of a run. Requests come with pauses
-between them: in a run too, ranks and driver have done something else since the last one.
+The ranks have a trial and its loaders, as in the middle of a run. A pause precedes each request,
+because in a run too driver and ranks do other work between requests.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ PAUSE_SECONDS = 0.002
 
 
 def measure(slots: SlotGroup, requests: int) -> list[float]:
-    """Seconds from sending a Ping to having all ranks' answers, for that many."""
-    taken = []
+    """For each request, the seconds from sending a Ping to the last rank's answer."""
+    durations = []
     with built(slots, "tiny", bare_batches=1):
         for _ in range(WARM_UP_REQUESTS + requests):
             time.sleep(PAUSE_SECONDS)
             began = time.perf_counter()
             slots.request(Ping(), Done)
-            taken.append(time.perf_counter() - began)
-    return taken[WARM_UP_REQUESTS:]
+            durations.append(time.perf_counter() - began)
+    return durations[WARM_UP_REQUESTS:]
 
 
 def main() -> None:
@@ -41,8 +41,8 @@ def main() -> None:
     targets: dict[str, float] = {}
     for world_size in arguments.ranks:
         with launched(world_size) as slots:
-            taken = [seconds * 1e3 for seconds in measure(slots, arguments.requests)]
-        median, p95 = percentile(taken, 50), percentile(taken, 95)
+            durations_ms = [s * 1e3 for s in measure(slots, arguments.requests)]
+        median, p95 = percentile(durations_ms, 50), percentile(durations_ms, 95)
         print(f"{case_name(world_size)}: median {median:.3f} ms, p95 {p95:.3f} ms", flush=True)
         for name, value in (("median", median), ("p95", p95)):
             figures[f"{name}_ms_{case_name(world_size)}"] = value

@@ -1,4 +1,4 @@
-"""The trials that benchmarks train, and the bare DeepSpeed loop that they are compared with."""
+"""The trials that benchmarks train, and the bare DeepSpeed loop for comparison."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trial_core.pytorch import DataLoader, Reducer
 
 
 def new_engine(model: torch.nn.Module, micro_batch_size: int, zero_stage: int = 1) -> Any:
-    """A DeepSpeed engine as most users have it: ZeRO-1, Adam, a schedule of the learning rate."""
+    """A typical DeepSpeed engine: ZeRO-1, Adam, a learning rate schedule."""
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=model.parameters(),
@@ -34,10 +34,10 @@ def new_engine(model: torch.nn.Module, micro_batch_size: int, zero_stage: int = 
 
 
 class BareLoop:
-    """A training loop with nothing of ours in it: torch's loader and sampler, an engine, a for.
+    """A training loop without trialflow: torch's loader and sampler, and an engine.
 
-    It trains the very engine that the controller trains: two of them, however alike, differ in
-    speed by where their memory lies.
+    It trains the controller's own engine: two equal engines differ in speed by their memory
+    addresses.
     """
 
     def __init__(self, engine: Any, model: type[Tiny] | type[Small]) -> None:
@@ -52,7 +52,7 @@ class BareLoop:
         self._batches = self._endless()
 
     def run(self, batches: int) -> float:
-        """Train that many batches; how many seconds it took. Collective: every rank calls this."""
+        """Train batches; returns the seconds it took. Collective: every rank calls this."""
         self.engine.train()
         began = time.perf_counter()
         for _ in range(batches):
@@ -72,12 +72,11 @@ class BareLoop:
 
 
 class LoopTrial(DeepSpeedTrial):
-    """Trains a model of `MODELS` as any trial does; its validation is the bare loop's turn.
+    """Trains a model of `MODELS` like any trial; its validation is a turn of the bare loop.
 
-    Validation is how a driver gets ranks to do something and to say how it went. It reports
-    ``seconds``, what the bare loop took on the slowest rank.
+    The validation metric ``seconds`` is the time of the bare loop on the slowest rank.
 
-    Hyperparameters: model (a name in `MODELS`), bare_batches (in one turn of the bare loop).
+    Hyperparameters: model (a name in `MODELS`), bare_batches (batches in a turn of the bare loop).
     """
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
@@ -109,12 +108,12 @@ class LoopTrial(DeepSpeedTrial):
         )
 
     def build_validation_data_loader(self) -> DataLoader:
-        # One turn on every rank.
+        # One micro-batch, so one turn, on every rank.
         return DataLoader(TensorDataset(torch.zeros(self.context.distributed.get_size())))
 
 
 class TimedTrial(LoopTrial):
-    """Also reports, as the metric ``seconds``, how long a batch kept the trial itself busy."""
+    """Also reports the metric ``seconds``: the time a batch took inside the trial."""
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         began = time.perf_counter()

@@ -1,11 +1,11 @@
-"""What a train-workload costs besides training: flow, task, channel and controller together.
+"""The overhead of a train-workload: flow, task, channel and controller together.
 
-A trial that costs next to nothing runs through the flow `train`, on a real Prefect server, with
-one batch a workload. From the start of one train-workload to the start of the next is what a
-workload takes; what the trial itself reports to have spent in its batch is taken off. What is left
-is everything of ours and Prefect's: the task run's states and logs, the live report, the request.
+A trial with negligible cost runs in the flow `train`, on a real Prefect server, with one batch in
+each workload. The overhead is the time from the start of one train-workload to the start of the
+next, without the time that the trial reports for its batch: the task run's states and logs, the
+live report, the request.
 
-The server is the embedded one with a database of its own, or PREFECT_API_URL's.
+The server is the embedded one with a new database, or that of PREFECT_API_URL.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TARGET_MS = 100.0
 
 
 class Stopwatch(Observer):
-    """Notes when each train-workload starts, and what its batch took inside the trial."""
+    """Records the start of each train-workload, and its batch's time inside the trial."""
 
     def __init__(self) -> None:
         self.starts: list[float] = []
@@ -42,15 +42,15 @@ class Stopwatch(Observer):
         if kind == "training":
             self.in_trial.append(float(metrics["seconds"]))
 
-    def costs(self) -> list[float]:
-        """Seconds that each workload, but for the last, cost besides the trial."""
+    def overheads(self) -> list[float]:
+        """Overhead of each workload but the last, in seconds."""
         periods = [end - begin for begin, end in pairwise(self.starts)]
-        return [period - own for period, own in zip(periods, self.in_trial, strict=False)]
+        return [period - batch for period, batch in zip(periods, self.in_trial, strict=False)]
 
 
 @contextmanager
 def temporary_homes() -> Iterator[Path]:
-    """Prefect and trialflow keep all that they write in a folder that goes with the block."""
+    """Make Prefect and trialflow write to a folder that is deleted after the block."""
     with tempfile.TemporaryDirectory(prefix="benchmark-", ignore_cleanup_errors=True) as folder:
         os.environ["PREFECT_HOME"] = f"{folder}/prefect"
         os.environ["TRIALFLOW_HOME"] = f"{folder}/runs"
@@ -58,7 +58,7 @@ def temporary_homes() -> Iterator[Path]:
 
 
 def measure(world_size: int, workloads: int, folder: Path) -> list[float]:
-    """Run the flow with that many train-workloads; what each cost, in seconds."""
+    """Run the flow with that many train-workloads; the overhead of each, in seconds."""
     from trialflow.flows.train import train  # Prefect reads its settings when it is imported
 
     config = experiment(
@@ -76,13 +76,13 @@ def measure(world_size: int, workloads: int, folder: Path) -> list[float]:
     stopwatch = Stopwatch()
     with observing(stopwatch):
         train(config)
-    return stopwatch.costs()[1:]
+    return stopwatch.overheads()[1:]
 
 
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(prog="benchmarks.workload", description=__doc__)
-    parser.add_argument("--workloads", type=int, default=200, help="in each case")
+    parser.add_argument("--workloads", type=int, default=200, help="workloads in each case")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     arguments = parser.parse_args()
     figures: dict[str, float] = {}
@@ -91,18 +91,18 @@ def main() -> None:
 
         with prefect_api():
             for world_size in arguments.ranks:
-                costs = [s * 1e3 for s in measure(world_size, arguments.workloads, folder)]
+                overheads_ms = [s * 1e3 for s in measure(world_size, arguments.workloads, folder)]
                 case = case_name(world_size)
-                figures[f"mean_ms_{case}"] = sum(costs) / len(costs)
-                figures[f"median_ms_{case}"] = percentile(costs, 50)
-                figures[f"p95_ms_{case}"] = percentile(costs, 95)
+                figures[f"mean_ms_{case}"] = sum(overheads_ms) / len(overheads_ms)
+                figures[f"median_ms_{case}"] = percentile(overheads_ms, 50)
+                figures[f"p95_ms_{case}"] = percentile(overheads_ms, 95)
                 print(
                     f"{case}: mean {figures[f'mean_ms_{case}']:.1f} ms, "
                     f"median {figures[f'median_ms_{case}']:.1f}, "
                     f"p95 {figures[f'p95_ms_{case}']:.1f}",
                     flush=True,
                 )
-    # The mean: what is done only now and then, such as writing the report, belongs to the cost.
+    # The mean, because it includes work that not every workload does, such as writing the report.
     conclude(figures, {name: TARGET_MS for name in figures if name.startswith("mean")})
 
 

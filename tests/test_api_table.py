@@ -1,4 +1,4 @@
-"""docs/api.md says of each name of the reference what became of it; the code says the same."""
+"""The table in docs/api.md about the reference's names matches the code."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import trial_core.pytorch
 TABLE = Path(__file__).parents[1] / "docs" / "api.md"
 ROWS = re.findall(r"^\| `([A-Za-z_.]+)` \| (.+?) \|", TABLE.read_text(), flags=re.MULTILINE)
 STATUSES = dict(ROWS)
-IS_THERE = {"works": True, "differs": True, "replaced": False, "not yet": False}
+EXISTS = {"works": True, "differs": True, "replaced": False, "not yet": False}
 # An environment variable, and an attribute that only instances have.
-NO_NAMES_OF_MODULES = {"DET_MANUAL_INIT_DISTRIBUTED", "deepspeed.DeepSpeedTrialContext.distributed"}
+NOT_ATTRIBUTES = {"DET_MANUAL_INIT_DISTRIBUTED", "deepspeed.DeepSpeedTrialContext.distributed"}
 
 
-def is_there(name: str) -> bool:
+def exists(name: str) -> bool:
     found: Any = trial_core
     for part in name.split("."):
         if found is trial_core.pytorch and part == "samplers":
@@ -33,21 +33,19 @@ def is_there(name: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize(
-    ("name", "status"), [row for row in ROWS if row[0] not in NO_NAMES_OF_MODULES]
-)
-def test_the_table_is_true(name: str, status: str) -> None:
-    """What is said to be there is there, what is said to be missing is missing."""
-    assert is_there(name) == IS_THERE[status], f'docs/api.md says "{status}"'
+@pytest.mark.parametrize(("name", "status"), [row for row in ROWS if row[0] not in NOT_ATTRIBUTES])
+def test_the_status_of_a_name_is_right(name: str, status: str) -> None:
+    """A name exists exactly if its status says so."""
+    assert exists(name) == EXISTS[status], f'docs/api.md says "{status}"'
 
 
 def test_each_name_has_one_row() -> None:
-    """No name is spoken of twice."""
+    """No name has two rows."""
     assert len(ROWS) == len(STATUSES)
 
 
 def test_every_public_name_has_a_row() -> None:
-    """What the packages export is in the table; so is every public method of its classes."""
+    """Every exported name and every public method of the exported classes has a row."""
     exported = {f"deepspeed.{name}" for name in trial_core.deepspeed.__all__}
     exported |= {f"pytorch.{name}" for name in trial_core.pytorch.__all__}
     assert exported - {"pytorch.deepspeed"} - STATUSES.keys() == set()
@@ -56,5 +54,5 @@ def test_every_public_name_has_a_row() -> None:
         package, name = path.split(".")
         found = getattr(getattr(trial_core, package), name)
         methods = {f"{path}.{method}" for method in dir(found) if not method.startswith("_")}
-        # For the controller, not for trials.
+        # run_info is for the controller.
         assert methods - {f"{path}.run_info"} - STATUSES.keys() == set()

@@ -1,4 +1,4 @@
-"""`trialflow export`: a checkpoint's weights as one file."""
+"""`trialflow export`: writes a checkpoint's weights to one file."""
 
 from __future__ import annotations
 
@@ -29,56 +29,75 @@ SUFFIXES = (".safetensors", ".pt", ".bin")
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Which weights of which checkpoint to export, and how to read them."""
+class ExportRequest:
+    """The weights to export.
+
+    Attributes:
+        manifest: the checkpoint.
+        engine: index of the trial's engine.
+        dtype: precision of the exported weights.
+        is_trusted: whether to read objects of any class.
+    """
 
     manifest: Manifest
     engine: int
     dtype: Precision
-    trusted: bool
+    is_trusted: bool
 
 
 def export(
     checkpoint: str | None = None,
     /,
     *,
-    to: Annotated[Path, Parameter(help="The file to write: .safetensors, or .pt or .bin.")],
+    to: Annotated[Path, Parameter(help="The file to write: .safetensors, .pt or .bin.")],
     trial: Annotated[str | None, Parameter(help="Export this trial's newest checkpoint.")] = None,
-    engine: Annotated[int, Parameter(help="Which of the trial's engines; the first is 0.")] = 0,
+    engine: Annotated[int, Parameter(help="Index of the trial's engine; the first is 0.")] = 0,
     dtype: Annotated[
         Precision,
-        Parameter(help="fp32: the optimizer's weights. 16bit: those that the model runs with."),
+        Parameter(
+            help="fp32: the optimizer's weights. 16bit: the weights the model computes with."
+        ),
     ] = "fp32",
-    force: Annotated[bool, Parameter(help="Replace a file that is there already.")] = False,
+    force: Annotated[bool, Parameter(help="Replace an existing file.")] = False,
     trusted: Annotated[
         bool,
-        Parameter(help="Read objects of any class, which can run code; as checkpointing.trusted."),
+        Parameter(help="Allow objects of any class, which can run code (checkpointing.trusted)."),
     ] = False,
     config: ConfigFile = None,
     storage: Storage = None,
     json_: AsJson = False,
 ) -> int:
-    """Write the weights of a checkpoint that DeepSpeed has saved into one file.
+    """Write the weights of a checkpoint to one file.
 
-    ZeRO's shards are put together. Every file is verified before it is loaded, and nothing but
-    tensors and plain data is read from it, unless --trusted or the experiment says otherwise.
-    Needs room for the engine's part of the checkpoint in the folder for temporary files (TMPDIR).
+    Consolidates ZeRO's shards. Every file is verified before it is loaded, and only tensors and
+    plain data are read from it, unless --trusted or the experiment allows more. The folder for
+    temporary files (TMPDIR) needs space for the engine's part of the checkpoint.
 
     Parameters
     ----------
     checkpoint
-        The checkpoint's uuid, or its beginning; or give --trial.
+        The checkpoint's uuid, or the beginning of it. Alternatively, give --trial.
     """
     _check_target(to, force)
     if (checkpoint is None) == (trial is None):
-        raise ConfigError("give either a checkpoint or --trial, and not both")
+        raise ConfigError(
+            "expected either a checkpoint or --trial, got "
+            + ("neither" if trial is None else "both")
+        )
     store = open_store(config, storage)
     manifest = _find(store, checkpoint, trial)
-    wanted = Wanted(manifest, engine, dtype, trusted or _is_trusted(config))
-    count, size_bytes = _export(store, wanted, to, force)
+    request = ExportRequest(manifest, engine, dtype, trusted or _is_trusted(config))
+    count, size_bytes = _export(store, request, to, force)
     if json_:
-        said = {"uuid": manifest.uuid, "file": str(to.absolute()), "names": count}
-        print(json.dumps({**said, "size_bytes": size_bytes, "dtype": dtype, "engine": engine}))
+        result = {
+            "uuid": manifest.uuid,
+            "file": str(to.absolute()),
+            "names": count,
+            "size_bytes": size_bytes,
+            "dtype": dtype,
+            "engine": engine,
+        }
+        print(json.dumps(result))
     else:
         names = text_format.plural(count, "name")
         print(f"checkpoint {manifest.uuid}: {names}, {text_format.size(size_bytes)}, in {to}")
@@ -89,9 +108,9 @@ def _check_target(to: Path, force: bool) -> None:
     if to.suffix not in SUFFIXES:
         raise ConfigError(f"--to {to}: expected a name that ends in {', '.join(SUFFIXES)}")
     if to.is_dir():
-        raise ConfigError(f"--to {to}: this is a folder; give the name of a file")
+        raise ConfigError(f"--to {to} is a folder; give the name of a file")
     if to.exists() and not force:
-        raise ConfigError(f"--to {to}: it exists already; --force replaces it")
+        raise ConfigError(f"--to {to} exists already; add --force to replace it")
 
 
 def _find(store: CheckpointStore, checkpoint: str | None, trial: str | None) -> Manifest:
@@ -104,10 +123,10 @@ def _find(store: CheckpointStore, checkpoint: str | None, trial: str | None) -> 
 
 
 def _files_of(manifest: Manifest, engine: int) -> list[FileEntry]:
-    """The files under the tag of an engine: all that its weights need.
+    """The files under an engine's tag.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there are none.
     """
     entries = [entry for entry in manifest.files if entry.path.startswith(f"model{engine}/")]
     if any(entry.path.endswith("model_states.pt") for entry in entries):
@@ -115,58 +134,60 @@ def _files_of(manifest: Manifest, engine: int) -> list[FileEntry]:
     saved = {entry.path.partition("/")[0] for entry in manifest.files if "/" in entry.path}
     engines = sorted(name.removeprefix("model") for name in saved if name.startswith("model"))
     if engines:
-        why = f"its engines are {', '.join(engines)}"
+        reason = f"its engines are {', '.join(engines)}"
     else:
-        why = (
-            "it has been written by a save of the trial's own, whose files only the trial can "
-            f"read: trialflow checkpoints download {manifest.uuid} --to FOLDER brings them"
+        reason = (
+            "the trial overrides save, so only the trial can read its files; to fetch them: "
+            f"trialflow checkpoints download {manifest.uuid} --to FOLDER"
         )
     raise CheckpointError(
-        f"checkpoint {manifest.uuid} of {manifest.entrypoint} holds no weights that DeepSpeed has "
-        f"saved for engine {engine} (model{engine}/…model_states.pt): {why}"
+        f"checkpoint {manifest.uuid} of {manifest.entrypoint} holds no DeepSpeed weights for "
+        f"engine {engine} (model{engine}/…model_states.pt): {reason}"
     )
 
 
 def _is_trusted(config: Path | None) -> bool:
-    """Whether the experiment trusts what it reads."""
+    """Whether the experiment sets checkpointing.trusted."""
     if config is None:
         return False
     from trial_core.config import IgnoredFieldWarning, load_config
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", IgnoredFieldWarning)  # said when the storage was looked for
+        warnings.simplefilter("ignore", IgnoredFieldWarning)  # open_store has shown it
         return load_config(config, []).checkpointing.trusted
 
 
-def _export(store: CheckpointStore, wanted: Wanted, to: Path, force: bool) -> tuple[int, int]:
-    """Fetch, put together and write; how many names and bytes."""
+def _export(
+    store: CheckpointStore, request: ExportRequest, to: Path, force: bool
+) -> tuple[int, int]:
+    """Fetch the files, consolidate and write the weights; the number of names and of bytes."""
     from trial_core.storage.local_files import atomic_file
     from trial_core.storage.storage_errors import ErrorTranslator
     from trial_core.transfer.fetch import fetch_files
 
-    entries = _files_of(wanted.manifest, wanted.engine)
-    # Tried first: hours of fetching must not end in a file that cannot be written.
+    entries = _files_of(request.manifest, request.engine)
+    # First check that the file can be written: fetching may take hours.
     errors = ErrorTranslator(str(to))
     with errors.translated("write"):
         to.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=to.parent).close()
     with tempfile.TemporaryDirectory(prefix="trialflow-export-") as folder:
-        fetch_files(store, wanted.manifest.uuid, entries, Path(folder))
-        # safetensors would replace a file by one that only its owner can read: so it is copied.
-        made = Path(folder) / f"weights{to.suffix}"
-        count = _convert(Path(folder), wanted, made)
+        fetch_files(store, request.manifest.uuid, entries, Path(folder))
+        # Copied to the target: safetensors makes files that only their owner can read.
+        weights_file = Path(folder) / f"weights{to.suffix}"
+        count = _convert(Path(folder), request, weights_file)
         with (
             errors.translated("write"),
             atomic_file(to, is_durable=True, is_new=not force) as file,
-            made.open("rb") as source,
+            weights_file.open("rb") as source,
         ):
             shutil.copyfileobj(source, file, COPY_BYTES)
-        return count, made.stat().st_size
+        return count, weights_file.stat().st_size
 
 
-def _convert(folder: Path, wanted: Wanted, made: Path) -> int:
-    """Put the weights of fetched files together, and write them; how many names."""
-    # DeepSpeed writes its log to stdout, which is for this command's answer.
+def _convert(folder: Path, request: ExportRequest, target: Path) -> int:
+    """Consolidate the weights in fetched files, and write them; the number of names."""
+    # DeepSpeed logs to stdout, which is reserved for this command's result.
     with contextlib.redirect_stdout(io.StringIO()):
         from trial_core.controller.safe_load import Reader
         from trial_core.deepspeed.export.weights_file import (
@@ -174,14 +195,14 @@ def _convert(folder: Path, wanted: Wanted, made: Path) -> int:
             write_weights,
         )
 
-        reader = Reader(wanted.trusted)
-        weights = export_weights(folder, wanted.engine, wanted.dtype, reader)
+        reader = Reader(request.is_trusted)
+        weights = export_weights(folder, request.engine, request.dtype, reader)
     facts = {
-        "trialflow.checkpoint": wanted.manifest.uuid,
-        "trialflow.trial": wanted.manifest.trial,
-        "trialflow.batches": str(wanted.manifest.progress.batches_trained),
-        "trialflow.engine": str(wanted.engine),
-        "trialflow.dtype": wanted.dtype,
+        "trialflow.checkpoint": request.manifest.uuid,
+        "trialflow.trial": request.manifest.trial,
+        "trialflow.batches": str(request.manifest.progress.batches_trained),
+        "trialflow.engine": str(request.engine),
+        "trialflow.dtype": request.dtype,
     }
-    write_weights(weights, made, facts)
+    write_weights(weights, target, facts)
     return len(weights)

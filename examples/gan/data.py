@@ -1,4 +1,4 @@
-"""Handwritten digits, 8 x 8 pixels, that come with scikit-learn."""
+"""Handwritten digits of 8 x 8 pixels, from scikit-learn."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from sklearn.datasets import load_digits
 from torch.utils.data import TensorDataset
 
 PIXELS = 64
-FOR_VALIDATION = 5  # every fifth picture
+VALIDATION_PERIOD = 5  # every fifth picture is for validation
 
 
 def load() -> tuple[TensorDataset, TensorDataset]:
-    """Pictures for training and for validation, with values from -1 to 1."""
+    """Pictures for training and for validation: shape (pictures, 64), values from -1 to 1."""
     pictures = torch.tensor(load_digits().data, dtype=torch.float32) / 8 - 1
-    held_out = torch.arange(len(pictures)) % FOR_VALIDATION == 0
+    held_out = torch.arange(len(pictures)) % VALIDATION_PERIOD == 0
     return TensorDataset(pictures[~held_out]), TensorDataset(pictures[held_out])

@@ -1,4 +1,4 @@
-"""Trains a generator and a discriminator against each other: two DeepSpeed engines, one trial."""
+"""Trains a generator and a discriminator, two DeepSpeed engines, in one trial."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trial_core.pytorch import DataLoader
 
 
 def generator(noise: int, width: int) -> nn.Module:
-    """From noise to a picture."""
+    """Noise of shape (pictures, noise) -> pictures of shape (pictures, 64)."""
     return nn.Sequential(
         nn.Linear(noise, width),
         nn.LeakyReLU(0.2),
@@ -32,7 +32,7 @@ def generator(noise: int, width: int) -> nn.Module:
 
 
 def discriminator(width: int) -> nn.Module:
-    """From a picture to how real it looks: a logit."""
+    """Pictures of shape (pictures, 64) -> logits of being real, of shape (pictures, 1)."""
     return nn.Sequential(
         nn.Linear(PIXELS, width),
         nn.LeakyReLU(0.2),
@@ -45,14 +45,14 @@ def discriminator(width: int) -> nn.Module:
 
 
 class GANTrial(DeepSpeedTrial):
-    """Two engines, each with its own optimizer; one batch is a step of both."""
+    """Two engines, each with its own optimizer. Each batch is one step of both."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self.context = context
         self.hparams = context.get_hparams()
         self.training, self.validation = load()
         width, noise = self.hparams["width"], self.hparams["noise"]
-        # Samples and batches are counted by the engine that is wrapped first.
+        # The first wrapped engine determines the number of samples in a batch.
         self.generator = self._engine(generator(noise, width), "generator")
         self.discriminator = self._engine(discriminator(width), "discriminator")
 
@@ -82,7 +82,7 @@ class GANTrial(DeepSpeedTrial):
         self.discriminator.backward(d_loss)
         self.discriminator.step()
 
-        # This loss passes through the bare discriminator, and must leave no gradient there.
+        # This loss passes through the discriminator's module, and must leave no gradient there.
         self.discriminator.module.requires_grad_(False)
         g_loss = self._loss(self.discriminator.module(fake), real=len(fake), fake=0)
         self.generator.backward(g_loss)
@@ -105,8 +105,8 @@ class GANTrial(DeepSpeedTrial):
 
     @staticmethod
     def _loss(logits: Tensor, real: int, fake: int) -> Tensor:
-        """How far the logits are from calling the first `real` pictures real, the others fake."""
+        """Loss of logits whose target is 1 for the first `real` pictures, and 0 for the others."""
         target = torch.zeros_like(logits)
-        # One-sided label smoothing keeps the discriminator from being too sure.
+        # One-sided label smoothing: keeps the discriminator from overconfidence.
         target[:real] = 0.9 if fake else 1.0
         return binary_cross_entropy_with_logits(logits, target)

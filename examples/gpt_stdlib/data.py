@@ -1,8 +1,8 @@
-"""The text every machine has: the source code of Python's own standard library.
+"""The training text, which every machine has: the source code of Python's standard library.
 
-Files go whole to one side of the split, by a hash of their path, so that no function is trained
-on and validated on. What to expect of a model is here too: the entropies of byte counts. And so are
-days, for a model that is trained again and again: some files are of each.
+A hash of a file's path decides whether the whole file is for training or for validation. `Days`
+selects the files of some days, for a model that is retrained daily. `baselines` gives the
+entropies of byte counts, for comparison with a model.
 """
 
 from __future__ import annotations
@@ -21,34 +21,36 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-# Installed packages, tests (which some distributions leave out), tables and generated text.
+# Installed packages, tests (which some distributions omit), tables and generated text.
 SKIPPED_FOLDERS = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data")
 )
-VALIDATION_SHARE = 10  # one file in so many is for validation
+VALIDATION_PERIOD = 10  # about one file in ten is for validation
 
 
 @dataclass(frozen=True)
 class Text:
-    """The two sides of the split, as 1-D uint8 tensors."""
+    """The training and the validation text, as 1-D uint8 tensors."""
 
     training: Tensor
     validation: Tensor
 
 
 class Windows(Dataset[Tensor]):
-    """A text cut into windows; item *i* is (window + 1) bytes as uint8: inputs, and targets one on.
+    """A text cut into windows. Item *i* is (window + 1) bytes as uint8: bytes 0 to window - 1 are
+    the inputs, bytes 1 to window the targets.
 
-    Neighbours share one byte, so each byte but the first is the target of exactly one window.
+    Neighbouring windows share one byte, so each byte but the first is a target exactly once.
 
     Args:
-        limit: keep only so many windows, evenly spaced over the text; None keeps all.
+        limit: number of windows to keep, evenly spaced over the text; None keeps all.
     """
 
     def __init__(self, text: Tensor, window: int, limit: int | None = None) -> None:
         if len(text) <= window:
             raise ValueError(
-                f"a text of {len(text)} bytes holds no window of {window} bytes and its next one"
+                f"a text of {len(text)} bytes is too short for a window of {window} bytes and its "
+                "last target"
             )
         self._windows = text.unfold(0, window + 1, window)
         if limit is not None and limit < len(self._windows):
@@ -67,32 +69,31 @@ class Windows(Dataset[Tensor]):
 
 
 def standard_library() -> Path:
-    """The folder of the running Python's standard library."""
+    """The folder of this Python's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def source_files(root: Path) -> list[Path]:
-    """The Python files under `root` that make the text, as sorted paths relative to it."""
+    """The Python files of the text, as sorted paths relative to `root`."""
     found = (path.relative_to(root) for path in root.rglob("*.py") if path.is_file())
     return sorted(path for path in found if not SKIPPED_FOLDERS.intersection(path.parts))
 
 
 def is_for_validation(path: Path) -> bool:
-    """Which side of the split a file is on, from its relative path alone."""
+    """Whether a file is for validation; depends only on its relative path."""
     digest = hashlib.sha256(path.as_posix().encode()).digest()
-    return int.from_bytes(digest[:4], "big") % VALIDATION_SHARE == 0
+    return int.from_bytes(digest[:4], "big") % VALIDATION_PERIOD == 0
 
 
 @dataclass(frozen=True)
 class Days:
-    """Some days, on each of which the same number of files arrives: in the order of their paths,
-    and from the beginning again when all have been there. So a later day has other files, and which
-    they are depends on nothing but the day.
+    """A window of days. On each day the next files arrive, in the order of their paths; after the
+    last file follows the first. So the files of a window depend only on its days.
 
     Attributes:
         end: the day after the last one.
-        count: how many days.
-        files_per_day: how many files arrive on each.
+        count: number of days.
+        files_per_day: number of files that arrive on each day.
     """
 
     end: date
@@ -101,10 +102,10 @@ class Days:
 
     @classmethod
     def from_config(cls, data: Mapping[str, Any]) -> Days | None:
-        """Those that the section `data` of an experiment names; None: it names none.
+        """The days in an experiment's `data` section; None if it has none.
 
         Raises:
-            ValueError: `window_end` is no date.
+            ValueError: `window_end` is not a date.
         """
         if "window_end" not in data:
             return None
@@ -113,13 +114,14 @@ class Days:
             day = date.fromisoformat(end)
         except ValueError:
             raise ValueError(
-                f"data.window_end is {end!r}, not a day such as 2026-11-21; what is in braces is "
-                "filled in by `trialflow retrain`; to train once, --set data.window_end=2026-11-21"
+                f"data.window_end is {end!r}, expected a day such as 2026-11-21; only `trialflow "
+                "retrain` replaces templates in braces; to train once, add "
+                "--set data.window_end=2026-11-21"
             ) from None
         return cls(day, data["window_days"], data["files_per_day"])
 
     def select(self, files: list[Path]) -> list[Path]:
-        """Of all files, those that arrived on these days, each once."""
+        """Those of all files that arrived on these days, each once."""
         last = self.end.toordinal() * self.files_per_day
         count = min(self.count * self.files_per_day, len(files))
         return [files[index % len(files)] for index in range(last - count, last)]
@@ -130,25 +132,24 @@ def load_text(root: Path | None = None, days: Days | None = None) -> Text:
     """The standard library's source, split by file.
 
     Args:
-        days: only what arrived on these.
+        days: only the files that arrived on these days.
 
     Raises:
-        FileNotFoundError: this Python comes without its library's source; or there are too few days
-            for both sides of the split.
+        FileNotFoundError: this Python has no source of its library, or the days have too few files.
     """
     root = root or standard_library()
     files = source_files(root)
-    sides: dict[bool, list[bytes]] = {False: [], True: []}
+    texts: dict[bool, list[bytes]] = {False: [], True: []}
     for path in days.select(files) if days and files else files:
-        sides[is_for_validation(path)].append((root / path).read_bytes())
-    if not all(sides.values()):
+        texts[is_for_validation(path)].append((root / path).read_bytes())
+    if not all(texts.values()):
         raise FileNotFoundError(
-            f"found {sum(map(len, sides.values()))} Python files in {root}, too few for a training "
+            f"found {sum(map(len, texts.values()))} Python files in {root}, too few for a training "
             "and a validation text; use a Python that is installed with its library's source"
             + (", or more days" if days else "")
         )
     training, validation = (
-        torch.frombuffer(bytearray(b"".join(sides[side])), dtype=torch.uint8)
+        torch.frombuffer(bytearray(b"".join(texts[side])), dtype=torch.uint8)
         for side in (False, True)
     )
     return Text(training, validation)
@@ -156,13 +157,12 @@ def load_text(root: Path | None = None, days: Days | None = None) -> Text:
 
 @dataclass(frozen=True)
 class Baselines:
-    """What counting alone achieves on some validation windows, in bits per byte.
+    """The loss of predictions that only count bytes, in bits per byte.
 
     Attributes:
-        unigram: entropy of the windows' own bytes: the least that any prediction that ignores
-            context can reach, even one that was told how often each byte will occur.
-        bigram: cross-entropy of each byte given the one before, by how often such pairs occur in
-            the training text (add-one smoothed, so that unseen pairs stay possible).
+        unigram: entropy of the validation bytes: no prediction without context can do better.
+        bigram: cross-entropy of each byte given the previous one, by the frequency of such pairs in
+            the training text (add-one smoothed, so that unseen pairs have a probability).
     """
 
     unigram: float
@@ -170,7 +170,7 @@ class Baselines:
 
 
 def baselines(training: Tensor, windows: Windows) -> Baselines:
-    """The baselines on exactly the bytes that a model predicts when validated on `windows`."""
+    """The baselines on exactly the bytes that a model predicts on `windows`."""
     inputs, targets = windows.pairs()
     frequencies = torch.bincount(targets, minlength=256).double() / len(targets)
     unigram = -torch.xlogy(frequencies, frequencies).sum()

@@ -1,7 +1,7 @@
-"""The same trial without Prefect, in a script: ``torchrun --nproc-per-node 2 fit.py``.
+"""Trains the same trial in a script, without Prefect: ``torchrun --nproc-per-node 2 fit.py``.
 
-Or ``deepspeed fit.py``, or ``python fit.py`` for a single rank. ``python fit.py --batches 20`` is a
-short run, ``--resume`` goes on where the newest one ended.
+Also ``deepspeed fit.py``, or ``python fit.py`` for a single rank. ``--batches 20`` makes a short
+run, ``--resume`` continues the newest one.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--batches", type=int, default=800)
     arguments.add_argument("--resume", action="store_true")
-    arguments.add_argument("--local_rank", type=int, help="given by deepspeed; not used")
+    arguments.add_argument("--local_rank", type=int, help="passed by deepspeed; ignored")
     given = arguments.parse_args()
 
     config = load_config(
         Path(__file__).with_name("experiment.yaml"),
-        [f"searcher.max_length={{batches: {given.batches}}}"],  # the trial's schedule follows
+        [
+            f"searcher.max_length={{batches: {given.batches}}}"
+        ],  # also the length of the learning rate schedule
     )
     with init(exp_conf=config.model_dump(mode="json")) as context:
         trial = GPTTrial(context)

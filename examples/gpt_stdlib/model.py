@@ -1,4 +1,4 @@
-"""A small byte-level GPT in plain PyTorch: 256 tokens, nothing to tokenise."""
+"""A small byte-level GPT in plain PyTorch: 256 tokens, no tokenizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-VOCABULARY = 256  # every value of a byte
+VOCABULARY = 256  # the values of a byte
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class GPTConfig:
 
     Attributes:
         layers: transformer blocks.
-        heads: attention heads a block; divides `width`.
-        width: features of a position.
+        heads: attention heads of each block; must divide `width`.
+        width: features of each position.
         window: the longest context, in bytes.
     """
 
@@ -32,19 +32,18 @@ class GPTConfig:
 
     @classmethod
     def from_hparams(cls, hparams: Mapping[str, Any]) -> GPTConfig:
-        """The shape that an experiment's hyperparameters of the same names give."""
+        """The shape in an experiment's hyperparameters of the same names."""
         return cls(**{field.name: hparams[field.name] for field in fields(cls)})
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
             raise ValueError(
-                f"width {self.width} cannot be shared by {self.heads} heads; "
-                "choose a width that is a multiple of heads"
+                f"width {self.width} is not a multiple of {self.heads} heads; choose another width"
             )
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a feed-forward layer; each normalises its own input."""
+    """Causal self-attention, then a feed-forward layer, each with a norm of its input."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -71,7 +70,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, for each position the logits of the byte that follows out."""
+    """Takes bytes; returns the logits of the next byte for each position."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -83,8 +82,8 @@ class GPT(nn.Module):
         self.apply(self._initialise)
 
     def _initialise(self, module: nn.Module) -> None:
-        # GPT-2's: small weights, smaller still where blocks add to the residual stream, so that
-        # the untrained model finds every byte about equally likely however deep it is.
+        # As GPT-2: small weights, and smaller ones where blocks add to the residual stream. So the
+        # untrained model finds all bytes about equally likely at any depth.
         if isinstance(module, Block):
             for layer in (module.mix, module.narrow):
                 nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * self.config.layers))
@@ -99,17 +98,17 @@ class GPT(nn.Module):
         hidden = self.byte_embedding(inputs) + self.position_embedding(positions)
         for block in self.blocks:
             hidden = block(hidden)
-        # The head is the embedding's own weights: one table says what a byte means both ways.
+        # The head shares the weights of the byte embedding.
         return functional.linear(self.norm(hidden), self.byte_embedding.weight)
 
     @torch.no_grad()
     def generate(
         self, prompt: bytes, length_bytes: int, temperature: float, generator: torch.Generator
     ) -> bytes:
-        """`length_bytes` bytes that follow `prompt`, drawn one by one.
+        """`length_bytes` bytes that follow `prompt`, sampled one by one.
 
         Args:
-            temperature: below 1 prefers the likely bytes, above 1 the unlikely ones.
+            temperature: below 1 prefers likely bytes, above 1 unlikely bytes.
         """
         text = torch.tensor([list(prompt)])
         for _ in range(length_bytes):
@@ -121,5 +120,5 @@ class GPT(nn.Module):
 
 
 def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per byte; `targets` are the inputs, one position later."""
+    """Mean cross-entropy in nats per byte; `targets` are the inputs shifted by one position."""
     return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

@@ -1,10 +1,10 @@
-"""Shows what the GPT has learned: its bits per byte beside two baselines, and text it writes.
+"""Compares the GPT with two baselines, and prints text that it generates.
 
     python examples/gpt_stdlib/sample.py
     python examples/gpt_stdlib/sample.py s3://bucket/checkpoints --trial gpt-stdlib-1a2b3c4d
     python examples/gpt_stdlib/sample.py --prompt "class Queue" --bytes 800 --seed 7
 
-Reads the trial's newest checkpoint from the storage; needs neither a GPU nor DeepSpeed.
+Reads the trial's newest checkpoint from the storage. Needs neither a GPU nor DeepSpeed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from trial_core.errors import CheckpointError, CheckpointNotFound, TrialflowErro
 from trial_core.transfer.fetch import fetch_files
 
 EXPERIMENT = Path(__file__).with_name("experiment.yaml")
-WEIGHTS = "model0/mp_rank_00_model_states.pt"  # as DeepSpeed names them, ZeRO stages 0 to 2
+WEIGHTS = "model0/mp_rank_00_model_states.pt"  # DeepSpeed's name under ZeRO 0 to 2
 MICRO_BATCH = 64  # windows at a time
 
 
 def main() -> None:
-    """Read the command line, find the checkpoint, show what it can do."""
+    """Find the checkpoint, compare it with the baselines and generate text."""
     arguments = _parse_arguments()
-    torch.set_num_threads(1)  # the matrices are small: more threads would wait for each other
+    torch.set_num_threads(1)  # more threads are slower with such small matrices
     try:
         store, manifest = find_checkpoint(arguments.storage, arguments.trial)
         model = load_model(store, manifest)
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def find_checkpoint(storage: str | None, trial: str | None) -> tuple[CheckpointStore, Manifest]:
-    """The newest checkpoint of a trial, by default of the experiment's newest.
+    """The newest checkpoint of a trial, by default of the experiment's newest trial.
 
     Raises:
         CheckpointNotFound: there is none.
@@ -64,23 +64,22 @@ def find_checkpoint(storage: str | None, trial: str | None) -> tuple[CheckpointS
     if manifest is None:
         raise CheckpointNotFound(
             f"no checkpoint of {trial or f'the experiment {config.name}'} in {store.url}; train "
-            "one first, or give the storage it was trained with"
+            "one first, or give the storage of its checkpoints"
         )
     return store, manifest
 
 
 def load_model(store: CheckpointStore, manifest: Manifest) -> GPT:
-    """The model, with the checkpoint's weights, on the CPU.
+    """The model with the checkpoint's weights, on the CPU.
 
     Raises:
-        CheckpointError: the weights are spread over several files, or damaged.
+        CheckpointError: the weights are in several files, or damaged.
     """
     entries = [entry for entry in manifest.files if entry.path == WEIGHTS]
     if not entries:
         raise CheckpointError(
-            f"checkpoint {manifest.uuid} has no {WEIGHTS}; this script reads weights that are "
-            f"whole, as ZeRO stages 0 to 2 save them, and it was saved with stage "
-            f"{manifest.topology.zero_stage}"
+            f"checkpoint {manifest.uuid} has no {WEIGHTS}, because it was saved with ZeRO stage "
+            f"{manifest.topology.zero_stage}; this script reads checkpoints of stages 0 to 2"
         )
     with tempfile.TemporaryDirectory() as folder:
         fetch_files(store, manifest.uuid, entries, Path(folder))
@@ -91,7 +90,7 @@ def load_model(store: CheckpointStore, manifest: Manifest) -> GPT:
 
 
 def compare(model: GPT, manifest: Manifest) -> Table:
-    """The model's loss on its validation windows, measured anew, beside the baselines'."""
+    """A table of the losses of the model and of the baselines on the validation windows."""
     text = load_text()
     hparams = manifest.hyperparameters
     windows = Windows(text.validation, hparams["window"], hparams["validation_windows"])
@@ -117,8 +116,8 @@ def bits_per_byte(model: GPT, windows: Windows) -> float:
     """The model's mean loss on all windows, in bits."""
     inputs, targets = (side.view(len(windows), -1) for side in windows.pairs())
     total = 0.0
-    for some in torch.arange(len(windows)).chunk(-(-len(windows) // MICRO_BATCH)):
-        total += next_byte_loss(model(inputs[some]), targets[some]).item() * len(some)
+    for indices in torch.arange(len(windows)).chunk(-(-len(windows) // MICRO_BATCH)):
+        total += next_byte_loss(model(inputs[indices]), targets[indices]).item() * len(indices)
     return total / len(windows) / math.log(2)
 
 
@@ -126,17 +125,21 @@ def _panel(text: bytes) -> Panel:
     decoded = text.decode(errors="replace")
     shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in decoded)
     code = Syntax(shown, "python", theme="ansi_dark", background_color="default", word_wrap=True)
-    return Panel(code, title="What it writes", title_align="left")
+    return Panel(code, title="Generated text", title_align="left")
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Show what the GPT has learned.")
+    parser = argparse.ArgumentParser(
+        description="Compare the GPT with baselines, and generate text."
+    )
     parser.add_argument("storage", nargs="?", help="folder or URL of the checkpoints")
     parser.add_argument("--trial", help="id of the trial (default: the newest)")
-    parser.add_argument("--prompt", default="def ", help="what the text begins with")
-    parser.add_argument("--bytes", type=int, default=500, help="how much to write")
-    parser.add_argument("--temperature", type=float, default=0.7, help="below 1: less surprising")
-    parser.add_argument("--seed", type=int, default=0, help="another seed, another text")
+    parser.add_argument("--prompt", default="def ", help="the beginning of the text")
+    parser.add_argument("--bytes", type=int, default=500, help="length of the generated text")
+    parser.add_argument(
+        "--temperature", type=float, default=0.7, help="below 1: prefer likely bytes"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the generated text")
     arguments = parser.parse_args()
     if not arguments.prompt:
         parser.error("--prompt: expected at least one character, got none")

@@ -1,4 +1,4 @@
-"""Trains a byte-level GPT on the source code of Python's standard library, with DeepSpeed."""
+"""Trains a byte-level GPT on the source code of Python's standard library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class GPTTrial(DeepSpeedTrial):
-    """One engine, trained to predict each next byte."""
+    """One engine that learns to predict the next byte."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self.context = context
@@ -41,7 +41,7 @@ class GPTTrial(DeepSpeedTrial):
         self.engine = context.wrap_model_engine(engine)
 
     def _deepspeed_config(self) -> dict[str, Any]:
-        """The JSON beside this file, fitted to this machine and to the length of the run."""
+        """ds_config.json, with bf16 where the device supports it and the run's number of steps."""
         length = self.context.get_experiment_config()["searcher"]["max_length"]["batches"]
         accelerator = get_accelerator()
         has_bf16 = accelerator.device_name() != "cpu" and accelerator.is_bf16_supported()
@@ -82,7 +82,7 @@ class GPTTrial(DeepSpeedTrial):
 
 
 class CompareWithBaselines(PyTorchCallback):
-    """After every validation, logs what the model has learned beyond counting bytes."""
+    """Logs the loss beside those of the baselines after every validation."""
 
     def __init__(self, trial: GPTTrial) -> None:
         self.is_chief = trial.context.distributed.get_rank() == 0

@@ -1,4 +1,4 @@
-"""Trains one network over two pipeline stages: no rank holds more than its own layers."""
+"""Trains a network in two pipeline stages: each rank holds only its own layers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trial_core.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext
 from trial_core.pytorch import DataLoader
 
 PIXELS, DIGITS = 64, 10
-FOR_VALIDATION = 5  # every fifth picture
+VALIDATION_PERIOD = 5  # every fifth picture is for validation
 
 
 class Residual(nn.Module):
-    """A block that adds to what it is given."""
+    """A residual block: adds a change to its input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Residual(nn.Module):
 
 
 class PipelineTrial(DeepSpeedTrial):
-    """A `PipelineModule`: layers are built on the rank that needs them, and nowhere else."""
+    """A `PipelineModule`: each layer is built only on the rank that needs it."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self.context = context
@@ -48,7 +48,7 @@ class PipelineTrial(DeepSpeedTrial):
             ],
             num_stages=self.hparams["stages"],
             loss_fn=nn.CrossEntropyLoss(),
-            partition_method="parameters",  # about as many weights in each stage
+            partition_method="parameters",  # about the same number of weights in each stage
         )
         engine, _, _, _ = deepspeed.initialize(
             model=model,
@@ -58,7 +58,7 @@ class PipelineTrial(DeepSpeedTrial):
         self.engine = context.wrap_model_engine(engine)
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
-        # Takes gradient_accumulation_steps micro-batches, and passes them through all stages.
+        # Takes gradient_accumulation_steps micro-batches through all stages.
         return {"loss": self.engine.train_batch(dataloader_iter)}
 
     def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
@@ -72,13 +72,13 @@ class PipelineTrial(DeepSpeedTrial):
         return self._loader(for_validation=True)
 
     def _loader(self, for_validation: bool) -> DataLoader | None:
-        """None on stages between the first, which reads pictures, and the last, with labels."""
+        """None on middle stages: the first stage reads pictures, the last reads labels."""
         if not self.context.mpu.should_build_data_loader:
             return None
         digits = load_digits()
         pictures = torch.tensor(digits.data, dtype=torch.float32) / 8 - 1
         labels = torch.tensor(digits.target)
-        chosen = (torch.arange(len(labels)) % FOR_VALIDATION == 0) == for_validation
+        chosen = (torch.arange(len(labels)) % VALIDATION_PERIOD == 0) == for_validation
         return DataLoader(
             TensorDataset(pictures[chosen], labels[chosen]),
             batch_size=self.engine.train_micro_batch_size_per_gpu(),

@@ -1,4 +1,4 @@
-"""Finds malignant tumours; the metric is an area under a curve, which no average of parts gives."""
+"""Finds malignant tumours; the metric is a ROC-AUC, which is no average of the batches' areas."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from trial_core.pytorch import DataLoader, MetricReducer, PyTorchCallback
 
 logger = logging.getLogger(__name__)
 
-FOR_VALIDATION = 3  # every third patient
+VALIDATION_PERIOD = 3  # every third patient is for validation
 
 
 def load() -> tuple[TensorDataset, TensorDataset]:
-    """Patients for training and for validation: 30 measurements each, and whether benign."""
+    """Patients for training and for validation: 30 measurements, and 1 if benign, otherwise 0."""
     cancer = load_breast_cancer()
     measured = torch.tensor(cancer.data, dtype=torch.float32)
     benign = torch.tensor(cancer.target, dtype=torch.float32).unsqueeze(1)
-    held_out = torch.arange(len(measured)) % FOR_VALIDATION == 0
+    held_out = torch.arange(len(measured)) % VALIDATION_PERIOD == 0
     mean, std = measured[~held_out].mean(dim=0), measured[~held_out].std(dim=0)
     measured = (measured - mean) / std
     return (
@@ -37,13 +37,13 @@ def load() -> tuple[TensorDataset, TensorDataset]:
 
 
 def roc_auc(values: list[tuple[float, float]]) -> float:
-    """The area under the ROC curve of (truth, score) pairs of all ranks: a reducer function."""
+    """Reducer function: the area under the ROC curve of all ranks' (truth, score) pairs."""
     truths, scores = zip(*values, strict=True)
     return float(roc_auc_score(truths, scores))
 
 
 class MeanOfRanks(MetricReducer):
-    """What averaging gives instead: each rank's own area, then their mean. To compare with."""
+    """The mean of the ranks' own areas, for comparison."""
 
     def __init__(self) -> None:
         self.reset()
@@ -95,7 +95,7 @@ class ROCAUCTrial(DeepSpeedTrial):
         for value in zip(benign.flatten().tolist(), logits.flatten().tolist(), strict=True):
             for reducer in self.reducers:
                 reducer.update(value)
-        # The reducers' metrics join these when the whole set has been seen.
+        # The reducers' metrics are added when the whole set has been validated.
         return {"loss": loss}
 
     def _loss(self, dataloader_iter: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,7 +115,7 @@ class ROCAUCTrial(DeepSpeedTrial):
 
 
 class StopWithoutProgress(PyTorchCallback):
-    """Ends the trial when validations have not become better for a while."""
+    """Early stopping: ends the trial after `patience` validations without a better area."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self.context = context
@@ -131,7 +131,7 @@ class StopWithoutProgress(PyTorchCallback):
             self.context.set_stop_requested(True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Saved with every checkpoint: a resumed trial does not start being patient anew."""
+        """Saved with every checkpoint, so that a resumed trial continues to count."""
         return {"best": self.best, "since_best": self.since_best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -139,7 +139,7 @@ class StopWithoutProgress(PyTorchCallback):
 
 
 class Journal(PyTorchCallback):
-    """Logs what happens, on one rank."""
+    """Logs areas and committed checkpoints, on rank 0."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self.is_chief = context.distributed.get_rank() == 0
@@ -148,7 +148,7 @@ class Journal(PyTorchCallback):
         self._log("area %.4f, mean of ranks %.4f", metrics["roc_auc"], metrics["mean_of_ranks"])
 
     def on_checkpoint_upload_end(self, uuid: str) -> None:
-        self._log("checkpoint %s is safe", uuid)
+        self._log("checkpoint %s is committed", uuid)
 
     def _log(self, *message: Any) -> None:
         if self.is_chief:

@@ -1,4 +1,4 @@
-"""A checkpoint's parameters put together by DeepSpeed's own converter, whatever its topology."""
+"""Reads a checkpoint's parameters with DeepSpeed's own converter, for any topology."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from deepspeed.checkpoint.ds_to_universal import main
 
 
 def consolidated(folder: Path, into: Path) -> dict[str, torch.Tensor]:
-    """fp32 weights, both of Adam's moments and the number of steps, by parameter and kind.
+    """fp32 weights and both of Adam's moments, by ``parameter/kind``.
 
     Args:
-        folder: the files of an engine's tag.
+        folder: the files under an engine's tag.
         into: an empty folder to work in.
     """
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    log = io.StringIO()
+    with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
         main(
             Namespace(
                 input_folder=str(folder), output_folder=str(into), num_extract_workers=1,
@@ -32,5 +32,5 @@ def consolidated(folder: Path, into: Path) -> dict[str, torch.Tensor]:
         if path.stem in ("fp32", "exp_avg", "exp_avg_sq"):
             state = torch.load(path, weights_only=False)
             tensor = state["param"] if isinstance(state, dict) else state
-            found[f"{path.parent.name}/{path.stem}"] = tensor.flatten()  # of ZeRO-3 they are flat
+            found[f"{path.parent.name}/{path.stem}"] = tensor.flatten()  # ZeRO-3's are flat
     return found

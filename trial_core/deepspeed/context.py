@@ -30,9 +30,12 @@ logger = logging.getLogger(__name__)
 class DeepSpeedTrialContext(TrialContext):
     """Passed to a `DeepSpeedTrial`'s ``__init__`` on every rank.
 
+    Follows ``determined.pytorch.deepspeed.DeepSpeedTrialContext``.
+
     Attributes:
         models: the wrapped engines, in the order of wrapping.
-        device: what this rank trains on.
+        device: the device that this rank trains on.
+        mpu: this rank's place in the parallel layout.
     """
 
     def __init__(self, info: RunInfo, distributed: DistributedContext) -> None:
@@ -45,33 +48,36 @@ class DeepSpeedTrialContext(TrialContext):
         self.reproducible_loaders = True
         self.uses_pipeline = False
         self._mpu_was_set = False
-        self._odd_types: set[type] = set()
+        self._warned_types: set[type] = set()
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """A context for debugging a trial in a script or notebook of its own, outside any run::
+        """A context for debugging a trial in a script or notebook, outside any run::
 
             context = DeepSpeedTrialContext.from_config({"hyperparameters": {"lr": 1e-3}})
             trial = MyTrial(context)
             batches = iter(trial.build_training_data_loader())
             print(trial.train_batch(batches, epoch_idx=0, batch_idx=0))
 
-        As `TrialContext.from_config`. In plain Python it also puts into the environment that there
-        is a single rank, so that the trial's ``deepspeed.initialize`` finds what it looks for.
+        As `TrialContext.from_config`. Without a launcher it also sets the environment variables of
+        a single rank, which ``deepspeed.initialize`` needs.
         """
         if not is_launched():
             os.environ.update(ALONE)
         return super().from_config(config)
 
     def wrap_model_engine(self, model: DeepSpeedEngine) -> DeepSpeedEngine:
-        """Register a DeepSpeed engine: it is saved, restored and counted from here on.
+        """Register a DeepSpeed engine, so that checkpoints contain it.
 
-        The first one wrapped tells how many samples a batch has, and whether the trial is a
-        pipeline: later pipelines must have its layout. Every rank calls this, in the same order.
+        The first wrapped engine determines the number of samples in a batch, and whether the trial
+        is a pipeline. Every rank calls this, in the same order.
+
+        Returns:
+            `model`.
 
         Raises:
-            TrialError: `model` is no engine, or is wrapped already; or it is a pipeline, and the
-                first engine is none or is laid out otherwise.
+            TrialError: `model` is not an engine, or is wrapped already; or it is a pipeline whose
+                layout differs from the first engine's.
         """
         if not isinstance(model, DeepSpeedEngine):
             raise TrialError(
@@ -80,8 +86,7 @@ class DeepSpeedTrialContext(TrialContext):
             )
         if any(wrapped is model for wrapped in self.models):
             raise TrialError(
-                "wrap_model_engine was called twice with the same engine; an engine that is "
-                "wrapped is saved and restored, once is enough"
+                "wrap_model_engine was called twice with the same engine; wrap each engine once"
             )
         if self.models:
             self._check_later_engine(model)
@@ -92,11 +97,11 @@ class DeepSpeedTrialContext(TrialContext):
         return model
 
     def set_mpu(self, mpu: ModelParallelUnit) -> None:
-        """Use a custom model-parallel layout, that of the first wrapped engine.
+        """Use a custom model-parallel layout. Every rank calls this, with its own unit.
 
         Raises:
-            TrialError: `mpu` is no `ModelParallelUnit`; or this is called before any engine was
-                wrapped, or a second time.
+            TrialError: `mpu` is not a `ModelParallelUnit`; or no engine is wrapped yet; or a unit
+                was set before.
         """
         if not isinstance(mpu, ModelParallelUnit):
             raise TrialError(
@@ -110,16 +115,16 @@ class DeepSpeedTrialContext(TrialContext):
         self._mpu_was_set = True
 
     def disable_auto_grad_accumulation(self) -> None:
-        """Call `train_batch` once a batch; it then trains on `train_batch_size` samples itself."""
+        """Call `train_batch` once a batch; the trial then trains all its micro-batches itself."""
         self.auto_grad_accumulation = False
 
     def disable_dataset_reproducibility_checks(self) -> None:
         """Allow data loaders other than `trial_core.pytorch.DataLoader`.
 
-        Sharding and shuffling are then the trial's business. A training loader with ``state_dict``
-        and ``load_state_dict``, such as torchdata's ``StatefulDataLoader``, is saved and restored
-        with every checkpoint, on each rank; any other begins with its first micro-batch again
-        after a restart, with a warning.
+        The trial must then shard and shuffle the data itself. Checkpoints hold the state of a
+        training loader with ``state_dict`` and ``load_state_dict``, such as torchdata's
+        ``StatefulDataLoader``, for each rank. Any other loader starts from its first micro-batch
+        when the run resumes, with a warning.
         """
         self.reproducible_loaders = False
 
@@ -148,19 +153,28 @@ class DeepSpeedTrialContext(TrialContext):
         for_training: bool = True,
         for_validation: bool = True,
     ) -> MetricReducer:
-        """Register a metric that is computed from all ranks' values at once.
+        """Register a metric that is computed from the values of all ranks.
+
+        Every rank wraps the same reducers, in the same order.
 
         Args:
-            reducer: a function of the list of all values passed to ``update``, or a MetricReducer.
-            name: the metric's name; None when the reducer returns a dict of metrics.
-            for_training: report it with training workloads.
-            for_validation: report it with validations.
+            reducer: a `MetricReducer`, or a function of the list of all values passed to
+                ``update``.
+            name: the metric's name; None if the reducer returns a dict of metrics.
+            for_training: report the metric after training workloads.
+            for_validation: report the metric after validations.
+
+        Returns:
+            The `MetricReducer`; for a function, an object with ``update(value)``.
+
+        Raises:
+            TrialError: `reducer` is neither, or was wrapped before, or is used for nothing.
         """
         return self.reducers.wrap(reducer, name, for_training, for_validation)
 
     def to_device(self, data: Any) -> Any:
-        """`data` on this rank's device: tensors and arrays, also nested in dicts and sequences."""
-        return to_device(data, self.device, self._odd_types)
+        """`data` with all tensors and arrays on this rank's device, also in dicts and sequences."""
+        return to_device(data, self.device, self._warned_types)
 
     def _check_later_engine(self, model: DeepSpeedEngine) -> None:
         if isinstance(model, PipelineEngine):
@@ -172,13 +186,13 @@ class DeepSpeedTrialContext(TrialContext):
                     "the first engine's layout is the whole trial's. Wrap the pipeline first, and "
                     "give all pipelines of a trial the same stages"
                 )
-        first = self.models[0].train_micro_batch_size_per_gpu()
-        own = model.train_micro_batch_size_per_gpu()
-        if own != first:
+        first_size = self.models[0].train_micro_batch_size_per_gpu()
+        size = model.train_micro_batch_size_per_gpu()
+        if size != first_size:
             logger.warning(
                 "engine %d has a micro-batch size of %s, the first one has %s; batches and samples "
                 "are counted by the first",
                 len(self.models),
-                own,
-                first,
+                size,
+                first_size,
             )

@@ -1,4 +1,4 @@
-"""`overwrite_deepspeed_config`: a DeepSpeed config with values of the experiment's."""
+"""`overwrite_deepspeed_config`: overwrites values of a DeepSpeed config."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ logger = logging.getLogger(__name__)
 def overwrite_deepspeed_config(
     base_ds_config: str | Path | Mapping[str, Any], source_ds_dict: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`base_ds_config` with the leaves that `source_ds_dict` also has taken from there.
+    """A copy of `base_ds_config` with values overwritten by those of `source_ds_dict`.
 
-    Follows Determined's function; besides, a key of the source that overwrites nothing is logged
-    as a warning, because that is how a misspelt learning rate gets lost.
+    Only keys that the base has are overwritten. Every other key of the source is logged as a
+    warning: it may be a misspelt learning rate. Otherwise follows Determined's function.
 
     Args:
         base_ds_config: a DeepSpeed config, or the path of a JSON file that holds one.
-        source_ds_dict: values to take over, nested like the base.
+        source_ds_dict: the new values, nested like the base.
 
     Raises:
-        TypeError: the base is neither a path nor a mapping, or the source is no mapping.
-        TrialError: the file cannot be read, or is no JSON.
+        TypeError: the base is neither a path nor a mapping, or the source is not a mapping.
+        TrialError: the file cannot be read, or does not hold a JSON object.
     """
     if isinstance(base_ds_config, (str, Path)):
         result = _read(Path(base_ds_config))
@@ -44,26 +44,26 @@ def overwrite_deepspeed_config(
             "source_ds_dict must be a dictionary, "
             f"got {type(source_ds_dict).__name__}: {source_ds_dict!r}"
         )
-    for why in _overwrite(result, source_ds_dict, ""):
-        logger.warning("overwrite_deepspeed_config: %s, and overwrote nothing", why)
+    for problem in _overwrite(result, source_ds_dict, ""):
+        logger.warning("overwrite_deepspeed_config ignored a key: %s", problem)
     return result
 
 
 def _overwrite(base: dict[str, Any], source: Mapping[str, Any], prefix: str) -> list[str]:
-    """Overwrite in place; what in `source` overwrote nothing, and why."""
-    unused: list[str] = []
+    """Overwrite `base` in place; returns why keys of `source` were ignored."""
+    ignored: list[str] = []
     for key, value in source.items():
         path = f"{prefix}{key}"
         if key not in base:
-            unused.append(f'"{path}" is not in the base config')
+            ignored.append(f'"{path}" is not in the base config')
         elif isinstance(base[key], dict):
             if isinstance(value, Mapping):
-                unused += _overwrite(base[key], value, f"{path}.")
+                ignored += _overwrite(base[key], value, f"{path}.")
             else:
-                unused.append(f'"{path}" is a section in the base config, and {value!r} here')
+                ignored.append(f'"{path}" is a section in the base config, got {value!r}')
         else:
             base[key] = copy.deepcopy(value)
-    return unused
+    return ignored
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -74,5 +74,7 @@ def _read(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise TrialError(f"the DeepSpeed config {path} is not valid JSON: {error}") from error
     if not isinstance(loaded, dict):
-        raise TrialError(f"the DeepSpeed config {path} holds no JSON object")
+        raise TrialError(
+            f"the DeepSpeed config {path} must hold a JSON object, got {type(loaded).__name__}"
+        )
     return loaded

@@ -1,8 +1,8 @@
-"""How a rank takes part in model parallelism: what the training loop needs to know of it."""
+"""`ModelParallelUnit`: a rank's place in the parallel layout."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from deepspeed.utils import groups
@@ -13,17 +13,16 @@ from trial_core.errors import TrialError
 
 @dataclass
 class ModelParallelUnit:
-    """A rank's part in the parallel layout. Follows Determined's class of the same name.
+    """A rank's place in the parallel layout. Follows Determined's class of the same name.
 
-    Ranks that share a `data_parallel_rank` work on the same samples: they hold different parts of
-    one copy of the model. They get the same shard of the data in the same order, and the same
-    random seeds.
+    Ranks with the same `data_parallel_rank` hold different parts of one copy of the model. They get
+    the same samples in the same order, and the same random seeds.
 
     Attributes:
-        data_parallel_rank: which shard of the data this rank trains on.
-        data_parallel_world_size: how many shards there are.
-        should_report_metrics: whether this rank's metrics count, and what its reducers gather.
-        should_build_data_loader: whether this rank needs data at all.
+        data_parallel_rank: index of the data shard that this rank trains on.
+        data_parallel_world_size: number of data shards.
+        should_report_metrics: whether this rank's metrics and reducer values count.
+        should_build_data_loader: whether this rank needs data.
     """
 
     data_parallel_rank: int
@@ -33,7 +32,7 @@ class ModelParallelUnit:
 
 
 def make_data_parallel_mpu(distributed: DistributedContext) -> ModelParallelUnit:
-    """The unit of plain data parallelism: every rank has a shard and reports."""
+    """The unit for data parallelism alone: every rank has a shard and reports metrics."""
     return ModelParallelUnit(
         data_parallel_rank=distributed.get_rank(),
         data_parallel_world_size=distributed.get_size(),
@@ -43,55 +42,52 @@ def make_data_parallel_mpu(distributed: DistributedContext) -> ModelParallelUnit
 
 
 def make_deepspeed_mpu(mpu: Any) -> ModelParallelUnit:
-    """The unit of a `PipelineEngine`, from the grid that DeepSpeed keeps as ``engine.mpu``.
+    """The unit of a `PipelineEngine`.
 
-    The first and the last stage read data (inputs and labels); the last knows the loss.
+    The first and the last stage read data (inputs and labels). The last stage reports metrics.
+
+    Args:
+        mpu: the engine's grid, ``engine.mpu``.
     """
     stage, last = mpu.get_pipe_parallel_rank(), mpu.get_pipe_parallel_world_size() - 1
-    first_in_slice = mpu.get_slice_parallel_rank() == 0
+    is_first_in_slice = mpu.get_slice_parallel_rank() == 0
     return ModelParallelUnit(
         data_parallel_rank=mpu.get_data_parallel_rank(),
         data_parallel_world_size=mpu.get_data_parallel_world_size(),
-        should_report_metrics=stage == last and first_in_slice,
+        should_report_metrics=stage == last and is_first_in_slice,
         should_build_data_loader=stage in (0, last),
     )
 
 
 def forget_model_parallelism() -> None:
-    """Make DeepSpeed forget the layout of engines that this process has built before.
+    """Reset the process-wide layout that DeepSpeed keeps of the engines built before.
 
-    It keeps the ``mpu`` of the last pipeline or model-parallel engine for the whole process, and
-    takes it for the layout of every engine built after.
+    DeepSpeed would use the ``mpu`` of the last pipeline or model-parallel engine for all engines
+    that this process builds later.
     """
     groups.mpu = None
 
 
 def check_mpu(mpu: ModelParallelUnit, distributed: DistributedContext) -> None:
-    """Check that the units of all ranks fit together. Collective: every rank calls this.
+    """Check that the units of all ranks are consistent. Collective: every rank calls this.
 
     Raises:
-        TrialError: on every rank alike, if they do not.
+        TrialError: on every rank, if they are not.
     """
-    units: list[tuple[int, int, bool, bool]] = distributed.allgather(
-        (
-            mpu.data_parallel_rank,
-            mpu.data_parallel_world_size,
-            mpu.should_report_metrics,
-            mpu.should_build_data_loader,
-        )
-    )
-    sizes = {size for _, size, _, _ in units}
-    shards = {shard for shard, _, _, _ in units}
+    units = [ModelParallelUnit(*unit) for unit in distributed.allgather(astuple(mpu))]
+    sizes = {unit.data_parallel_world_size for unit in units}
+    shards = {unit.data_parallel_rank for unit in units}
     if len(sizes) > 1 or shards != set(range(max(sizes))):
+        seen = [f"{unit.data_parallel_rank} of {unit.data_parallel_world_size}" for unit in units]
         raise TrialError(
             "the ModelParallelUnits of the ranks do not fit together: every rank must give the "
             "same data_parallel_world_size n, and together they must give each data_parallel_rank "
-            f"from 0 to n - 1; seen, rank by rank: {[f'{unit[0]} of {unit[1]}' for unit in units]}"
+            f"from 0 to n - 1; seen, rank by rank: {seen}"
         )
-    for what, column in (("should_report_metrics", 2), ("should_build_data_loader", 3)):
-        missing = sorted(shards - {unit[0] for unit in units if unit[column]})
+    for flag in ("should_report_metrics", "should_build_data_loader"):
+        missing = sorted(shards - {u.data_parallel_rank for u in units if getattr(u, flag)})
         if missing:
             raise TrialError(
-                f"no rank with data_parallel_rank {missing[0]} has {what}=True in its "
+                f"no rank with data_parallel_rank {missing[0]} has {flag}=True in its "
                 "ModelParallelUnit; at least one rank of every data-parallel rank must"
             )

@@ -5,28 +5,40 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from trial_core.deepspeed.context import DeepSpeedTrialContext
-from trial_core.deepspeed.controller_class import ControllerClass
 from trial_core.deepspeed.weights import load_engine, load_weights
 from trial_core.errors import TrialError
 from trial_core.pytorch.batch_length import batch_length
 from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.pytorch.reducer import Reducer
 
+if TYPE_CHECKING:
+    from trial_core.controller.controller import Controller
+
+
+class _ControllerClass:
+    """A class attribute that imports the controller on first use: importing a trial stays cheap."""
+
+    def __get__(self, instance: object, owner: type) -> type[Controller]:
+        from trial_core.controller.controller import Controller
+
+        return Controller
+
 
 class DeepSpeedTrial(ABC):
     """A model, its data, and how to train and validate one batch of it.
 
-    One instance lives on every rank. Every method is called on every rank, in the same order.
+    Follows ``determined.pytorch.deepspeed.DeepSpeedTrial``. There is one instance on every rank.
+    Unless stated otherwise, every rank calls every method, in the same order.
     """
 
     trial_context_class: ClassVar[type[DeepSpeedTrialContext]] = DeepSpeedTrialContext
-    trial_controller_class: ClassVar = ControllerClass()
-    """The class that drives the trial on every rank. To be read: overriding it changes nothing."""
+    trial_controller_class: ClassVar = _ControllerClass()
+    """The class that drives the trial on every rank. Overriding it has no effect."""
 
     @abstractmethod
     def __init__(self, context: DeepSpeedTrialContext) -> None:
@@ -43,9 +55,9 @@ class DeepSpeedTrial(ABC):
     def train_batch(
         self, dataloader_iter: Iterator[Any] | None, epoch_idx: int, batch_idx: int
     ) -> torch.Tensor | dict[str, Any]:
-        """Train on one micro-batch (without pipelines) or one whole batch (with them).
+        """Train on one micro-batch; with pipelines, on one whole batch.
 
-        Without pipelines this is called `gradient_accumulation_steps` times for one batch::
+        Without pipelines this is called `gradient_accumulation_steps` times a batch::
 
             batch = self.context.to_device(next(dataloader_iter))
             loss = self.engine(batch)
@@ -54,14 +66,14 @@ class DeepSpeedTrial(ABC):
             return {"loss": loss}
 
         Args:
-            dataloader_iter: micro-batches without end; None on ranks that need no data. What is
-                taken from it is counted: a resumed run goes on with the one after the last.
-            epoch_idx: the epoch in which this batch begins.
-            batch_idx: batches trained before this one, over the whole life of the trial.
+            dataloader_iter: an endless iterator of micro-batches; None on ranks that need no data.
+                A resumed run continues after the last micro-batch taken from it.
+            epoch_idx: the epoch in which this batch begins, counted from 0.
+            batch_idx: number of batches that the trial has trained before this one.
 
         Returns:
-            Metrics: a scalar tensor (called ``loss``), or numbers by name. They may stay on the
-            device; nothing waits for them before the workload's end.
+            Metrics: a scalar tensor (reported as ``loss``), or numbers by name. They may stay on
+            the device: the controller reads them when the workload ends.
         """
 
     @abstractmethod
@@ -70,13 +82,14 @@ class DeepSpeedTrial(ABC):
 
         May be None on ranks whose `ModelParallelUnit` says that they need no data. After
         ``context.disable_dataset_reproducibility_checks()`` it may be any iterable of this rank's
-        micro-batches, which is iterated over again whenever it ends. If it has ``state_dict`` and
-        ``load_state_dict``, as torchdata's ``StatefulDataLoader`` has, checkpoints hold its state:
+        micro-batches; when it ends, it is iterated over again. Checkpoints hold the state of an
+        iterable with ``state_dict`` and ``load_state_dict``, such as torchdata's
+        ``StatefulDataLoader``:
 
-        * ``state_dict()`` is called on every rank between two batches, and must tell what comes
-          after the last micro-batch that the loader gave, whatever it has loaded ahead;
-        * after ``load_state_dict(state)``, ``iter(loader)`` must go on from there; it may give
-          nothing if the pass was over. What `iter` itself draws at random then does not count.
+        * ``state_dict()`` is called on every rank between two batches. It must describe the
+          position after the last micro-batch that the loader returned, whatever it has prefetched.
+        * After ``load_state_dict(state)``, ``iter(loader)`` must continue from that position. It
+          may be empty if the pass was over. Random numbers that `iter` draws do not count.
         """
 
     @abstractmethod
@@ -91,48 +104,48 @@ class DeepSpeedTrial(ABC):
             batch = self.context.to_device(next(dataloader_iter))
             return {"loss": self.engine(batch)}
 
-        With pipelines, of one group of `gradient_accumulation_steps` micro-batches, which
-        ``self.engine.eval_batch(dataloader_iter)`` takes by itself; what does not fill a group on
-        every data-parallel rank is left out.
+        With pipelines, of a group of `gradient_accumulation_steps` micro-batches, which
+        ``self.engine.eval_batch(dataloader_iter)`` takes itself. Micro-batches that do not fill a
+        group on every data-parallel rank are not validated.
 
-        Called without gradients, with the engines in evaluation mode. Where a forward pass needs
-        other ranks (ZeRO-3, model parallelism), all ranks call it equally often, and a rank that
-        has come to the end of its shard is given a batch whose metrics do not count.
+        Called without gradients, with the engines in evaluation mode. If a forward pass needs other
+        ranks (ZeRO-3, model parallelism), all ranks make the same number of calls. A rank whose
+        shard has ended then gets a batch whose metrics do not count.
 
         Args:
             dataloader_iter: micro-batches of this rank's shard; None on ranks that need no data.
-            batch_idx: counts the calls of this validation, from 0. This parameter may be left out.
+            batch_idx: counts the calls of this validation from 0. The parameter is optional.
 
         Returns:
-            Numbers, or arrays of them, by name: the same names in every call. They may stay on the
-            device. `evaluation_reducer` says how they become one.
+            Numbers, or arrays of numbers, by name; the same names in every call. They may stay on
+            the device. `evaluation_reducer` says how to reduce them.
         """
         raise TrialError(f"{type(self).__name__} does not define evaluate_batch")
 
     def evaluate_full_dataset(self, data_loader: Any) -> dict[str, Any]:
-        """Validation metrics of the whole set; to be defined instead of `evaluate_batch`.
+        """Validation metrics of the whole set; define this instead of `evaluate_batch`.
 
-        Called on rank 0 alone, while the other ranks wait: only for engines whose forward pass
-        needs no other rank, and within the deadline of `DistributedContext`'s collectives.
+        Called on rank 0 only, while the other ranks wait for at most the deadline of
+        `DistributedContext`'s collectives. Not for engines whose forward pass needs other ranks.
 
         Args:
             data_loader: all micro-batches of the validation set, unsharded.
 
         Returns:
-            Metrics by name, reduced already: `evaluation_reducer` is not asked.
+            Final metrics by name; `evaluation_reducer` does not apply.
         """
         raise TrialError(f"{type(self).__name__} does not define evaluate_full_dataset")
 
     def evaluation_reducer(self) -> Reducer | dict[str, Reducer]:
-        """How per-batch validation metrics become one: for all, or by metric name."""
+        """How to reduce validation metrics over batches: one way, or one for each metric name."""
         return Reducer.AVG
 
     def get_batch_length(self, batch: Any) -> int:
-        """The number of records in `batch`, which the training or validation loader gave.
+        """The number of records in `batch`, a batch of the training or validation loader.
 
-        By default the length of the first tensor or array in it, through dicts, lists and tuples.
-        To be overridden for batches of other types. Batches are trained, counted and reported
-        without it: it is there for the trial's own code.
+        By default the length of the first tensor or array in nested dicts, lists and tuples.
+        Override it for batches of other types. Only the trial's own code uses it: trialflow counts
+        samples by DeepSpeed's ``train_batch_size``.
 
         Raises:
             TrialError: there is no tensor or array with a first dimension.
@@ -140,14 +153,14 @@ class DeepSpeedTrial(ABC):
         return batch_length(batch)
 
     def build_callbacks(self) -> dict[str, PyTorchCallback]:
-        """Callbacks by name; under that name their state is saved and restored."""
+        """Callbacks by name. Checkpoints hold their state under these names."""
         return {}
 
     def save(self, context: DeepSpeedTrialContext, path: Path) -> None:
         """Write this rank's part of a checkpoint below `path`. Collective: every rank calls this.
 
-        Each rank has a folder of its own; together they become one checkpoint, so ranks must not
-        write the same file name with different content.
+        Each rank has its own folder. The checkpoint is the union of all folders, so two ranks must
+        not write different content to the same file name.
         """
         settings = context.get_experiment_config().get("checkpointing") or {}
         for i, engine in enumerate(context.models):
@@ -158,22 +171,22 @@ class DeepSpeedTrial(ABC):
             )
 
     def load(self, context: DeepSpeedTrialContext, load_path: Path) -> None:
-        """Restore from the files of all ranks below `load_path`. Collective: every rank calls this.
+        """Restore from the files below `load_path`. Collective: every rank calls this.
 
         Raises:
-            TrialError: DeepSpeed found no checkpoint of an engine there.
+            TrialError: DeepSpeed found no checkpoint of an engine.
         """
         for i, engine in enumerate(context.models):
             load_engine(engine, load_path, tag=f"model{i}")
 
     def load_weights(self, context: DeepSpeedTrialContext, load_path: Path) -> None:
-        """Load the models' weights alone from the files of all ranks below `load_path`.
+        """Load only the models' weights from the files below `load_path`.
 
-        For a trial that starts with another's weights (``searcher.source_weights_only``). A trial
-        that overrides `save` overrides this too. Collective: every rank calls this.
+        For a trial that starts with the weights of another (``searcher.source_weights_only``). A
+        trial that overrides `save` must override this too. Collective: every rank calls this.
 
         Raises:
-            TrialError: DeepSpeed found no weights of an engine there.
+            TrialError: DeepSpeed found no weights of an engine.
         """
         for i, engine in enumerate(context.models):
             load_weights(engine, load_path, tag=f"model{i}")

@@ -1,4 +1,4 @@
-"""An engine out of a checkpoint that DeepSpeed has written: whole, or the weights alone."""
+"""Loads an engine from files that DeepSpeed has written: its whole state, or only the weights."""
 
 from __future__ import annotations
 
@@ -11,59 +11,54 @@ import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from trial_core.deepspeed.checkpoint_engine import reader_of
 from trial_core.deepspeed.export.weights_file import export_weights
-from trial_core.deepspeed.shard_files import reader_of
 from trial_core.errors import CheckpointError, TrialError
 
-_PART = re.compile(r"zero_pp_rank_.*_model_states\.pt")
-"""A rank's part of the weights, which ZeRO-3 cuts."""
+_ZERO3_MODEL_STATES = re.compile(r"zero_pp_rank_.*_model_states\.pt")
 
 
 def load_engine(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
-    """Load all of an engine's state. Collective: every rank calls this.
+    """Load an engine's whole state. Collective: every rank calls this.
 
     Raises:
         TrialError: DeepSpeed found no checkpoint of that tag.
     """
     path = None
-    # DeepSpeed itself would say no more than "assert len(self.ckpt_list) > 0".
-    if _is_there(folder, tag):
-        path, _ = engine.load_checkpoint(str(folder), tag=tag, **_without_frozen(engine))
+    # Without files DeepSpeed's error would be "assert len(self.ckpt_list) > 0".
+    if _has_model_states(folder, tag):
+        path, _ = engine.load_checkpoint(str(folder), tag=tag, **_module_options(engine))
     if path is None:
-        raise TrialError(
-            f'DeepSpeed found no checkpoint (tag "{tag}") in {folder}; a trial that overrides save '
-            "overrides load as well"
-        )
+        raise _not_found("checkpoint", tag, folder, "load")
 
 
 def load_weights(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
-    """Load an engine's weights alone; optimizer and schedule stay as they are.
+    """Load only an engine's weights; optimizer and schedule stay as they are.
 
-    The checkpoint may be from another number of data-parallel ranks or another ZeRO stage. Under
-    ZeRO-3 every rank has the whole model in host memory for a moment. Collective: every rank calls
+    The checkpoint may be of another number of data-parallel ranks, or another ZeRO stage. Under
+    ZeRO-3 every rank temporarily holds the whole model in host memory. Collective: every rank calls
     this.
 
     Raises:
         TrialError: DeepSpeed found no weights of that tag.
     """
-    if not _is_there(folder, tag):
-        raise _no_weights(folder, tag)
-    into_parts = engine.zero_optimization_partition_weights()
-    if not reads_shards(engine, (file.name for file in (folder / tag).iterdir())):
+    if not _has_model_states(folder, tag):
+        raise _not_found("weights", tag, folder, "load_weights")
+    if not needs_optimizer_shards(engine, (file.name for file in (folder / tag).iterdir())):
         path, _ = engine.load_checkpoint(
             str(folder),
             tag=tag,
             load_module_only=True,
             load_optimizer_states=False,
             load_lr_scheduler_states=False,
-            **_without_frozen(engine),
+            **_module_options(engine),
         )
         if path is None:
-            raise _no_weights(folder, tag)
+            raise _not_found("weights", tag, folder, "load_weights")
         return
-    # DeepSpeed's own way looks for a shard of each present rank, and for the tag saved last.
+    # DeepSpeed's own loading needs a shard for each present rank, and reads the tag saved last.
     weights = export_weights(folder, int(tag.removeprefix("model")), reader=reader_of(engine))
-    if not into_parts:
+    if not engine.zero_optimization_partition_weights():
         engine.load_module_state_dict(checkpoint={"module": weights}, custom_load_fn=_load_module)
         if hasattr(engine.optimizer, "refresh_fp32_params"):
             engine.optimizer.refresh_fp32_params()
@@ -76,30 +71,30 @@ def load_weights(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
     engine.optimizer.checkpoint_event_epilogue()
 
 
-def reads_shards(engine: DeepSpeedEngine, names: Iterable[str]) -> bool:
-    """Whether `load_weights` puts the weights together out of the optimizer's shards.
+def needs_optimizer_shards(engine: DeepSpeedEngine, names: Iterable[str]) -> bool:
+    """Whether `load_weights` reads the optimizer's shards: if either side partitions the weights.
 
     Args:
-        names: of the files that DeepSpeed has saved under the engine's tag.
+        names: the files under the engine's tag.
     """
-    from_parts = any(_PART.fullmatch(name) for name in names)
-    return from_parts or bool(engine.zero_optimization_partition_weights())
+    is_saved_partitioned = any(_ZERO3_MODEL_STATES.fullmatch(name) for name in names)
+    return is_saved_partitioned or bool(engine.zero_optimization_partition_weights())
 
 
-def _without_frozen(engine: DeepSpeedEngine) -> dict[str, Any]:
-    """How DeepSpeed is to load a module from a checkpoint that may have left out frozen weights."""
+def _module_options(engine: DeepSpeedEngine) -> dict[str, Any]:
+    """Options of ``load_checkpoint`` for a checkpoint that may have no frozen weights."""
     if not _frozen(engine.module):
         return {}
     if isinstance(engine.module, PipelineModule):
-        return {"load_module_strict": False}  # it loads layers by itself
+        return {"load_module_strict": False}  # it loads its layers itself
     return {"custom_load_fn": _load_module}
 
 
 def _load_module(src: Mapping[str, Any], dst: torch.nn.Module) -> None:
-    """Load a module's state, in which all or none of the frozen parameters may be missing.
+    """Load a module's state, from which all frozen parameters may be missing.
 
     Raises:
-        CheckpointError: something else is missing, or is too much.
+        CheckpointError: another parameter is missing, or there is one too many.
     """
     result = dst.load_state_dict(src, strict=False)
     missing, frozen = set(result.missing_keys), _frozen(dst)
@@ -107,8 +102,8 @@ def _load_module(src: Mapping[str, Any], dst: torch.nn.Module) -> None:
         missing -= frozen
     if missing or result.unexpected_keys:
         raise CheckpointError(
-            f"the checkpoint is not of this model: it lacks {_listed(missing)}, and has besides "
-            f"{_listed(result.unexpected_keys)}"
+            "the checkpoint was saved by another model; missing in the checkpoint: "
+            f"{_listed(missing)}; not in the model: {_listed(result.unexpected_keys)}"
         )
 
 
@@ -121,13 +116,12 @@ def _listed(names: Collection[str]) -> str:
     return ", ".join(sorted(names)) or "nothing"
 
 
-def _is_there(folder: Path, tag: str) -> bool:
-    """Whether `folder` has a checkpoint that DeepSpeed has saved under that tag."""
+def _has_model_states(folder: Path, tag: str) -> bool:
     return any((folder / tag).glob("*_model_states.pt"))
 
 
-def _no_weights(folder: Path, tag: str) -> TrialError:
+def _not_found(content: str, tag: str, folder: Path, method: str) -> TrialError:
     return TrialError(
-        f'DeepSpeed found no weights (tag "{tag}") in {folder}; a trial that overrides save '
-        "overrides load_weights as well"
+        f'DeepSpeed found no {content} (tag "{tag}") in {folder}; a trial that overrides save '
+        f"must also override {method}"
     )

@@ -1,4 +1,4 @@
-"""How many records a batch holds, however it is nested. Follows Determined's `get_batch_length`."""
+"""The number of records in a nested batch. Follows Determined's `get_batch_length`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from trial_core.errors import TrialError
 def batch_length(batch: Any) -> int:
     """The first dimension of the first tensor or array in `batch`, depth first.
 
-    Goes into dicts, lists and tuples. Those of no dimension, numbers by another name, are passed
-    over.
+    Searches dicts, lists and tuples. Skips tensors and arrays without a dimension.
 
     Raises:
         TrialError: there is none.
@@ -25,7 +24,7 @@ def batch_length(batch: Any) -> int:
             return int(found.shape[0])
     raise TrialError(
         f"get_batch_length found no tensor or array with a first dimension in a batch of type "
-        f"{type(batch).__module__}.{type(batch).__qualname__} (it looks into dicts, lists and "
+        f"{type(batch).__module__}.{type(batch).__qualname__} (it searches dicts, lists and "
         "tuples); override get_batch_length to count the records of such a batch"
     )
 

@@ -1,4 +1,4 @@
-"""The values of metrics: whatever a trial returns as one, as numbers on the host."""
+"""The values of metrics: converts what a trial returns to numbers on the host."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 
 from trial_core.errors import TrialError
 
-# A metric's value: one number, or numbers in nested lists. Plain Python, so JSON takes it.
+# A metric's value: a number, or nested lists of numbers, so that it can be written as JSON.
 Value = float | int | list[Any]
 Array = np.ndarray[Any, Any]
 
 
-def numbers(name: str, value: Any, source: str) -> Array:
+def as_array(name: str, value: Any, source: str) -> Array:
     """A metric's value as an array of float64 or int64, on the host.
 
     Args:
-        source: what returned the value, for the message.
+        source: the method or reducer that returned the value, for the message.
 
     Raises:
-        TrialError: it is neither a number nor an array (or nested lists) of numbers.
+        TrialError: the value is neither a number nor an array (or nested lists) of numbers.
     """
     if isinstance(value, torch.Tensor) and not value.is_complex():
         return _host_array(value.detach())
@@ -36,42 +36,45 @@ def numbers(name: str, value: Any, source: str) -> Array:
             "an array or list of numbers (equally long lists, if nested): a Python number, a torch "
             "tensor, a numpy array or scalar"
         )
-    # A copy: the trial may go on writing to its array.
+    # A copy: the trial may reuse its array.
     return array.astype(np.float64 if array.dtype.kind == "f" else np.int64)
 
 
-def plain(value: Array) -> Value:
-    """An array as plain Python: a number, or numbers in nested lists."""
+def as_plain(value: Array) -> Value:
+    """An array as plain Python: a number, or nested lists of numbers."""
     result: Value = value.tolist()
     return result
 
 
 def to_host(columns: Mapping[str, list[torch.Tensor | Array]], method: str) -> dict[str, Array]:
-    """Each column as one array: one transfer for each device, type and shape, usually one in all.
+    """Each column as one array. Columns of one device, type and shape share one transfer.
+
+    Args:
+        columns: for each metric its values, one for each call of `method`.
 
     Raises:
         TrialError: values of one column differ in shape.
     """
-    alike: dict[Any, list[str]] = {}
-    hosted: dict[str, Array] = dict.fromkeys(columns, np.empty(0))  # in their order
+    columns_of_kind: dict[Any, list[str]] = {}
+    hosted: dict[str, Array] = dict.fromkeys(columns, np.empty(0))  # keeps the order
     for name, column in columns.items():
         kinds = set(map(_kind, column))
         if len(kinds) == 1 and None not in kinds:
-            alike.setdefault(kinds.pop(), []).append(name)
+            columns_of_kind.setdefault(kinds.pop(), []).append(name)
         else:
-            hosted[name] = _stacked(name, [numbers(name, v, method) for v in column], method)
-    for names in alike.values():
+            hosted[name] = _stacked(name, [as_array(name, v, method) for v in column], method)
+    for names in columns_of_kind.values():
         values = [value for name in names for value in columns[name]]
-        together = _host_array(torch.stack(values))  # type: ignore[arg-type]  # tensors, by _kind
-        # All columns are equally long: every call returns every metric.
+        stacked = _host_array(torch.stack(values))  # type: ignore[arg-type]  # tensors, by _kind
+        # All columns have the same length: every call returns every metric.
         calls = len(values) // len(names)
-        parts = together.reshape(len(names), calls, *together.shape[1:])
+        parts = stacked.reshape(len(names), calls, *stacked.shape[1:])
         hosted.update(zip(names, parts, strict=True))
     return hosted
 
 
 def _kind(value: torch.Tensor | Array) -> Any:
-    """Equal for tensors that can come to the host together; None for an array, which is there."""
+    """Equal for tensors that one transfer can move to the host; None for arrays."""
     if isinstance(value, torch.Tensor):
         return value.device, value.dtype, value.shape
     return None
@@ -97,14 +100,14 @@ def _host_array(tensor: torch.Tensor) -> Array:
 
 
 def _holds_numbers(value: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether nested lists hold only numbers, and as many at each place of a level."""
+    """Whether nested lists hold only numbers, and all lists of a level have the same length."""
     if all(isinstance(item, (list, tuple)) for item in value):
         return len({len(item) for item in value}) <= 1 and all(map(_holds_numbers, value))
     return all(isinstance(item, (bool, int, float, np.generic)) for item in value)
 
 
 def type_of(value: Any) -> str:
-    """The type of a value, for a message."""
+    """The type of a value, for an error message."""
     kind = f"of type {type(value).__name__}"
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return f"{kind} with dtype {value.dtype}"

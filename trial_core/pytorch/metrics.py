@@ -1,9 +1,9 @@
-"""Metrics of many batches on many ranks made into one, exactly once.
+"""Reduces metrics over all batches of all ranks, exactly once.
 
-Each rank collects what its `train_batch` or `evaluate_batch` returns (`BatchMetrics`), on the
-device and without waiting for it. At the workload's end everything comes to the host in one go,
-ranks exchange sums and extremes (`Partials`), and `combine` makes one value of each metric: by
-default the mean of the per-batch values over all batches of all ranks.
+Each rank collects the metrics of its batches on the device, without waiting for it
+(`BatchMetrics`). When the workload ends, they are moved to the host and ranks exchange sums and
+extremes (`Partials`). `combine` then reduces each metric, by default to the mean over all batches
+of all ranks.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import numpy as np
 import torch
 
 from trial_core.errors import TrialError
-from trial_core.pytorch.metric_values import Array, Value, numbers, plain, to_host, type_of
-
-__all__ = ["BatchMetrics", "Partial", "Partials", "Reducer", "Value", "combine", "numbers", "plain"]
+from trial_core.pytorch.metric_values import Array, Value, as_array, as_plain, to_host, type_of
 
 
 class Reducer(Enum):
-    """How a metric's values for single batches become one value.
+    """How to reduce a metric's values of single batches to one value.
+
+    Follows ``determined.pytorch.Reducer``.
 
     Attributes:
-        AVG: their mean.
-        SUM: their sum.
-        MAX: the largest.
-        MIN: the smallest.
+        AVG: the mean.
+        SUM: the sum.
+        MAX: the largest value.
+        MIN: the smallest value.
     """
 
     AVG = 1
@@ -39,7 +39,7 @@ class Reducer(Enum):
 
 
 class Partial(TypedDict):
-    """One metric's part of one rank. Plain data."""
+    """One metric of one rank, reduced over the rank's batches."""
 
     sum: Value
     max: Value
@@ -47,7 +47,7 @@ class Partial(TypedDict):
 
 
 class Partials(TypedDict, total=False):
-    """What one rank contributes to the metrics of a workload. Plain data; may be empty."""
+    """One rank's metrics of a workload; empty on a rank that reports none."""
 
     batches: int
     metrics: dict[str, Partial]
@@ -62,35 +62,38 @@ class BatchMetrics:
 
     def __init__(self, method: str = "train_batch") -> None:
         self._method = method
-        # Each metric's values, one for each call; None before the first call says which there are.
+        # Each metric's values, one for each call; None before the first call.
         self._columns: dict[str, list[torch.Tensor | Array]] | None = None
         self._calls_of_batch: list[int] = []
         self._of_batches: dict[str, Array] | None = None
 
     def add_batch(self, calls: Sequence[torch.Tensor | Mapping[str, Any]]) -> None:
-        """Add one batch: what each call of the method returned, usually a single one.
+        """Add one batch.
 
-        A tensor on its own is the metric ``loss``. Tensors are copied on their device, since the
-        trial may reuse them.
+        Tensors are copied on their device, because the trial may reuse them.
+
+        Args:
+            calls: the return value of each call of the method, usually one. A tensor is the metric
+                ``loss``.
 
         Raises:
-            TrialError: neither a tensor nor a mapping; a metric that is no number and no array of
-                numbers; other metrics than in the first batch.
+            TrialError: a return value is neither a tensor nor a mapping, or a metric is not
+                numeric, or the metrics are not those of the first batch.
         """
         for outcome in calls:
             metrics, columns = self._checked(outcome)
             for name, column in columns.items():
-                column.append(self._kept(name, metrics[name]))
+                column.append(self._copied(name, metrics[name]))
         self._calls_of_batch.append(len(calls))
         self._of_batches = None
 
     def per_batch(self) -> list[dict[str, Value]]:
-        """The metrics of each batch; the mean over its calls if there were several.
+        """The metrics of each batch: the mean over its calls.
 
-        The first of this and `partials` waits for the accelerator, once.
+        The first call of this or `partials` waits for the accelerator.
 
         Raises:
-            TrialError: a metric whose shape differs between batches.
+            TrialError: a metric's shape differs between batches.
         """
         values = {name: array.tolist() for name, array in self._on_host().items()}
         return [
@@ -102,13 +105,13 @@ class BatchMetrics:
         """Sums and extremes over this rank's batches.
 
         Raises:
-            TrialError: a metric whose shape differs between batches.
+            TrialError: a metric's shape differs between batches.
         """
         metrics = {
             name: Partial(
-                sum=plain(values.sum(axis=0)),
-                max=plain(values.max(axis=0)),
-                min=plain(values.min(axis=0)),
+                sum=as_plain(values.sum(axis=0)),
+                max=as_plain(values.max(axis=0)),
+                min=as_plain(values.min(axis=0)),
             )
             for name, values in self._on_host().items()
         }
@@ -117,13 +120,13 @@ class BatchMetrics:
     def _checked(
         self, outcome: torch.Tensor | Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, list[torch.Tensor | Array]]]:
-        """What a call returned, as metrics, and the columns that they belong to."""
+        """The metrics of one call, and the columns to append them to."""
         if isinstance(outcome, torch.Tensor):
             outcome = {"loss": outcome}
         if not isinstance(outcome, Mapping):
             raise TrialError(
-                f"{self._method} must return a dictionary mapping string names to metrics, or a "
-                f"tensor, which is then the loss; it returned {type_of(outcome)}"
+                f"{self._method} must return a dictionary mapping string names to metrics, or the "
+                f"loss as a tensor; it returned a value {type_of(outcome)}"
             )
         if self._columns is None or outcome.keys() != self._columns.keys():
             self._check_names(outcome)
@@ -132,11 +135,11 @@ class BatchMetrics:
         return outcome, self._columns
 
     def _check_names(self, outcome: Mapping[str, Any]) -> None:
-        odd = [name for name in outcome if not isinstance(name, str)]
-        if odd:
+        invalid = [name for name in outcome if not isinstance(name, str)]
+        if invalid:
             raise TrialError(
                 f"the names of metrics must be strings, but {self._method} returned a metric named "
-                f"{odd[0]!r} ({type_of(odd[0])})"
+                f"{invalid[0]!r} ({type_of(invalid[0])})"
             )
         if self._columns is not None:
             raise TrialError(
@@ -145,13 +148,13 @@ class BatchMetrics:
                 "the workload, compared with its first batch"
             )
 
-    def _kept(self, name: str, value: Any) -> torch.Tensor | Array:
+    def _copied(self, name: str, value: Any) -> torch.Tensor | Array:
         if isinstance(value, torch.Tensor) and not value.is_complex():
             return value.detach().clone()
-        return numbers(name, value, self._method)
+        return as_array(name, value, self._method)
 
     def _on_host(self) -> dict[str, Array]:
-        """Each metric's values of all batches: arrays of shape (batches, *the metric's own)."""
+        """Each metric's values of all batches: shape (batches, *shape of the metric)."""
         if self._of_batches is None:
             calls = to_host(self._columns or {}, self._method)
             self._of_batches = {
@@ -163,29 +166,28 @@ class BatchMetrics:
 def combine(
     partials: Sequence[Partials], reducers: Reducer | Mapping[str, Reducer] = Reducer.AVG
 ) -> dict[str, Value]:
-    """Reduce each metric over all batches of all ranks. Pure: same input, same result everywhere.
+    """Reduce each metric over all batches of all ranks. Pure: the same result on every rank.
 
     Args:
-        partials: what each rank contributes, in the order of ranks. Ranks without a batch (empty,
-            or with no batches) do not count.
-        reducers: how to reduce: one way for all metrics, or one for each.
+        partials: each rank's metrics, in the order of ranks. Ranks without batches do not count.
+        reducers: one reducer for all metrics, or one for each.
 
     Raises:
-        TrialError: ranks disagree on a metric's name or shape, or `reducers` do not fit.
+        TrialError: a metric's name or shape differs between ranks, or `reducers` do not match.
     """
-    parts = {rank: part for rank, part in enumerate(partials) if part.get("batches")}
-    if not parts:
+    by_rank = {rank: part for rank, part in enumerate(partials) if part.get("batches")}
+    if not by_rank:
         return {}
-    first, reference = next(iter(parts.items()))
-    for rank, part in parts.items():
+    first, reference = next(iter(by_rank.items()))
+    for rank, part in by_rank.items():
         if part["metrics"].keys() != reference["metrics"].keys():
             raise TrialError(
                 "metric names must match across ranks, but rank "
                 f"{rank} returned {_difference(part['metrics'], reference['metrics'])}, compared "
                 f"with rank {first}"
             )
-    ways = _reducer_of_each(reducers, reference["metrics"])
-    return {name: _combine_one(name, parts, way) for name, way in ways.items()}
+    reducer_of = _reducer_of_each(reducers, reference["metrics"])
+    return {name: _combine_one(name, by_rank, reducer) for name, reducer in reducer_of.items()}
 
 
 def _means(values: Array, calls_of_batch: Sequence[int]) -> Array:
@@ -201,38 +203,39 @@ def _means(values: Array, calls_of_batch: Sequence[int]) -> Array:
     )
 
 
-def _combine_one(name: str, parts: Mapping[int, Partials], way: Reducer) -> Value:
-    shapes = {rank: np.shape(part["metrics"][name]["sum"]) for rank, part in parts.items()}
+def _combine_one(name: str, by_rank: Mapping[int, Partials], reducer: Reducer) -> Value:
+    shapes = {rank: np.shape(part["metrics"][name]["sum"]) for rank, part in by_rank.items()}
     if len(set(shapes.values())) > 1:
         raise TrialError(f'metric "{name}" differs in shape between ranks: {shapes}')
-    metrics = [part["metrics"][name] for part in parts.values()]
-    if way is Reducer.MAX:
-        return plain(np.max([metric["max"] for metric in metrics], axis=0))
-    if way is Reducer.MIN:
-        return plain(np.min([metric["min"] for metric in metrics], axis=0))
+    metrics = [part["metrics"][name] for part in by_rank.values()]
+    if reducer is Reducer.MAX:
+        return as_plain(np.max([metric["max"] for metric in metrics], axis=0))
+    if reducer is Reducer.MIN:
+        return as_plain(np.min([metric["min"] for metric in metrics], axis=0))
     total = np.sum([metric["sum"] for metric in metrics], axis=0)
-    if way is Reducer.SUM:
-        return plain(total)
-    return plain(np.asarray(total / sum(part["batches"] for part in parts.values())))
+    if reducer is Reducer.SUM:
+        return as_plain(total)
+    return as_plain(np.asarray(total / sum(part["batches"] for part in by_rank.values())))
 
 
 def _reducer_of_each(
     reducers: Reducer | Mapping[str, Reducer], metrics: Mapping[str, Partial]
 ) -> dict[str, Reducer]:
-    ways = dict(reducers) if isinstance(reducers, Mapping) else dict.fromkeys(metrics, reducers)
-    if ways.keys() != metrics.keys():
+    if not isinstance(reducers, Mapping):
+        reducers = dict.fromkeys(metrics, reducers)
+    if reducers.keys() != metrics.keys():
         raise TrialError(
             "evaluation_reducer must give a single reducer, or a reducer for every validation "
-            f"metric: expected {sorted(metrics)}, got {sorted(ways)}"
+            f"metric: expected {sorted(metrics)}, got {sorted(reducers)}"
         )
-    for name, way in ways.items():
-        if not isinstance(way, Reducer):
+    for name, reducer in reducers.items():
+        if not isinstance(reducer, Reducer):
             raise TrialError(
-                f'evaluation_reducer gives {way!r} ({type_of(way)}) for metric "{name}"; it must '
-                "be a trial_core.pytorch.Reducer, such as Reducer.AVG"
+                f"evaluation_reducer gives {reducer!r} ({type_of(reducer)}) for metric "
+                f'"{name}"; it must be a trial_core.pytorch.Reducer, such as Reducer.AVG'
             )
-    # In the order of the metrics, so that results are listed alike.
-    return {name: ways[name] for name in metrics}
+    # In the order of the metrics, so that all results have one order.
+    return {name: reducers[name] for name in metrics}
 
 
 def _difference(names: Mapping[str, Any], expected: Mapping[str, Any]) -> str:

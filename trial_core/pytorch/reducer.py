@@ -1,4 +1,4 @@
-"""Custom metrics: computed from what all ranks have gathered, not averaged over ranks.
+"""Custom reducers: metrics that are computed from the values of all ranks, not averaged.
 
 Follows ``determined.pytorch.MetricReducer`` and ``context.wrap_reducer``.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 import copy
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
 from trial_core.errors import TrialError
-from trial_core.pytorch.metrics import BatchMetrics, Reducer, combine, numbers, plain
+from trial_core.pytorch.metric_values import as_array, as_plain
+from trial_core.pytorch.metrics import BatchMetrics, Reducer, combine
 from trial_core.run.observer import MetricsKind
 
 __all__ = [
@@ -27,12 +28,12 @@ __all__ = [
 
 
 class MetricReducer(ABC):
-    """A metric that is computed over all ranks, in three steps of your own.
+    """A metric that is computed over all ranks. Follows Determined's class of the same name.
 
-    1. During a workload every rank gathers values; how is up to you, usually an ``update`` method
-       that you call in `train_batch` or `evaluate_batch`.
-    2. At its end `per_slot_reduce` boils this rank's values down to what the others need.
-    3. `cross_slot_reduce` makes the metric of what all ranks gave.
+    1. During a workload every rank collects values, usually in an ``update`` method that the trial
+       calls in `train_batch` or `evaluate_batch`.
+    2. When the workload ends, `per_slot_reduce` reduces this rank's values.
+    3. `cross_slot_reduce` computes the metric from the results of all ranks.
 
     For example::
 
@@ -60,31 +61,31 @@ class MetricReducer(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget all values. Called on every rank before each workload that uses the metric."""
+        """Discard all values. Called on every rank before each workload that uses the metric."""
 
     @abstractmethod
     def per_slot_reduce(self) -> Any:
-        """This rank's contribution, picklable. Called on every rank after each such workload."""
+        """This rank's contribution, picklable. Called on every rank after such a workload."""
 
     @abstractmethod
     def cross_slot_reduce(self, per_slot_metrics: list[Any]) -> Any:
-        """The metric. Called on every rank, and must give the same on every rank.
+        """The metric. Called on every rank; must return the same on every rank.
 
         Args:
-            per_slot_metrics: what `per_slot_reduce` returned, for each rank, in their order.
+            per_slot_metrics: the results of `per_slot_reduce`, in the order of ranks.
 
         Returns:
-            A number, or an array or list of numbers, if the reducer was wrapped with a name;
-            a dict of such by name, if it was wrapped without.
+            If the reducer was wrapped with a name: a number, or an array or list of numbers. If it
+            was wrapped without: a dict of such values by name.
         """
 
 
 class FunctionReducer(MetricReducer):
-    """A metric that a function computes from all values of all ranks, kept in memory until then.
+    """A metric that a function computes from all values of all ranks. Keeps all values in memory.
 
     Args:
-        function: takes the flat list of all values passed to `update`. With one `update` per
-            batch, in the order of the unsharded data: values of different ranks take turns.
+        function: takes the flat list of all values passed to `update`; the ranks' values alternate.
+            With one `update` a batch this is the order of the unsharded data.
     """
 
     def __init__(self, function: Callable[[list[Any]], Any]) -> None:
@@ -92,7 +93,7 @@ class FunctionReducer(MetricReducer):
         self._values: list[Any] = []
 
     def update(self, value: Any) -> None:
-        """Remember one value, of any picklable type. Call it with values on the host (CPU)."""
+        """Add one value of any picklable type, on the host (CPU)."""
         self._values.append(value)
 
     def reset(self) -> None:
@@ -122,8 +123,8 @@ class _Wrapped:
         return self.for_training if kind == "training" else self.for_validation
 
     @property
-    def words(self) -> str:
-        """What the user knows this reducer as."""
+    def label(self) -> str:
+        """Names the reducer in messages."""
         reducer = self.reducer
         if isinstance(reducer, FunctionReducer):
             function = reducer.function
@@ -162,38 +163,24 @@ class ReducerRegistry:
         for_training: bool = True,
         for_validation: bool = True,
     ) -> MetricReducer:
-        """Register a reducer. Every rank must wrap the same ones, in the same order.
-
-        Args:
-            reducer: a `MetricReducer`, or a function of the list of all values.
-            name: the metric's name; None when the reducer returns a dict of metrics by name.
-            for_training: report it with training workloads.
-            for_validation: report it with validations.
-
-        Returns:
-            The `MetricReducer` itself; for a function, an object with ``update(value)``.
-
-        Raises:
-            TrialError: neither a function nor a `MetricReducer`, a `MetricReducer` that was wrapped
-                before, or for nothing.
-        """
-        # A function may be: it has no values of its own, those are in what is returned each time.
+        """Register a reducer; see `DeepSpeedTrialContext.wrap_reducer`."""
+        # A function may be wrapped twice: its values are in the FunctionReducer.
         if any(reducer is wrapped.reducer for wrapped in self._wrapped):
             raise TrialError(
                 f"{_name_of(reducer)} was passed to wrap_reducer twice; wrap each reducer once, "
-                "with for_training and for_validation saying where it counts"
+                "and choose the workloads with for_training and for_validation"
             )
         wrapped = _Wrapped(_as_reducer(reducer), _checked_name(name), for_training, for_validation)
         if not for_training and not for_validation:
             raise TrialError(
-                f"{wrapped.words} was wrapped with for_training=False and for_validation=False, so "
+                f"{wrapped.label} was wrapped with for_training=False and for_validation=False, so "
                 "it would never be computed; leave one of them True"
             )
         self._wrapped.append(wrapped)
         return wrapped.reducer
 
     def reset(self, *, for_training: bool = False, for_validation: bool = False) -> None:
-        """Reset the reducers that count in such workloads. Before each workload, on every rank."""
+        """Reset the reducers of such workloads. Called before each workload, on every rank."""
         for wrapped in self._wrapped:
             if (for_training and wrapped.for_training) or (
                 for_validation and wrapped.for_validation
@@ -201,7 +188,7 @@ class ReducerRegistry:
                 wrapped.reducer.reset()
 
     def contribution(self, kind: MetricsKind) -> list[Any]:
-        """What this rank's reducers hold now, for `reduce`; a copy, whatever they hold later."""
+        """A copy of the present values of this rank's reducers, for `reduce`."""
         return [
             copy.deepcopy(wrapped.reducer.per_slot_reduce())
             for wrapped in self._wrapped
@@ -219,19 +206,19 @@ class ReducerRegistry:
         """The metrics of a workload, as plain Python. Collective: every rank calls this.
 
         Args:
-            allgather: gives what each rank passed to it, in the order of ranks. Called once if any
-                reducer counts in such workloads, and not at all otherwise.
-            counts: whether this rank's values do. `cross_slot_reduce` sees those of ranks that do.
-            contribution: this rank's values, had earlier; None: what its reducers hold now.
+            allgather: returns the arguments of all ranks, in the order of ranks. Called once, or
+                not at all if no reducer is used in such workloads.
+            counts: whether this rank's values count.
+            contribution: an earlier result of `contribution`; None: the present values.
 
         Raises:
-            TrialError: ranks have wrapped different reducers, or a reducer returned something
-                other than its wrapping promises.
+            TrialError: ranks have wrapped different reducers, or a reducer's result does not match
+                its wrapping, or two reducers return a metric of the same name.
         """
         serving = [wrapped for wrapped in self._wrapped if wrapped.serves(kind)]
         if not serving:
             return {}
-        labels = [f"{wrapped.words} (name={wrapped.name!r})" for wrapped in serving]
+        labels = [f"{wrapped.label} (name={wrapped.name!r})" for wrapped in serving]
         values = contribution
         if values is None:
             values = [wrapped.reducer.per_slot_reduce() for wrapped in serving]
@@ -246,11 +233,11 @@ class ReducerRegistry:
         for index, wrapped in enumerate(serving):
             per_slot = [rank_values[index] for _, rank_values in gathered if rank_values]
             result = _named(wrapped, wrapped.reducer.cross_slot_reduce(per_slot))
-            twice = sorted(result.keys() & metrics.keys())
-            if twice:
+            duplicates = sorted(result.keys() & metrics.keys())
+            if duplicates:
                 raise TrialError(
-                    f"{wrapped.words} gives the metric(s) {twice}, which another reducer gives "
-                    "already; give each metric a name of its own"
+                    f"{wrapped.label} gives the metric(s) {duplicates}, which another reducer "
+                    "gives already; use different names"
                 )
             metrics.update(result)
         return metrics
@@ -279,32 +266,28 @@ def _checked_name(name: Any) -> str | None:
 
 
 def _named(wrapped: _Wrapped, reduced: Any) -> dict[str, Any]:
-    """A reducer's result as metrics by name, checked against how it was wrapped."""
+    """A reducer's result as metrics by name, checked against its wrapping."""
     if wrapped.name is not None:
         if isinstance(reduced, Mapping):
             raise TrialError(
-                f'the {wrapped.words} was wrapped with name="{wrapped.name}" but returned a dict '
-                f"(of {_names(reduced)}); wrap it without a name if it returns several metrics, or "
-                "return a single metric"
+                f'the {wrapped.label} was wrapped with name="{wrapped.name}" but returned a dict '
+                f"(of {sorted(map(str, reduced))}); wrap it without a name if it "
+                "returns several metrics, or return a single metric"
             )
         reduced = {wrapped.name: reduced}
     elif not isinstance(reduced, Mapping):
         raise TrialError(
-            f"the {wrapped.words} was wrapped without a name but did not return a dict (it "
+            f"the {wrapped.label} was wrapped without a name but did not return a dict (it "
             f"returned {_name_of(reduced)}); wrap it with a name if it returns a single metric, or "
             "return a dict of metrics by name"
         )
-    odd = [key for key in reduced if not isinstance(key, str)]
-    if odd:
+    invalid = [key for key in reduced if not isinstance(key, str)]
+    if invalid:
         raise TrialError(
-            f"the {wrapped.words} returned a dict with the key {odd[0]!r}; the names of metrics "
-            "are strings"
+            f"the {wrapped.label} returned a dict with the key {invalid[0]!r}; the names of "
+            "metrics must be strings"
         )
-    return {key: plain(numbers(key, value, wrapped.words)) for key, value in reduced.items()}
-
-
-def _names(mapping: Mapping[Any, Any]) -> Sequence[str]:
-    return sorted(map(str, mapping))
+    return {key: as_plain(as_array(key, value, wrapped.label)) for key, value in reduced.items()}
 
 
 def _name_of(value: Any) -> str:

@@ -1,8 +1,8 @@
-"""Seeds, and generators kept apart from those that training draws from.
+"""Seeds, and random generators that are separate from those of training.
 
-A loader's order must come from its seed and the epoch alone, and making an iterator must leave
-Python's, numpy's and torch's global generators as they were: they belong to the user's model, are
-saved with every checkpoint, and a resumed run must find them where the uninterrupted run had them.
+A loader's order must depend only on its seed and the epoch. Loading must not advance the global
+generators of Python, numpy and torch: the user's model draws from them, checkpoints hold their
+state, and a resumed run must draw the same numbers as the uninterrupted run.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ T = TypeVar("T")
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed of 63 bits for one purpose: ``derive_seed(7, "shuffle", 2)``.
+    """A 63-bit seed for one purpose: ``derive_seed(7, "shuffle", 2)``.
 
-    The same in every process. Neighbouring seeds and epochs give unrelated results, which adding
-    numbers would not.
+    The same in every process. Neighbouring seeds and epochs give unrelated results, unlike a sum.
     """
     text = "/".join(str(part) for part in parts)
     digest = hashlib.sha256(text.encode()).digest()
@@ -44,13 +43,13 @@ def seed_globals(seed: int) -> None:
 
 
 def isolated(items: Iterator[T], chunk: int = 1) -> Iterator[T]:
-    """The same items, but what `items` does to the global generators stays within `items`.
+    """The same items, with global generators that only `items` uses.
 
-    While `items` runs it sees the generators as it left them when it ran last; everybody else
-    never sees it draw. It should begin with `seed_globals`.
+    While `items` runs, the global generators have the state in which `items` last left them; at all
+    other times, the state of the rest of the process. `items` should begin with `seed_globals`.
 
     Args:
-        chunk: how many items to fetch at a time. Switching costs about 0.1 ms.
+        chunk: how many items to fetch at a time. Switching the state costs about 0.1 ms.
     """
     inside: _Globals | None = None
     while True:

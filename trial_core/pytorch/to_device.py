@@ -1,4 +1,4 @@
-"""Moving a batch, however it is nested, to a device."""
+"""Moves a nested batch to a device."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# What a batch usually is, once on the device.
+# The usual types of a batch on the device.
 TorchData = dict[str, torch.Tensor] | Sequence[torch.Tensor] | torch.Tensor
 
 
 def to_device(data: Any, device: torch.device | str, warned: set[type]) -> Any:
-    """`data` with all its tensors and arrays on `device`, as tensors.
+    """`data` with all its tensors and arrays as tensors on `device`.
 
-    Goes into dicts, lists, tuples and named tuples, and keeps their types. Objects with a method
-    ``to`` move themselves. Anything else stays as it is, with one warning for each type.
+    Searches dicts, lists, tuples and named tuples, and keeps their types. Calls the method ``to``
+    of other objects that have one. Anything else is returned unchanged, with one warning for each
+    type.
 
     Args:
-        warned: the types warned about so far; added to.
+        warned: the types warned about so far; new ones are added.
     """
     if isinstance(data, torch.Tensor):
-        # Only towards a GPU: the other way, the caller could read before the copy has arrived.
+        # Non-blocking only to a GPU: a copy to the host could be read before it is complete.
         return data.to(device, non_blocking=torch.device(device).type == "cuda")
     if isinstance(data, np.ndarray) and data.dtype.kind in "biufc":
-        # torch takes neither negative strides nor foreign byte orders, and warns of read-only.
+        # torch refuses negative strides and foreign byte orders, and warns of read-only arrays.
         native = data.astype(data.dtype.newbyteorder("="), copy=not data.flags.writeable)
         return torch.from_numpy(np.asarray(native, order="C")).to(device)
     if callable(getattr(type(data), "to", None)):
@@ -57,7 +58,7 @@ def _mapping_to_device(
     moved = {key: to_device(value, device, warned) for key, value in data.items()}
     if type(data) is dict or not isinstance(data, MutableMapping):
         return moved
-    # A copy keeps what the type knows besides its items, such as a default factory.
+    # A copy keeps the attributes of the type, such as a default factory.
     same_type = copy.copy(data)
     same_type.update(moved)
     return same_type

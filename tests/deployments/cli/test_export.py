@@ -34,7 +34,7 @@ WEIGHTS = {"0.weight": (16, 2), "0.bias": (16,), "3.weight": (2, 16), "3.bias": 
 def folder(
     warm_slots: Callable[[int], SlotGroup], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Where ``checkpoints`` holds the toy's, after three batches on two ranks."""
+    """A folder whose ``checkpoints`` holds one of the toy, after three batches on two ranks."""
     folder = tmp_path_factory.mktemp("export")
     config = toy_config(folder, 3, hyperparameters={"zero_stage": 2})
     run = drive(warm_slots(2), config, folder, persist=True)
@@ -46,7 +46,7 @@ def folder(
 
 @pytest.fixture
 def manifest(folder: Path) -> Manifest:
-    """Of that checkpoint."""
+    """The manifest of that checkpoint."""
     return CheckpointStore(f"file://{folder}/checkpoints").list()[0]
 
 
@@ -54,8 +54,10 @@ def run(folder: Path, *arguments: str) -> int:
     return main(["export", *arguments, "--storage", str(folder / "checkpoints")])
 
 
-def test_a_checkpoint_becomes_one_file(folder: Path, manifest: Manifest, tmp_path: Path) -> None:
-    """All of stdout is the JSON asked for; the file is readable by others, and says whose it is."""
+def test_a_checkpoint_is_exported_to_one_file(
+    folder: Path, manifest: Manifest, tmp_path: Path
+) -> None:
+    """Stdout is only the JSON; the file has usual permissions and names its checkpoint."""
     arguments = ("--to", "model.safetensors", "--storage", str(folder / "checkpoints"), "--json")
     done = trialflow(tmp_path, "export", manifest.uuid[:8], *arguments)
     assert done.returncode == 0, done.stderr
@@ -75,10 +77,10 @@ def test_a_checkpoint_becomes_one_file(folder: Path, manifest: Manifest, tmp_pat
     assert target.stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
-def test_the_newest_of_a_trial_as_a_state_dict(
+def test_the_newest_checkpoint_of_a_trial_as_a_state_dict(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--trial` finds it; .pt is for torch.load, without unpickling anything but tensors."""
+    """`--trial` selects it; `torch.load` reads .pt with weights_only=True."""
     target = tmp_path / "new" / "model.pt"
     assert run(folder, "--trial", "toy-0000beef", "--to", str(target)) == 0
     weights = torch.load(target, weights_only=True)
@@ -88,14 +90,14 @@ def test_the_newest_of_a_trial_as_a_state_dict(
     )
 
 
-def test_a_file_is_replaced_only_by_force(
+def test_an_existing_file_is_replaced_only_with_force(
     folder: Path, manifest: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is there stays, until `--force` says otherwise."""
+    """Without `--force` it stays as it is."""
     target = tmp_path / "model.bin"
     target.write_text("precious")
     assert run(folder, manifest.uuid, "--to", str(target)) == 2
-    assert "it exists already; --force replaces it" in capsys.readouterr().err
+    assert "exists already; add --force to replace it" in capsys.readouterr().err
     assert target.read_text() == "precious"
     assert run(folder, manifest.uuid, "--to", str(target), "--force") == 0
     assert torch.load(target, weights_only=True).keys() == WEIGHTS.keys()
@@ -105,12 +107,12 @@ def test_a_file_is_replaced_only_by_force(
     ("arguments", "message"),
     [
         ("0123 --to x.pt", "no checkpoint in file://"),
-        ("--to x.pt", "give either a checkpoint or --trial, and not both"),
-        ("0123 --trial t --to x.pt", "give either a checkpoint or --trial, and not both"),
+        ("--to x.pt", "expected either a checkpoint or --trial, got neither"),
+        ("0123 --trial t --to x.pt", "expected either a checkpoint or --trial, got both"),
         ("--trial toy --to x.pt", "trial 'toy' has no checkpoint in file://"),
         ("--trial toy-0000beef --to x.onnx", "expected a name that ends in .safetensors, .pt, .bi"),
         ("--trial toy-0000beef --to file/x.pt", "cannot write"),
-        ("--trial toy-0000beef --to folder.pt", "this is a folder"),
+        ("--trial toy-0000beef --to folder.pt", "is a folder; give the name of a file"),
         (
             "--trial toy-0000beef --to x.pt --engine 1",
             "for engine 1 (model1/…model_states.pt): its",
@@ -119,7 +121,7 @@ def test_a_file_is_replaced_only_by_force(
         ("--trial toy-0000beef --to x.pt --dtype int8", 'Choose from: "fp32", "16bit"'),
     ],
 )
-def test_what_cannot_be_done_is_refused(
+def test_wrong_arguments_are_refused(
     folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -127,7 +129,7 @@ def test_what_cannot_be_done_is_refused(
     arguments: str,
     message: str,
 ) -> None:
-    """Exit code 2, the reason, and no file, whole or part."""
+    """Exit code 2, the reason, and no file, not even a partial one."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     (tmp_path / "folder.pt").mkdir()
@@ -136,23 +138,23 @@ def test_what_cannot_be_done_is_refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.pt"]
 
 
-def test_a_save_of_the_trials_own_is_refused(
+def test_a_trial_that_overrides_save_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its files are the trial's; the command that brings them is said."""
+    """The error gives the command that downloads its files."""
     store = CheckpointStore(f"file://{tmp_path}/checkpoints")
     own = upload(store, tmp_path / "staging", FILES)
     store.commit(own)
     assert run(tmp_path, own.uuid, "--to", str(tmp_path / "x.pt")) == 2
     message = capsys.readouterr().err
-    assert "it has been written by a save of the trial's own" in message
+    assert "the trial overrides save, so only the trial can read its files" in message
     assert f"trialflow checkpoints download {own.uuid} --to FOLDER" in message
 
 
 def test_a_damaged_checkpoint_is_not_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What differs from its manifest is never unpickled: exit code 1, the file is named."""
+    """Exit code 1; the error names the file that differs from the manifest."""
     store = CheckpointStore(f"file://{tmp_path}/checkpoints")
     damaged = upload(store, tmp_path / "staging", {"model0/mp_rank_00_model_states.pt": b"good"})
     store.commit(damaged)
@@ -176,7 +178,7 @@ class Hostile:
 def test_only_a_trusted_checkpoint_may_run_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By --trusted, or by the experiment that --config names; else what it holds is refused."""
+    """With --trusted, or if the experiment of --config trusts it."""
     marker, states = tmp_path / "it has run", io.BytesIO()
     torch.save({"module": {"weight": torch.ones(2)}, "odd": Hostile(marker)}, states)
     store = CheckpointStore(f"file://{tmp_path}/checkpoints")

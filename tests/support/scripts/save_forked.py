@@ -1,9 +1,9 @@
-"""Saves in processes of their own, which start at once: forked where everything is imported.
+"""Saves in forked processes, which start quickly because everything is imported already.
 
-Reads jobs from its input, one JSON object a line: ``url``, ``options`` (each client's), ``engine``,
-``staged`` (each rank's folder), ``uuid``, ``part_bytes``, and ``rank``: null to save as a whole
-run does, a number to upload as that rank does. For each it prints ``{"pid": …}`` and, when that
-process has ended, ``{"code": …}``: 0 done, 3 the storage failed, -9 killed.
+Reads jobs from stdin, one JSON object a line: ``url``, ``options`` (by client), ``engine``,
+``staged`` (folder by rank), ``uuid``, ``part_bytes``, and ``rank``: null to save as a whole run, a
+number to upload as that rank. For each job it prints ``{"pid": …}`` and, when the process has
+ended, ``{"code": …}``: 0 done, 3 the storage failed, -9 killed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EAGER = ("s3fs", "aiobotocore.session", "trial_core.storage.obstore_s3")
 
 
 def carry_out(job: dict[str, Any]) -> None:
-    """Save, or upload one rank's part of a save."""
+    """Save, or upload one rank's part of a checkpoint."""
     os.environ[ENGINE_VARIABLE] = job["engine"]
     stores = {
         client: CheckpointStore(job["url"], options) for client, options in job["options"].items()
@@ -42,7 +42,7 @@ def carry_out(job: dict[str, Any]) -> None:
 
 
 def fork(job: dict[str, Any]) -> int:
-    """Start a job in a process of its own; its pid."""
+    """Run a job in a forked process; its pid."""
     if pid := os.fork():
         return pid
     code = 1
@@ -60,7 +60,7 @@ def fork(job: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    """Carry out one job after the other."""
+    """Run one job after the other."""
     for module in EAGER:
         importlib.import_module(module)
     assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"

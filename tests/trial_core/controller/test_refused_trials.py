@@ -130,12 +130,12 @@ REFUSED = {
     "a save without a load": Case(
         "bad_trials:SavesInItsOwnWay", "everything",
         'DeepSpeed found no checkpoint (tag "model0") in ',
-        ("; a trial that overrides save overrides load as well",),
+        ("; a trial that overrides save must also override load",),
     ),
     "a save without a load_weights": Case(
         "bad_trials:SavesInItsOwnWay", "weights",
         'DeepSpeed found no weights (tag "model0") in ',
-        ("; a trial that overrides save overrides load_weights as well",),
+        ("; a trial that overrides save must also override load_weights",),
     ),
     "nothing": Case("toy_trial:ToyTrial", "weights", "not refused"),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Trains straight, and in two parts with a checkpoint between them, and compares."""
+"""Compares an uninterrupted run with one that resumes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trial_core.slots.group import SlotGroup
 def assert_resuming_is_bit_identical(
     slots: SlotGroup, folder: Path, entrypoint: str, **hparams: Any
 ) -> Path:
-    """9 batches, and 4 + 5: the same samples, weights, optimizer states and metrics on every rank.
+    """9 batches equal 4 + 5: the same samples, weights, optimizer states and metrics on every rank.
 
     Returns:
         The files of the last checkpoint.
@@ -23,7 +23,7 @@ def assert_resuming_is_bit_identical(
         (folder / part).mkdir(exist_ok=True)
         config = toy_config(
             folder / part, batches, scheduling_unit=3, entrypoint=entrypoint,
-            # Validations may draw random numbers, so both runs have them at the same places.
+            # Validations may draw random numbers, so both runs have them after the same batches.
             min_validation_period={"batches": 4},
             hyperparameters={"record": str(folder / part), "train_samples": 50, **hparams},
         )  # fmt: skip
@@ -39,7 +39,7 @@ def assert_resuming_is_bit_identical(
         for part, run in (("straight", whole), ("parts", rest))
     ]
     expected, restored = map(tensors, stored)
-    assert len(expected) > 7  # so that something is compared: a single rank has that many
+    assert len(expected) > 7  # a single rank has more, so there is something to compare
     assert differing(expected, restored) == []
     assert rest.validation[-1] == whole.validation[-1]
     return stored[1]

@@ -1,9 +1,7 @@
 """Training in 16 bits, on real ranks.
 
-Whether it is to be had is the device's business, which DeepSpeed asks when an engine is built. CPU
-ranks train in bf16; in fp16 only where the processor computes in it (AVX512-FP16 or AMX-FP16), and
-elsewhere DeepSpeed refuses it (`test_refused_trials`). GPUs do both. `test_engines` has what bf16
-learns.
+CPU ranks support bf16, and fp16 only on processors with AVX512-FP16 or AMX-FP16; elsewhere
+DeepSpeed refuses fp16 (`test_refused_trials`). `test_several_engines` compares bf16 with fp32.
 """
 
 from __future__ import annotations
@@ -23,12 +21,12 @@ pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]
 OWN_CONFIG = "engine_trials:OwnConfig"
 
-# The loss scale is doubled every other batch, so that resuming at another one would show.
+# The loss scale doubles every other batch, so that a wrong one after resuming is seen.
 FP16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}
 
 
 def own(zero_stage: int, **precision: Any) -> dict[str, Any]:
-    """Hyperparameters of a trial in that precision, which accumulates over 3 micro-batches."""
+    """Hyperparameters for a precision, with accumulation over 3 micro-batches."""
     return {
         "accumulation": 3,
         "ds_config": {"zero_optimization": {"stage": zero_stage}, **precision},
@@ -37,33 +35,37 @@ def own(zero_stage: int, **precision: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def needs_fp16() -> None:
-    """Skip where the ranks' device does not compute in fp16."""
+    """Skip if the ranks' device does not support fp16."""
     if not get_accelerator().is_fp16_supported():
         pytest.skip(f"DeepSpeed has no fp16 on this device ({get_accelerator().device_name()})")
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+@pytest.mark.parametrize(
+    "zero_stage", [1, *(pytest.param(s, marks=pytest.mark.long) for s in (0, 3))]
+)
 def test_bf16_resumes_bit_identically(warm_slots: Warm, tmp_path: Path, zero_stage: int) -> None:
-    """The fp32 weights, where ZeRO keeps them, and those in bf16 alike."""
+    """Both the fp32 weights, if ZeRO keeps them, and those in bf16."""
     assert_resuming_is_bit_identical(
         warm_slots(2), tmp_path, OWN_CONFIG, **own(zero_stage, bf16={"enabled": True})
     )
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("needs_fp16")
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_fp16_resumes_bit_identically(warm_slots: Warm, tmp_path: Path, zero_stage: int) -> None:
-    """The loss scale, which moves as training does, goes on where it was."""
+    """The dynamic loss scale is restored too."""
     assert_resuming_is_bit_identical(
         warm_slots(2), tmp_path, OWN_CONFIG, **own(zero_stage, fp16=FP16)
     )
 
 
-# Not without ZeRO: DeepSpeed's 16-bit optimizer then begins with a step of Adam's on no gradients.
+# Not without ZeRO: DeepSpeed's 16-bit optimizer then begins with a step without gradients.
+@pytest.mark.long
 @pytest.mark.usefixtures("needs_fp16")
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_fp16_learns_what_fp32_does(warm_slots: Warm, tmp_path: Path, zero_stage: int) -> None:
-    """Up to rounding: what is learnt are weights in fp32."""
+    """Up to rounding: the optimizer steps on weights in fp32."""
 
     def loss(**precision: Any) -> float:
         config = toy_config(

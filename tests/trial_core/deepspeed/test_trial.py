@@ -1,9 +1,7 @@
-"""Names of DeepSpeedTrial that nothing of ours calls, but that trials may."""
+"""Members of DeepSpeedTrial that only trials use."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from trial_core.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext
 
 
 class Small(DeepSpeedTrial):
-    """No more than must be."""
+    """Defines only the abstract methods."""
 
     def __init__(self, context: DeepSpeedTrialContext | None = None) -> None:
         pass
@@ -29,26 +27,19 @@ class Small(DeepSpeedTrial):
 
 
 class Graphs(Small):
-    """Batches of a type of its own."""
+    """Has batches of its own type."""
 
     def get_batch_length(self, batch: Any) -> int:
         return int(batch["graphs"])
 
 
-def test_the_controller_is_found_on_classes_and_instances() -> None:
-    """As in the reference, it is an attribute of the class."""
+def test_the_controller_is_an_attribute_of_class_and_instance() -> None:
+    """As in the reference."""
     assert DeepSpeedTrial.trial_controller_class is Controller
     assert Small().trial_controller_class is Controller
 
 
-def test_asking_for_the_controller_first_meets_no_cycle() -> None:
-    """In a fresh interpreter that has imported nothing but the trial."""
-    code = "from trial_core.deepspeed import DeepSpeedTrial as T; print(T.trial_controller_class)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "trial_core.controller.controller.Controller" in run.stdout
-
-
-def test_the_length_of_a_batch_may_be_the_trials_own_matter() -> None:
-    """The default looks for a tensor; an override counts as it likes."""
+def test_a_trial_may_override_get_batch_length() -> None:
+    """The default is the length of the first tensor."""
     assert Small().get_batch_length({"x": torch.ones(3, 2)}) == 3
     assert Graphs().get_batch_length({"graphs": 4}) == 4

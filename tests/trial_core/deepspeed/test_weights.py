@@ -1,4 +1,4 @@
-"""Weights out of a checkpoint: of another trial's, whatever the ZeRO stages of both."""
+"""Loading only the weights of a checkpoint, with another number of ranks or ZeRO stage."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from trial_core.deepspeed.export.weights_file.weights_file import export_weights
 
 from tests.support.slots import build, drive, toy_config
+from trial_core.deepspeed.export.weights_file import export_weights
 from trial_core.deepspeed.weights import load_engine
 from trial_core.errors import CheckpointError
 from trial_core.messages import (
@@ -25,80 +25,61 @@ from trial_core.messages import (
 )
 from trial_core.slots.group import SlotGroup
 
-pytestmark = pytest.mark.slots
-
-
 Warm = Callable[[int], SlotGroup]
 
+# Ranks and ZeRO stage of the source, then of the target.
+MOVES = [((2, 3), (1, 2)), ((1, 0), (2, 3))]
+MORE_MOVES = [
+    *(((1, source), (1, target)) for source in (0, 2, 3) for target in (0, 2, 3)),
+    ((1, 0), (4, 2)),
+    ((1, 2), (4, 3)),
+    ((4, 3), (2, 2)),
+    ((4, 3), (2, 3)),
+]
 
-def assert_weights_move(
-    source: SlotGroup, target: SlotGroup, folder: Path, stages: tuple[int, int]
+
+@pytest.mark.slots
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [*MOVES, *(pytest.param(*move, marks=pytest.mark.long) for move in MORE_MOVES)],
+)
+def test_weights_are_loaded_with_another_topology(
+    warm_slots: Warm, tmp_path: Path, source: tuple[int, int], target: tuple[int, int]
 ) -> None:
-    """A trial of 3 batches on `source`; a new one on `target` begins with its weights."""
-    of_source, of_target = (
-        toy_config(folder, 3, hyperparameters={"zero_stage": stage}) for stage in stages
+    """The new trial's weights are those of the source, bit for bit."""
+    slots = warm_slots(target[0])
+    trained = drive(
+        warm_slots(source[0]),
+        toy_config(tmp_path, 3, hyperparameters={"zero_stage": source[1]}),
+        tmp_path,
+        persist=True,
     )
-    trained = drive(source, of_source, folder, persist=True)
     uuid = trained.checkpoints[-1]
-    build(target, of_target, folder)
-    assert trained.topology is not None
-    fetched = target.request(
-        FetchCheckpoint(
-            uuid=uuid, files=trained.files[uuid], saved_by=trained.topology, restore="weights"
-        ),
-        Fetched,
+    build(slots, toy_config(tmp_path, 3, hyperparameters={"zero_stage": target[1]}), tmp_path)
+    request = FetchCheckpoint(
+        uuid=uuid, files=trained.files[uuid], saved_by=trained.topology, restore="weights"
     )
-    assert fetched == [Fetched()] * target.world_size
-    target.request(
-        BuildLoaders(batches_trained=0, checkpoint=uuid, restore="weights"), LoadersBuilt
-    )  # fmt: skip
-    saved = target.request(SaveCheckpoint(uuid="after"), Saved)
-    merged = folder / "merged"
-    for rank in saved:
+    assert slots.request(request, Fetched) == [Fetched()] * target[0]
+    slots.request(BuildLoaders(batches_trained=0, checkpoint=uuid, restore="weights"), LoadersBuilt)
+    merged = tmp_path / "merged"
+    for rank in slots.request(SaveCheckpoint(uuid="after"), Saved):
         shutil.copytree(rank.staging, merged, dirs_exist_ok=True)
 
-    expected = export_weights(folder / "checkpoints" / "checkpoints" / uuid)
-    seen = export_weights(merged)
-    assert expected.keys() == seen.keys()
-    assert [name for name in expected if not torch.equal(expected[name], seen[name])] == []
-
-
-@pytest.mark.parametrize("source", [0, 2, 3])
-@pytest.mark.parametrize("target", [0, 2, 3])
-def test_weights_move_between_zero_stages(
-    warm_slots: Warm, tmp_path: Path, source: int, target: int
-) -> None:
-    """The new trial's weights are the source's, bit for bit, on 1 rank."""
-    assert_weights_move(warm_slots(1), warm_slots(1), tmp_path, (source, target))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "stages"),
-    [
-        ((1, 4), (0, 2)),
-        ((1, 4), (2, 3)),
-        ((2, 1), (3, 2)),
-        ((4, 2), (3, 2)),
-        ((4, 2), (3, 3)),
-    ],
-)
-def test_weights_move_between_numbers_of_ranks(
-    warm_slots: Warm, tmp_path: Path, ranks: tuple[int, int], stages: tuple[int, int]
-) -> None:
-    """More ranks, or fewer, than the source had, from whole weights or shards, into either."""
-    source, target = (warm_slots(world_size) for world_size in ranks)
-    assert_weights_move(source, target, tmp_path, stages)
+    expected = export_weights(tmp_path / "checkpoints" / "checkpoints" / uuid)
+    loaded = export_weights(merged)
+    assert expected.keys() == loaded.keys()
+    assert [name for name in expected if not torch.equal(expected[name], loaded[name])] == []
 
 
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        (1, "it lacks nothing, and has besides 1.bias, 1.weight"),
-        (3, "it lacks 2.bias, 2.weight, and has besides nothing"),
+        (1, "missing in the checkpoint: nothing; not in the model: 1.bias, 1.weight"),
+        (3, "missing in the checkpoint: 2.bias, 2.weight; not in the model: nothing"),
     ],
 )
 def test_weights_of_another_model_are_refused(tmp_path: Path, layers: int, message: str) -> None:
-    """Frozen weights may be missing; what else is missing, or is too much, is named."""
+    """Frozen weights may be missing; the error names all others that differ."""
 
     def model(layers: int) -> torch.nn.Module:
         linear = [torch.nn.Linear(1, 1) for _ in range(layers)]
@@ -115,4 +96,4 @@ def test_weights_of_another_model_are_refused(tmp_path: Path, layers: int, messa
     (tmp_path / "model0" / "mp_rank_00_model_states.pt").touch()
     with pytest.raises(CheckpointError) as refusal:
         load_engine(engine, tmp_path, "model0")
-    assert str(refusal.value) == f"the checkpoint is not of this model: {message}"
+    assert str(refusal.value) == f"the checkpoint was saved by another model; {message}"

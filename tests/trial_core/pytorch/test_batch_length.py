@@ -1,4 +1,4 @@
-"""get_batch_length: records are counted by the first tensor, wherever it is."""
+"""get_batch_length: the first dimension of the first tensor in a nested batch."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ THREE = torch.ones(3, 5)
         ("a name", 7, None, ({"scale": torch.tensor(2.0)}, [THREE])),
     ],
 )
-def test_the_first_tensor_counts(batch: Any) -> None:
-    """Depth first; numbers, words and tensors of no dimension are passed over."""
+def test_the_first_tensor_gives_the_length(batch: Any) -> None:
+    """Depth first; numbers, strings and scalar tensors are skipped."""
     assert batch_length(batch) == 3
 
 
-def test_no_records_are_none() -> None:
-    """A tensor of no rows is a batch without records, not a batch without tensors."""
+def test_an_empty_tensor_gives_length_0() -> None:
+    """A tensor without rows is a batch without records."""
     assert batch_length([torch.ones(0, 5), THREE]) == 0
 
 
 @pytest.mark.parametrize("batch", [{}, [1, "two"], torch.tensor(2.0), object()])
-def test_a_batch_without_any_is_refused(batch: Any) -> None:
-    """With its type, and what to do."""
+def test_a_batch_without_a_tensor_is_refused(batch: Any) -> None:
+    """The error names its type and what to do."""
     with pytest.raises(TrialError, match=f"{type(batch).__qualname__}.*override get_batch_length"):
         batch_length(batch)

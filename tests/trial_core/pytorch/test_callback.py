@@ -1,4 +1,4 @@
-"""Callbacks: every hook of the reference, and which of them anybody overrides."""
+"""Callbacks: the reference's hooks, and which of them are overridden."""
 
 from __future__ import annotations
 
@@ -48,22 +48,18 @@ class Inheriting(Counting):
     def on_trial_shutdown(self) -> None: ...
 
 
-@pytest.mark.parametrize("hook", REFERENCE)
-def test_hooks_are_the_references(hook: str) -> None:
-    """Every hook of the reference exists with its parameters, and does nothing by default."""
-    method = getattr(PyTorchCallback(), hook)
-    assert list(inspect.signature(method).parameters) == REFERENCE[hook] == list(HOOKS[hook])
-    assert method(*REFERENCE[hook]) is None
-
-
-def test_no_other_hooks() -> None:
-    """HOOKS and the class name exactly the reference's hooks."""
+def test_hooks_are_those_of_the_reference() -> None:
+    """The same names and parameters, and a hook does nothing by default."""
     methods = {name for name in vars(PyTorchCallback) if name.startswith("on_")}
     assert methods == set(HOOKS) == set(REFERENCE)
+    for hook, parameters in REFERENCE.items():
+        method = getattr(PyTorchCallback(), hook)
+        assert list(inspect.signature(method).parameters) == parameters == list(HOOKS[hook])
+        assert method(*parameters) is None
 
 
-def test_every_hook_is_drawn() -> None:
-    """The loop in the docstring has every hook in it, in the order of HOOKS, and the state."""
+def test_the_docstring_shows_every_hook_in_order() -> None:
+    """The loop in the docstring has all hooks, in the order of HOOKS, and the state methods."""
     drawing = inspect.getdoc(PyTorchCallback) or ""
     places = [drawing.index(f"{hook}({', '.join(HOOKS[hook])})") for hook in HOOKS]
     assert places == sorted(places)
@@ -71,15 +67,8 @@ def test_every_hook_is_drawn() -> None:
     assert "load_state_dict(state_dict)" in drawing
 
 
-def test_state_is_empty_by_default() -> None:
-    """A callback without state saves an empty dict and takes it back."""
-    callback = PyTorchCallback()
-    callback.load_state_dict(callback.state_dict())
-    assert callback.state_dict() == {}
-
-
 def test_overridden_hooks() -> None:
-    """Only hooks that some callback overrides are named: in its class, above it, or on itself."""
+    """A hook counts if a callback's class, a base class or the instance overrides it."""
     assert overridden_hooks({}) == frozenset()
     assert overridden_hooks({"plain": PyTorchCallback()}) == frozenset()
     two = {"on_training_epoch_start", "on_validation_end"}
@@ -91,7 +80,7 @@ def test_overridden_hooks() -> None:
 
 
 def test_deprecated_hook_warns() -> None:
-    """Overriding on_checkpoint_end warns where the class is defined, and no other hook does."""
+    """Overriding on_checkpoint_end causes a warning at the class definition; other hooks do not."""
     with pytest.warns(FutureWarning, match="Old overrides on_checkpoint_end") as caught:
 
         class Old(PyTorchCallback):
@@ -108,14 +97,14 @@ def test_deprecated_hook_warns() -> None:
 @pytest.mark.parametrize(
     ("callbacks", "message"),
     [
-        (None, "must return a dict of callbacks by name, it returned None"),
+        (None, "must return a dict of callbacks by name, got None"),
         ([Counting()], "must return a dict of callbacks by name"),
-        ({"c": Counting}, r'gives the class Counting for "c"; give an instance: Counting\(\)'),
-        ({"c": object()}, 'gives an object of type object for "c"; derive it'),
+        ({"c": Counting}, r'returned the class Counting for "c"; return an instance: Counting\(\)'),
+        ({"c": object()}, 'returned an object of type object for "c"; derive its class'),
         ({3: Counting()}, "names of callbacks must be strings, got 3"),
     ],
 )
 def test_wrong_callbacks_are_refused(callbacks: Any, message: str) -> None:
-    """Whatever build_callbacks may wrongly return is refused with what was expected."""
+    """The error says what build_callbacks must return."""
     with pytest.raises(TrialError, match=message):
         overridden_hooks(callbacks)

@@ -1,4 +1,4 @@
-"""Metrics: collected without waiting, reduced over all batches of all ranks exactly once."""
+"""Metrics: collected without waiting for the device, and reduced over all ranks exactly once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def reduced(*ranks: list[Any], reducers: Any = Reducer.AVG) -> dict[str, Any]:
 
 
 class Recorder(TorchFunctionMode):
-    """Notes everything that is asked of torch."""
+    """Records the names of all torch calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def test_ranks_are_averaged_once() -> None:
     assert reduced([{"loss": 0.0}], [{"loss": 1.0}]) == {"loss": 0.5}
 
 
-def test_ranks_weigh_by_their_batches() -> None:
+def test_ranks_are_weighted_by_their_batches() -> None:
     """A rank with three batches counts three times as much as one with one batch."""
     assert reduced([{"loss": 1.0}, {"loss": 2.0}, {"loss": 6.0}], [{"loss": 15.0}]) == {"loss": 6.0}
 
@@ -58,7 +58,7 @@ def test_ranks_weigh_by_their_batches() -> None:
 @settings(deadline=None)
 @given(st.lists(st.lists(floats, max_size=4), min_size=1, max_size=5))
 def test_any_division_among_ranks_gives_the_same(ranks: list[list[float]]) -> None:
-    """All four reducers see the batches of all ranks as one list, however they are divided."""
+    """The result depends only on the batches of all ranks together, for each reducer."""
     values = [value for rank in ranks for value in rank]
     batches = [
         [{"x": torch.tensor(value, dtype=torch.float64)} for value in rank] for rank in ranks
@@ -74,14 +74,14 @@ def test_any_division_among_ranks_gives_the_same(ranks: list[list[float]]) -> No
 
 
 def test_reducers_by_metric() -> None:
-    """Each metric can have a reducer of its own."""
+    """Each metric can have its own reducer."""
     ranks = [{"a": 1, "b": 1}, {"a": 5, "b": 5}], [{"a": 3, "b": 3}]
     result = reduced(*ranks, reducers={"b": Reducer.MAX, "a": Reducer.SUM})
     assert result == {"a": 9, "b": 5}
 
 
-def test_ranks_that_report_nothing_are_harmless() -> None:
-    """A rank that does not report metrics takes part with an empty contribution."""
+def test_ranks_without_metrics_do_not_count() -> None:
+    """A rank that does not report metrics contributes nothing."""
     assert combine([Partials(), rank_of({"loss": 3.0}), rank_of()]) == {"loss": 3.0}
 
 
@@ -113,7 +113,7 @@ def test_arrays_are_reduced_elementwise() -> None:
     ids=repr,
 )
 def test_results_are_plain(value: Any) -> None:
-    """Whatever kind of number a trial returns, results and partials are plain Python, so JSON."""
+    """Results and partials are plain Python for every type of number, so that JSON takes them."""
     metrics = BatchMetrics()
     metrics.add_batch([{"x": value}])
     result = combine([metrics.partials()])
@@ -124,7 +124,7 @@ def test_results_are_plain(value: Any) -> None:
 
 
 def test_collecting_never_waits() -> None:
-    """Adding a batch only copies on the device; the values come to the host in one transfer."""
+    """Adding a batch copies on the device; one transfer moves all values to the host."""
     metrics = BatchMetrics()
     losses = [torch.tensor(value, requires_grad=True) * 2 for value in (1.0, 2.0, 3.0)]
     with Recorder() as adding:
@@ -137,8 +137,8 @@ def test_collecting_never_waits() -> None:
     assert [ending.names.count(name) for name in ("cpu", "item", "tolist")] == [1, 0, 0]
 
 
-def test_values_are_taken_at_once() -> None:
-    """A trial may go on writing to the tensor or array that it returned."""
+def test_values_are_copied() -> None:
+    """A trial may reuse the tensor or array that it returned."""
     tensor, array = torch.zeros(1), np.zeros(1)
     metrics = BatchMetrics()
     for _ in range(2):
@@ -148,14 +148,14 @@ def test_values_are_taken_at_once() -> None:
     assert metrics.per_batch() == [{"t": [0.0], "a": [0.0]}, {"t": [1.0], "a": [1.0]}]
 
 
-def test_graphs_are_let_go() -> None:
-    """What is kept of a loss does not hold on to its graph."""
+def test_autograd_graphs_are_released() -> None:
+    """The copy of a loss is detached."""
     metrics = BatchMetrics()
     metrics.add_batch([torch.ones(1, requires_grad=True) * 2])
     assert metrics._columns["loss"][0].requires_grad is False  # type: ignore[index,union-attr]
 
 
-def test_calls_of_a_batch_become_one() -> None:
+def test_the_calls_of_a_batch_are_averaged() -> None:
     """A batch of several micro-batches counts once, as the mean of its calls."""
     metrics = BatchMetrics()
     metrics.add_batch([torch.tensor(1.0), torch.tensor(2.0)])
@@ -165,8 +165,8 @@ def test_calls_of_a_batch_become_one() -> None:
     assert combine([metrics.partials()], Reducer.MAX) == {"loss": 6.0}
 
 
-def test_partials_can_be_asked_for_between_batches() -> None:
-    """Asking early does not change what comes later."""
+def test_partials_can_be_read_between_batches() -> None:
+    """Reading them does not change later results."""
     metrics = BatchMetrics()
     metrics.add_batch([{"x": torch.tensor(1)}])
     metrics.partials()
@@ -174,11 +174,11 @@ def test_partials_can_be_asked_for_between_batches() -> None:
     assert metrics.per_batch() == [{"x": 1}, {"x": 2}]
 
 
-@pytest.mark.parametrize("way", list(Reducer))
-def test_not_a_number_stays_one(way: Reducer) -> None:
-    """A NaN on any rank shows in the result, whichever rank it is."""
+@pytest.mark.parametrize("reducer", list(Reducer))
+def test_a_nan_on_any_rank_is_the_result(reducer: Reducer) -> None:
+    """On the first rank as on the second."""
     for ranks in (([{"x": math.nan}], [{"x": 1.0}]), ([{"x": 1.0}], [{"x": math.nan}])):
-        assert math.isnan(reduced(*ranks, reducers=way)["x"])
+        assert math.isnan(reduced(*ranks, reducers=reducer)["x"])
 
 
 @pytest.mark.parametrize(
@@ -195,29 +195,29 @@ def test_not_a_number_stays_one(way: Reducer) -> None:
         ([torch.tensor(1)], "list"),
     ],
 )
-def test_other_values_are_refused(value: Any, kind: str) -> None:
-    """Anything but numbers is refused, naming metric, method and type."""
+def test_values_that_are_not_numeric_are_refused(value: Any, kind: str) -> None:
+    """The error names metric, method and type."""
     with pytest.raises(TrialError) as raised:
         BatchMetrics("evaluate_batch").add_batch([{"odd": value}])
     assert f'metric "odd" returned by evaluate_batch is of type {kind}' in str(raised.value)
 
 
 @pytest.mark.parametrize(("outcome", "kind"), [(None, "NoneType"), (3.0, "float"), ([1], "list")])
-def test_other_outcomes_are_refused(outcome: Any, kind: str) -> None:
-    """Neither a tensor nor a dict is refused, naming what was returned."""
-    message = f"train_batch must return a dictionary .* returned of type {kind}"
+def test_a_batch_returns_a_tensor_or_a_dict(outcome: Any, kind: str) -> None:
+    """Anything else is refused; the error names its type."""
+    message = f"train_batch must return a dictionary .* returned a value of type {kind}"
     with pytest.raises(TrialError, match=message):
         BatchMetrics().add_batch([outcome])
 
 
 def test_names_are_strings() -> None:
-    """A metric whose name is no string is refused."""
+    """Other names are refused."""
     with pytest.raises(TrialError, match=r"metric named 3 \(of type int\)"):
         BatchMetrics().add_batch([{3: 1.0}])  # type: ignore[dict-item]
 
 
 def test_names_must_match_across_batches() -> None:
-    """A batch with other metrics than the first is refused, naming the odd ones."""
+    """The error names the metrics that are missing or new."""
     metrics = BatchMetrics("evaluate_batch")
     metrics.add_batch([{"loss": 1.0, "accuracy": 0.5}])
     message = (
@@ -229,22 +229,22 @@ def test_names_must_match_across_batches() -> None:
 
 
 def test_names_must_match_across_ranks() -> None:
-    """A rank with other metrics than the first is refused, naming rank and metrics."""
+    """The error names the rank and the metrics."""
     message = r"rank 2 returned no \['a'\] and also \['b'\], compared with rank 0"
     with pytest.raises(TrialError, match=message):
         reduced([{"a": 1}], [], [{"b": 1}])
 
 
 def test_shapes_must_match() -> None:
-    """Metrics whose shape differs between batches or ranks cannot be averaged, and are refused."""
+    """Metrics whose shape differs between batches or ranks are refused."""
     with pytest.raises(TrialError, match=r'metric "m" has shape \(2,\) in call 1 .* \(3,\) in the'):
         rank_of({"m": [1, 2, 3]}, {"m": torch.ones(2)})
     with pytest.raises(TrialError, match=r'metric "m" differs in shape between ranks: {0: \(2,\)'):
         reduced([{"m": [1, 2]}], [{"m": 1}])
 
 
-def test_reducers_must_fit_the_metrics() -> None:
-    """Reducers for other metrics, or that are none, are refused."""
+def test_reducers_must_match_the_metrics() -> None:
+    """One Reducer, or one for each metric."""
     with pytest.raises(TrialError, match=r"expected \['a', 'b'\], got \['a'\]"):
         reduced([{"a": 1, "b": 1}], reducers={"a": Reducer.AVG})
     with pytest.raises(TrialError, match=r"gives 'mean' .* for metric \"a\""):

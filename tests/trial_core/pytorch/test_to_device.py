@@ -1,4 +1,4 @@
-"""to_device: whatever a batch is made of, its tensors arrive and its shape stays."""
+"""to_device: moves all tensors of a nested batch, and keeps its structure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from trial_core.pytorch.to_device import to_device
 
-# No values, but a device that is not the CPU, and every machine has it.
+# A device without values, which every machine has.
 META = torch.device("meta")
 
 
@@ -54,7 +54,7 @@ def with_default(**items: Any) -> Any:
     ids=lambda value: type(value).__name__,
 )
 def test_everything_nested_is_moved(data: Any, get: Any) -> None:
-    """Tensors and arrays arrive on the device, and containers keep their type."""
+    """Tensors and arrays are moved, and containers keep their type."""
     moved = to_device(data, META, {int})
     assert torch.device(get(moved).device) == META
     if not isinstance(data, np.ndarray):
@@ -62,7 +62,7 @@ def test_everything_nested_is_moved(data: Any, get: Any) -> None:
 
 
 def test_containers_are_not_changed() -> None:
-    """The batch that was passed in stays as it was."""
+    """The batch that was passed in is not modified."""
     data = with_default(a=torch.ones(2), b=[torch.ones(2)])
     moved = to_device(data, META, set())
     assert data["a"].device.type == data["b"][0].device.type == "cpu"
@@ -70,7 +70,7 @@ def test_containers_are_not_changed() -> None:
 
 
 def test_values_and_types_of_arrays_are_kept() -> None:
-    """Arrays become tensors of their type: also read-only, reversed, or of foreign byte order."""
+    """Also of read-only and reversed arrays, and arrays of foreign byte order."""
     read_only = np.arange(3, dtype=np.int32)
     read_only.setflags(write=False)
     for array in (
@@ -86,15 +86,17 @@ def test_values_and_types_of_arrays_are_kept() -> None:
 
 
 def test_read_only_arrays_are_not_written_to() -> None:
-    """Writing to the tensor made of a read-only array leaves the array as it is."""
+    """Writing to the tensor of a read-only array does not change the array."""
     array = np.arange(1, 4)
     array.setflags(write=False)
     to_device(array, "cpu", set()).zero_()
     assert array.tolist() == [1, 2, 3]
 
 
-def test_odd_types_stay_and_warn_once(caplog: pytest.LogCaptureFixture) -> None:
-    """What cannot be moved stays as it is; each type is warned about once, for good."""
+def test_other_types_are_returned_unchanged_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One warning for each type."""
     warned: set[type] = set()
     data = {"id": "a", "ids": ["b", "c"], "n": 1, "words": np.array(["x"])}
     for _ in range(2):
@@ -105,7 +107,7 @@ def test_odd_types_stay_and_warn_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "objects of type str" in caplog.text
 
 
-def test_read_only_mappings() -> None:
-    """A mapping that cannot be copied and changed becomes a dict."""
+def test_a_read_only_mapping_becomes_a_dict() -> None:
+    """Since it cannot be modified."""
     moved = to_device(MappingProxyType({"a": torch.ones(1)}), META, set())
     assert moved["a"].device == META

@@ -1,1 +1,1 @@
-"""A checkpoint's weights as one file."""
+"""Exports the weights of a checkpoint as one file."""

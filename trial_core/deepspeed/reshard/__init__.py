@@ -1,1 +1,1 @@
-"""Restoring DeepSpeed engines on another number of ranks, or another ZeRO stage."""
+"""Restores DeepSpeed engines on another number of ranks, or with another ZeRO stage."""

@@ -1,4 +1,8 @@
-"""What an optimizer has of each parameter, found by name in what DeepSpeed saves of it."""
+"""The optimizer's state of each parameter, by the parameter's name.
+
+`parameters_from_partitions` reads what ZeRO saves, `parameters_from_full_state` what an optimizer
+without ZeRO saves.
+"""
 
 from __future__ import annotations
 
@@ -8,227 +12,242 @@ from typing import Any
 
 import torch
 
-from trial_core.deepspeed.reshard.partitions import Fragment, Partitions
+from trial_core.deepspeed.reshard.partitions import Fragment, Partitions, Shapes
 from trial_core.errors import CheckpointError
 
-Shapes = Mapping[str, torch.Size]
 Groups = list[dict[str, Any]]
 
 MASTER = "master"
-"""What a `Parameter` calls its fp32 weights, beside the optimizer's states."""
+"""Key of a parameter's fp32 weights, beside the optimizer's own keys such as ``exp_avg``."""
 
 
 @dataclass(frozen=True)
-class Keys:
-    """What ZeRO calls the fp32 weights, and the state of the optimizer that it drives."""
+class ZeroStateKeys:
+    """ZeRO's keys for the fp32 weights and for the state of the optimizer that it wraps."""
 
     masters: str
-    base: str
+    base_optimizer: str
 
     @classmethod
-    def of(cls, cuts_each: bool) -> Keys:
-        """Under ZeRO-3, or under ZeRO 1 and 2."""
-        if cuts_each:
+    def of(cls, is_zero3: bool) -> ZeroStateKeys:
+        """The keys of ZeRO-3, or of ZeRO 1 and 2."""
+        if is_zero3:
             return cls("fp32_flat_groups", "optimizer_state_dict")
         return cls("single_partition_of_fp32_groups", "base_optimizer_state")
 
 
 @dataclass
-class Parameter:
-    """What the optimizer has of one parameter.
+class ParameterState:
+    """The optimizer's state of one parameter.
 
     Attributes:
-        group: the optimizer's group that it is in.
-        pieces: the first element of each piece, of the parameter flattened, and what there is of
-            it by name: the fp32 weights (`MASTER`) and the optimizer's own, ``exp_avg`` say.
-        values: what the optimizer has of it besides, not by element: ``step``.
+        shape: the parameter's shape.
+        group: index of its optimizer group.
+        fragments: for each fragment, the index of its first element in the flattened parameter, and
+            its tensors by key: the fp32 weights (`MASTER`) and the optimizer's, such as
+            ``exp_avg``.
+        scalars: state that is not one value for each element, such as ``step``.
     """
 
     shape: torch.Size
     group: int
-    pieces: list[tuple[int, dict[str, torch.Tensor]]] = field(default_factory=list)
-    values: dict[str, Any] = field(default_factory=dict)
+    fragments: list[tuple[int, dict[str, torch.Tensor]]] = field(default_factory=list)
+    scalars: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def states(self) -> Mapping[str, torch.dtype]:
-        """What there is of each element, and as what."""
-        return {name: tensor.dtype for name, tensor in self.pieces[0][1].items()}
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """The keys of the per-element state, with their types."""
+        return {key: tensor.dtype for key, tensor in self.fragments[0][1].items()}
 
-    def copy(self, state: str, first: int, into: torch.Tensor) -> None:
-        """Copy elements from `first` on into a flat tensor, as many as it takes."""
-        last, copied = first + into.numel(), 0
-        for begin, tensors in self.pieces:
-            piece = tensors[state]
-            left, right = max(first, begin), min(last, begin + piece.numel())
+    def copy(self, key: str, first: int, target: torch.Tensor) -> None:
+        """Fill the flat tensor `target` with the elements from index `first` on.
+
+        Raises:
+            CheckpointError: the fragments do not hold all of these elements.
+        """
+        last, copied = first + target.numel(), 0
+        for begin, tensors in self.fragments:
+            source = tensors[key]
+            left, right = max(first, begin), min(last, begin + source.numel())
             if left < right:
-                into[left - first : right - first].copy_(piece[left - begin : right - begin])
+                target[left - first : right - first].copy_(source[left - begin : right - begin])
                 copied += right - left
-        if copied != into.numel():
+        if copied != target.numel():
             raise CheckpointError(
-                f"a parameter of shape {tuple(self.shape)} has {copied} of the elements from "
-                f"{first} to {last} in the checkpoint: this version of trialflow does not know how "
-                "the DeepSpeed that saved it lays them out"
+                f"a parameter of shape {tuple(self.shape)} has only {copied} of its elements "
+                f"{first} to {last} in the checkpoint; this version of trialflow does not know the "
+                "layout of the DeepSpeed version that saved it"
             )
 
-    def whole(self, state: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A tensor of its own, of the parameter's shape and by default of the type it has."""
-        tensor = torch.empty(self.shape.numel(), dtype=dtype or self.states[state])
-        self.copy(state, 0, tensor)
+    def full_tensor(self, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A new tensor of the parameter's shape; `dtype` defaults to the saved one."""
+        tensor = torch.empty(self.shape.numel(), dtype=dtype or self.dtypes[key])
+        self.copy(key, 0, tensor)
         return tensor.view(self.shape)
 
 
-def from_partitions(
+def parameters_from_partitions(
     buffers: Sequence[Shapes], optimizers: Sequence[Mapping[str, Any]]
-) -> tuple[dict[str, Parameter], Groups]:
-    """The parameters in the partitions of all data-parallel ranks, and the optimizer's groups.
+) -> tuple[dict[str, ParameterState], Groups]:
+    """The parameters' state, and the optimizer's groups, from the partitions of all ranks.
 
     Args:
-        buffers: the shapes of the parameters in each flat buffer, in their order there.
-        optimizers: what each rank's ZeRO optimizer has saved.
+        buffers: the parameters of each flat buffer.
+        optimizers: the saved state of each data-parallel rank's ZeRO optimizer.
 
     Raises:
-        CheckpointError: they cannot be found; says why.
+        CheckpointError: the layout is unknown, or the state cannot be divided.
     """
     first = optimizers[0]
-    cuts_each = "fp32_flat_groups" in first
-    keys = Keys.of(cuts_each)
-    if not isinstance(first[keys.base], Mapping):
+    is_zero3 = "fp32_flat_groups" in first
+    keys = ZeroStateKeys.of(is_zero3)
+    if not isinstance(first[keys.base_optimizer], Mapping):
         raise CheckpointError(
             "the checkpoint was saved with DeepSpeed's zero_optimization.elastic_checkpoint, "
             "which does not keep the optimizer's groups; resume on as many ranks as saved it"
         )
-    groups: Groups = first[keys.base]["param_groups"]
+    groups: Groups = first[keys.base_optimizer]["param_groups"]
     group_of = {buffer: i for i, group in enumerate(groups) for buffer in group["params"]}
     paddings = first.get("param_alignment_paddings")
-    cut = Partitions(buffers, paddings, len(optimizers), cuts_each)
-    found: dict[str, Parameter] = {}
+    partitions = Partitions(buffers, paddings, len(optimizers), is_zero3)
+    found: dict[str, ParameterState] = {}
     for buffer, shapes in enumerate(buffers):
         for name, shape in shapes.items():
-            found[name] = Parameter(shape, group_of[buffer])
-        # The first rank's is as large as any: unless it has everything, it has no padding.
-        size = first[keys.masters][buffer].numel()
+            found[name] = ParameterState(shape, group_of[buffer])
+        # Rank 0's partition is never padded unless it is the only one: no other rank's is larger.
+        partition_elements = first[keys.masters][buffer].numel()
         for rank, optimizer in enumerate(optimizers):
             master = optimizer[keys.masters][buffer].detach()
-            padding = 0 if cuts_each else optimizer["group_paddings"][buffer]
-            state = optimizer[keys.base]["state"].get(buffer, {})
-            _add_pieces(found, cut.pieces(buffer, rank, size), master, padding, state)
+            padding = 0 if is_zero3 else optimizer["group_paddings"][buffer]
+            state = optimizer[keys.base_optimizer]["state"].get(buffer, {})
+            fragments = partitions.fragments(buffer, rank, partition_elements)
+            _add_fragments(found, fragments, master, padding, state)
     return found, groups
 
 
-def from_whole(
+def parameters_from_full_state(
     module: Mapping[str, Any] | None,
     optimizer: Mapping[str, Any] | None,
-    present: Sequence[Shapes],
-) -> tuple[dict[str, Parameter], Groups]:
-    """The parameters in the state that every rank has whole, and the optimizer's groups.
+    target_groups: Sequence[Shapes],
+) -> tuple[dict[str, ParameterState], Groups]:
+    """The parameters' state, and the optimizer's groups, as saved without ZeRO.
 
     Args:
-        module: what there is of the module, weights among it.
-        optimizer: what the optimizer has saved; without names.
-        present: the parameters that are trained now, by the optimizer's groups, in their order.
+        module: the module's state dict; None for a pipeline.
+        optimizer: the optimizer's state dict, which has indices in place of names.
+        target_groups: the parameters that the live engine trains, by optimizer group.
 
     Raises:
-        CheckpointError: they cannot be found; says why.
+        CheckpointError: the state cannot be matched with the parameters.
     """
-    odd = None
+    unsupported = None
     if optimizer is None or "param_groups" not in optimizer:
-        odd = "without ZeRO and in 16 bits, where DeepSpeed keeps fp32 weights in a way of its own"
+        unsupported = "without ZeRO in 16 bits; DeepSpeed's format of these fp32 weights is unknown"
     elif module is None:
-        odd = "without ZeRO by a pipeline, whose weights have other names than the optimizer's"
-    if optimizer is None or module is None or odd is not None:
+        unsupported = "without ZeRO by a pipeline, whose optimizer state has no parameter names"
+    if optimizer is None or module is None or unsupported is not None:
         raise CheckpointError(
-            f"the checkpoint was saved {odd}; resume with ZeRO stage 0, or take the weights alone: "
-            "searcher.source_weights_only=true"
+            f"the checkpoint was saved {unsupported}; resume with ZeRO stage 0, or load only the "
+            "weights: searcher.source_weights_only=true"
         )
     groups: Groups = optimizer["param_groups"]
-    if len(groups) != len(present):
-        raise other_groups(len(groups), len(present))
-    found: dict[str, Parameter] = {}
-    for group, (saved, wanted) in enumerate(zip(groups, present, strict=True)):
+    require_group_count(len(groups), len(target_groups))
+    found: dict[str, ParameterState] = {}
+    for group, (saved, wanted) in enumerate(zip(groups, target_groups, strict=True)):
         indices = list(saved["params"])
-        if len(indices) != len(wanted):  # frozen ones are counted, and have no state
+        if len(indices) != len(wanted):  # frozen parameters have an index, but no state
             indices = [index for index in indices if index in optimizer["state"]]
         if len(indices) != len(wanted):
             raise CheckpointError(
-                f"group {group} of the optimizer had {len(saved['params'])} parameters when "
-                f"the checkpoint was saved, and has {len(wanted)} now; resume the same model "
-                "with the same groups"
+                f"optimizer group {group} had {len(saved['params'])} parameters when the "
+                f"checkpoint was saved, and has {len(wanted)} now; resume the same model with the "
+                "same groups"
             )
         for index, name in zip(indices, wanted, strict=True):
             if name not in module:
-                raise CheckpointError(f"the checkpoint has no {name}: was it of this model?")
-            found[name] = _whole(name, module[name], group, optimizer["state"].get(index, {}))
+                raise CheckpointError(
+                    f"the checkpoint has no parameter {name}; resume the model that saved it"
+                )
+            state = optimizer["state"].get(index, {})
+            found[name] = _full_parameter(name, module[name], group, state)
     return found, groups
 
 
-def other_groups(saved: int, now: int) -> CheckpointError:
-    """The error for optimizers that divide parameters otherwise."""
-    return CheckpointError(
-        f"the optimizer had {saved} groups of parameters when the checkpoint was saved, and has "
-        f"{now} now; resume with the same groups"
-    )
+def require_group_count(saved: int, now: int) -> None:
+    """Check that the optimizer has as many groups as it had.
+
+    Raises:
+        CheckpointError: the numbers differ.
+    """
+    if saved != now:
+        raise CheckpointError(
+            f"the optimizer had {saved} groups of parameters when the checkpoint was saved, and "
+            f"has {now} now; resume with the same groups"
+        )
 
 
-def _add_pieces(
-    found: Mapping[str, Parameter],
-    pieces: list[Fragment],
+def _add_fragments(
+    found: Mapping[str, ParameterState],
+    fragments: list[Fragment],
     master: torch.Tensor,
     padding: int,
     state: Mapping[str, Any],
 ) -> None:
-    """Find parameters in one partition.
+    """Add one partition's fragments to the parameters in `found`.
 
     Args:
-        padding: how many elements longer the optimizer's state is.
+        padding: how many elements the optimizer's state has more than `master`.
     """
     size = master.numel()
-    tensors, values = _divided(state, (size, size + padding))
-    for piece in pieces:
-        end = piece.offset + piece.count
+    tensors, scalars = _split_state(state, (size, size + padding))
+    for fragment in fragments:
+        end = fragment.offset + fragment.count
         if end > size:
             raise CheckpointError(
-                f"{piece.name} should lie at {piece.offset} to {end} of a partition that has "
-                f"{size} elements: this version of trialflow does not know the layout of the "
-                "DeepSpeed that saved the checkpoint"
+                f"{fragment.name} was expected at {fragment.offset} to {end} of a partition that "
+                f"has only {size} elements; this version of trialflow does not know the layout of "
+                "the DeepSpeed version that saved the checkpoint"
             )
-        views = {key: flat[piece.offset : end] for key, flat in tensors.items()}
-        views[MASTER] = master[piece.offset : end]
-        found[piece.name].values = values
-        found[piece.name].pieces.append((piece.first, views))
+        views = {key: flat[fragment.offset : end] for key, flat in tensors.items()}
+        views[MASTER] = master[fragment.offset : end]
+        found[fragment.name].scalars = scalars
+        found[fragment.name].fragments.append((fragment.first, views))
 
 
-def _divided(
+def _split_state(
     state: Mapping[str, Any], sizes: tuple[int, int]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """An optimizer's state of a flat tensor: what there is of each element, and the rest.
+    """Split an optimizer's state of a flat tensor into per-element tensors and scalars.
 
     Args:
-        sizes: how many elements there are, without padding and with it.
+        sizes: number of elements without and with padding.
     """
-    tensors, values = {}, {}
+    tensors, scalars = {}, {}
     for key, value in state.items():
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
-            values[key] = value
+            scalars[key] = value
         elif value.dim() == 1 and value.numel() in sizes:
             tensors[key] = value
         else:
             raise CheckpointError(
-                f"the optimizer's {key} has the shape {tuple(value.shape)} for {sizes[0]} "
-                "elements: it is neither one value nor one for each of them, so it cannot be "
-                "shared out over other ranks; resume on as many ranks as saved it"
+                f"the optimizer's {key} has shape {tuple(value.shape)} for {sizes[0]} elements; "
+                "only a scalar or one value for each element can be resharded; resume on as many "
+                "ranks as saved it"
             )
-    return tensors, values
+    return tensors, scalars
 
 
-def _whole(name: str, weight: torch.Tensor, group: int, state: Mapping[str, Any]) -> Parameter:
-    """A parameter that nobody has cut."""
+def _full_parameter(
+    name: str, weight: torch.Tensor, group: int, state: Mapping[str, Any]
+) -> ParameterState:
+    """The state of a parameter that is not partitioned."""
     tensors = {key: value for key, value in state.items() if key != "step"}
     for key, value in tensors.items():
         if getattr(value, "shape", None) != weight.shape:
             raise CheckpointError(
-                f"the optimizer's {key} of {name} is not of the shape {tuple(weight.shape)}, so it "
-                "cannot be shared out over ranks; resume with ZeRO stage 0"
+                f"the optimizer's {key} of {name} does not have the parameter's shape "
+                f"{tuple(weight.shape)}, so it cannot be resharded; resume with ZeRO stage 0"
             )
     flat = {key: value.reshape(-1) for key, value in {MASTER: weight, **tensors}.items()}
-    values = {key: value for key, value in state.items() if key == "step"}
-    return Parameter(weight.shape, group, [(0, flat)], values)
+    scalars = {key: value for key, value in state.items() if key == "step"}
+    return ParameterState(weight.shape, group, [(0, flat)], scalars)

@@ -1,8 +1,9 @@
-"""Where ZeRO keeps the elements of each parameter: arithmetic, for what is saved and what is live.
+"""Where ZeRO keeps the elements of each parameter: arithmetic on shapes, no tensors.
 
-ZeRO 1 and 2 lay a group's parameters end to end and cut that into as many equal partitions as there
-are data-parallel ranks; a cut may go through a parameter. ZeRO-3 cuts each parameter by itself, and
-lays the ranks' parts end to end. Both pad at the end of what they cut.
+ZeRO 1 and 2 lay the parameters of an optimizer group end to end in one flat buffer. The buffer is
+cut into equal partitions, one for each data-parallel rank; a cut may go through a parameter.
+ZeRO-3 cuts every parameter into equal parts, and each rank lays its parts end to end. Both pad the
+end of what they cut.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ from dataclasses import dataclass
 
 import torch
 
+Shapes = Mapping[str, torch.Size]
+"""Parameters by name, in the order of their buffer or optimizer group."""
+
 
 @dataclass(frozen=True)
 class Fragment:
-    """A part of a parameter, in a rank's partition.
+    """Consecutive elements of one parameter, in the partition of one rank.
 
     Attributes:
-        name: the parameter's.
-        first: the first of its elements that lies there, of the parameter flattened.
-        count: how many do; at least one.
-        offset: where in the partition they begin.
+        name: the parameter's name.
+        first: index of the first of these elements in the flattened parameter.
+        count: number of elements, at least 1.
+        offset: index of the first of these elements in the partition.
     """
 
     name: str
@@ -35,55 +39,55 @@ class Partitions:
     """How an engine's parameters are cut.
 
     Attributes:
-        buffers: the parameters of each flat buffer in the order in which they lie there, with their
-            shapes. A buffer is an optimizer's group of parameters; under ZeRO-3 a part of one.
-        paddings: elements behind each parameter of each buffer; None: there are none.
-        ranks: how many data-parallel ranks share them.
-        cuts_each: whether each parameter is cut by itself (ZeRO-3).
+        buffers: the parameters of each flat buffer. A buffer is an optimizer group; under ZeRO-3
+            it is a part of one.
+        paddings: number of elements after each parameter of each buffer; None means no padding.
+        ranks: number of data-parallel ranks.
+        is_zero3: whether each parameter is cut, not the buffer.
     """
 
-    buffers: Sequence[Mapping[str, torch.Size]]
+    buffers: Sequence[Shapes]
     paddings: Sequence[Sequence[int]] | None
     ranks: int
-    cuts_each: bool
+    is_zero3: bool
 
-    def pieces(self, buffer: int, rank: int, partition: int) -> list[Fragment]:
-        """What lies in a rank's partition of a buffer.
+    def fragments(self, buffer: int, rank: int, partition_elements: int) -> list[Fragment]:
+        """The fragments in one rank's partition of a buffer.
 
         Args:
-            partition: elements in each partition of the buffer but the last, which may have fewer.
+            partition_elements: size of a partition. The last partition may be smaller.
         """
         sizes = {name: shape.numel() for name, shape in self.buffers[buffer].items()}
-        if self.cuts_each:
-            return _cut_each(sizes, self.ranks, rank)
+        if self.is_zero3:
+            return _fragments_zero3(sizes, self.ranks, rank)
         paddings = [0] * len(sizes) if self.paddings is None else self.paddings[buffer]
-        return _cut_through(sizes, paddings, partition, rank)
+        return _fragments_zero12(sizes, paddings, partition_elements, rank)
 
 
-def part_of_each(elements: int, ranks: int) -> int:
-    """How many elements of a parameter each rank has under ZeRO-3, padding included."""
+def zero3_part_elements(elements: int, ranks: int) -> int:
+    """Number of elements of a parameter on each rank under ZeRO-3, padding included."""
     return -(-elements // ranks)
 
 
-def _cut_through(
-    sizes: Mapping[str, int], paddings: Sequence[int], partition: int, rank: int
+def _fragments_zero12(
+    sizes: Mapping[str, int], paddings: Sequence[int], partition_elements: int, rank: int
 ) -> list[Fragment]:
-    begin, end = rank * partition, (rank + 1) * partition
-    pieces, place = [], 0
+    begin, end = rank * partition_elements, (rank + 1) * partition_elements
+    fragments, position = [], 0
     for (name, size), padding in zip(sizes.items(), paddings, strict=True):
-        first, last = max(place, begin), min(place + size, end)
+        first, last = max(position, begin), min(position + size, end)
         if first < last:
-            pieces.append(Fragment(name, first - place, last - first, first - begin))
-        place += size + padding
-    return pieces
+            fragments.append(Fragment(name, first - position, last - first, first - begin))
+        position += size + padding
+    return fragments
 
 
-def _cut_each(sizes: Mapping[str, int], ranks: int, rank: int) -> list[Fragment]:
-    pieces, offset = [], 0
+def _fragments_zero3(sizes: Mapping[str, int], ranks: int, rank: int) -> list[Fragment]:
+    fragments, offset = [], 0
     for name, size in sizes.items():
-        part = part_of_each(size, ranks)
+        part = zero3_part_elements(size, ranks)
         count = min(part, size - rank * part)
         if count > 0:
-            pieces.append(Fragment(name, rank * part, count, offset))
+            fragments.append(Fragment(name, rank * part, count, offset))
         offset += part
-    return pieces
+    return fragments

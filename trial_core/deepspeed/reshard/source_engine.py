@@ -1,7 +1,7 @@
-"""An engine's state as DeepSpeed has saved it, put together by the names of its parameters.
+"""A saved engine's state, assembled by parameter name from the shards of all ranks.
 
-Whichever ZeRO stage and number of data-parallel ranks saved it. Nothing is copied before it is
-asked for: files are mapped into memory, and a parameter is a list of views of them.
+Files are mapped into memory, and a parameter is a list of views of them: nothing is copied before
+it is used.
 """
 
 from __future__ import annotations
@@ -15,147 +15,147 @@ import torch
 
 from trial_core.deepspeed.reshard.parameter_state import (
     MASTER,
-    Shapes,
-    from_partitions,
-    from_whole,
-    other_groups,
+    parameters_from_full_state,
+    parameters_from_partitions,
+    require_group_count,
 )
-from trial_core.deepspeed.reshard.partitions import part_of_each
+from trial_core.deepspeed.reshard.partitions import Shapes, zero3_part_elements
 from trial_core.errors import CheckpointDamaged, CheckpointError
 
-Read = Callable[[Path], Any]
+ReadFile = Callable[[Path], Any]
+"""Returns the content of a file that `torch.save` wrote."""
 
 OPTIMIZER_STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 
-
 GLOBAL_STATE = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
-"""What a ZeRO optimizer saves besides parameters and what its base optimizer has."""
+"""Keys of a ZeRO optimizer's state that belong neither to parameters nor to its base optimizer."""
 
 
-class SavedEngine:
-    """One engine's part of a checkpoint: that of one model-parallel rank, of all its shards.
+class SourceEngine:
+    """One engine of a checkpoint: the shards of all data-parallel ranks of a model-parallel rank.
 
     Args:
-        folder: the files of the engine's tag.
-        model_rank: which model-parallel rank's.
-        present: the parameters that are trained now, by the optimizer's groups, in their order.
-        read: what a file holds.
+        folder: the files under the engine's tag.
+        model_rank: the model-parallel rank.
+        target_groups: the parameters that the live engine trains, by optimizer group.
+        read: reads a file.
 
     Attributes:
-        model: what a file of model states holds: the module, schedules, counters, the client's.
-        parameters: by name; none frozen.
-        groups: the optimizer's groups: learning rates and the like.
-        global_state: those of `GLOBAL_STATE` that there are.
+        model: content of the model-states file: module, schedules, counters, client state.
+        parameters: state of the trained parameters, by name.
+        groups: the optimizer's groups, with learning rates and the like.
+        global_state: those of the `GLOBAL_STATE` keys that were saved.
 
     Raises:
         CheckpointDamaged: a shard is missing.
-        CheckpointError: it is of another model, or its layout is unknown here; says what differs.
+        CheckpointError: the checkpoint is of another model, or its layout is unknown.
     """
 
     def __init__(
-        self, folder: Path, model_rank: int, present: Sequence[Shapes], read: Read
+        self, folder: Path, model_rank: int, target_groups: Sequence[Shapes], read: ReadFile
     ) -> None:
         self._folder = folder
-        models = _files(folder, MODEL_STATES, model_rank)
-        if not models:
+        model_files = _files(folder, MODEL_STATES, model_rank)
+        if not model_files:
             raise CheckpointDamaged(f"{folder} has no *_model_states.pt of rank {model_rank}")
-        self._models = [read(file) for _, file in models]
+        self._models = [read(file) for _, file in model_files]
         self.model: dict[str, Any] = self._models[0]
-        self._cuts_weights = models[0][0] is not None
+        self._is_zero3 = model_files[0][0] is not None
         self.global_state: dict[str, Any] = {}
         shards = [read(file) for _, file in _files(folder, OPTIMIZER_STATES, model_rank)]
         if shards:
-            self._require_all(len(shards))
+            self._require_all_shards(len(shards))
             optimizers = [shard["optimizer_state_dict"] for shard in shards]
             first = optimizers[0]
             self.global_state = {key: first[key] for key in GLOBAL_STATE if key in first}
-            self.parameters, self.groups = from_partitions(self.model["param_shapes"], optimizers)
-        else:
-            self.parameters, self.groups = from_whole(
-                self.model["module"], self.model["optimizer"], present
+            self.parameters, self.groups = parameters_from_partitions(
+                self.model["param_shapes"], optimizers
             )
-        self._check(present)
+        else:
+            self.parameters, self.groups = parameters_from_full_state(
+                self.model["module"], self.model["optimizer"], target_groups
+            )
+        self._check_parameters(target_groups)
 
-    def whole(self, name: str) -> Any:
-        """An entry of the module's state, whole. ZeRO-3 has left but an outline of the weights.
+    def full_entry(self, name: str) -> Any:
+        """An entry of the module's state dict, assembled if ZeRO-3 has partitioned it.
 
         Raises:
-            CheckpointError: it cannot be put together.
+            CheckpointError: the checkpoint does not hold it.
         """
-        held = self.model["module"][name]
-        is_outline = isinstance(held, torch.Tensor) and held.numel() == 0
-        if not self._cuts_weights or not is_outline:
-            return held
+        saved = self.model["module"][name]
+        is_placeholder = isinstance(saved, torch.Tensor) and saved.numel() == 0
+        if not self._is_zero3 or not is_placeholder:
+            return saved
         name = (self.model.get("shared_params") or {}).get(name, name)
         if name in self.parameters:
-            return self.parameters[name].whole(MASTER, held.dtype)
-        shapes = self.model.get("frozen_param_shapes") or {}
-        if name in shapes:
-            return self._frozen(name, shapes[name], held.dtype)
+            return self.parameters[name].full_tensor(MASTER, saved.dtype)
+        frozen_shapes = self.model.get("frozen_param_shapes") or {}
+        if name in frozen_shapes:
+            return self._frozen_parameter(name, frozen_shapes[name], saved.dtype)
         if name in (self.model.get("buffer_names") or ()):
-            return held
+            return saved
         raise CheckpointError(
-            f"DeepSpeed's ZeRO-3 checkpoint does not hold {name}: probably a module that its "
-            "parent holds under two names; resume with ZeRO-3 on as many ranks as saved it"
+            f"DeepSpeed's ZeRO-3 checkpoint does not hold {name}; the probable cause is a module "
+            "that its parent holds under two names; resume with ZeRO-3 on as many ranks as saved it"
         )
 
     # ---------------------------------------------------------------------------- internals
 
-    def _check(self, present: Sequence[Shapes]) -> None:
-        """Check that the parameters are those of the model that is trained now."""
-        if len(self.groups) != len(present):
-            raise other_groups(len(self.groups), len(present))
-        now = {name: group for group, shapes in enumerate(present) for name in shapes}
-        shapes = {name: shape for group in present for name, shape in group.items()}
-        for name in sorted(self.parameters.keys() | now.keys()):
+    def _check_parameters(self, target_groups: Sequence[Shapes]) -> None:
+        """Check that the saved parameters are those that the live engine trains."""
+        require_group_count(len(self.groups), len(target_groups))
+        group_now = {name: group for group, shapes in enumerate(target_groups) for name in shapes}
+        shape_now = {name: shape for group in target_groups for name, shape in group.items()}
+        for name in sorted(self.parameters.keys() | group_now.keys()):
             saved = self.parameters.get(name)
-            before = saved.group if saved else None
-            if saved is None or before != now.get(name):
+            group_saved = saved.group if saved else None
+            if saved is None or group_saved != group_now.get(name):
                 raise CheckpointError(
-                    f"the parameter {name} was {_in_group(before)} when the checkpoint was saved, "
-                    f"and is {_in_group(now.get(name))} now; resume the same model, with the same "
-                    "parameters frozen"
+                    f"the parameter {name} was {_membership(group_saved)} when the checkpoint was "
+                    f"saved, and is {_membership(group_now.get(name))} now; resume the same model, "
+                    "with the same parameters frozen"
                 )
-            if saved.shape != shapes[name]:
+            if saved.shape != shape_now[name]:
                 raise CheckpointError(
                     f"the parameter {name} has the shape {tuple(saved.shape)} in the checkpoint, "
-                    f"and {tuple(shapes[name])} now; resume the same model"
+                    f"and {tuple(shape_now[name])} now; resume the same model"
                 )
 
-    def _frozen(self, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """A frozen weight, of all ranks' parts of it."""
-        fragments = [model["frozen_param_fragments"][name].flatten() for model in self._models]
-        part = part_of_each(shape.numel(), len(fragments))
-        if any(each.dtype != dtype or each.numel() != part for each in fragments):
+    def _frozen_parameter(self, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """A frozen weight, from the parts of all ranks."""
+        parts = [model["frozen_param_fragments"][name].flatten() for model in self._models]
+        expected = zero3_part_elements(shape.numel(), len(parts))
+        if any(part.dtype != dtype or part.numel() != expected for part in parts):
             raise CheckpointError(
-                f"the frozen parameter {name} was saved as {fragments[0].numel()} elements of "
-                f"{fragments[0].dtype} on each of {len(fragments)} ranks, where {part} of {dtype} "
-                "were expected; resume with ZeRO-3 on as many ranks as saved it"
+                f"the frozen parameter {name} was saved as {parts[0].numel()} elements of "
+                f"{parts[0].dtype} on each of {len(parts)} ranks; expected {expected} of {dtype}; "
+                "resume with ZeRO-3 on as many ranks as saved it"
             )
-        return torch.cat(fragments)[: shape.numel()].view(shape)
+        return torch.cat(parts)[: shape.numel()].view(shape)
 
-    def _require_all(self, shards: int) -> None:
+    def _require_all_shards(self, shards: int) -> None:
         expected = int(self.model["dp_world_size"])
-        if shards != expected or (self._cuts_weights and len(self._models) != expected):
+        if shards != expected or (self._is_zero3 and len(self._models) != expected):
             raise CheckpointDamaged(
-                f"{self._folder} has the shards of {shards} data-parallel ranks, and {expected} "
-                "saved it: fetch all of them"
+                f"{self._folder} has the shards of {shards} data-parallel ranks, but {expected} "
+                "ranks saved the checkpoint; fetch all shards"
             )
 
 
-def _in_group(group: int | None) -> str:
+def _membership(group: int | None) -> str:
     return "not trained" if group is None else f"in group {group} of the optimizer"
 
 
 def _files(
     folder: Path, pattern: re.Pattern[str], model_rank: int
 ) -> list[tuple[int | None, Path]]:
-    """A model-parallel rank's files of a kind, with the data-parallel ranks that they name."""
+    """A model-parallel rank's files of one kind, by data-parallel rank (None: not in the name)."""
     matches = [(pattern.fullmatch(file.name), file) for file in sorted(folder.iterdir())]
     found = [
         (None if match[1] is None else int(match[1]), file)
         for match, file in matches
         if match and int(match[2]) == model_rank
     ]
-    return sorted(found, key=lambda each: each[0] or 0)
+    return sorted(found, key=lambda item: item[0] or 0)

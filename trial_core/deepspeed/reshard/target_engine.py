@@ -1,6 +1,7 @@
-"""What an engine of this process would have saved, with values out of a checkpoint of another one.
+"""The state that the live engine of this rank expects, filled with values from a checkpoint.
 
-In the form in which DeepSpeed loads it, for this rank.
+Each function returns a part of what DeepSpeed would have saved on this rank with the present
+topology.
 """
 
 from __future__ import annotations
@@ -17,59 +18,62 @@ from deepspeed.runtime.utils import is_optimized_parameter
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from trial_core.deepspeed.reshard.parameter_state import MASTER, Keys, Parameter
-from trial_core.deepspeed.reshard.partitions import Partitions, part_of_each
-from trial_core.deepspeed.reshard.source_engine import SavedEngine
+from trial_core.deepspeed.reshard.parameter_state import MASTER, ParameterState, ZeroStateKeys
+from trial_core.deepspeed.reshard.partitions import Partitions, zero3_part_elements
+from trial_core.deepspeed.reshard.source_engine import SourceEngine
 from trial_core.errors import CheckpointError
 
-_ZERO = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_Optimizer)
+_ZERO_OPTIMIZERS = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_Optimizer)
 
 
 def check_engine(engine: DeepSpeedEngine) -> None:
-    """Refuse an engine whose state lies in a way that is not known here.
+    """Check that the engine's state has a layout that can be resharded.
 
     Raises:
-        CheckpointError: says which.
+        CheckpointError: names the feature that cannot.
     """
-    odd = None
+    unsupported = None
     if engine.has_moe_layers:
-        odd = "a mixture of experts"
+        unsupported = "a mixture of experts"
     elif engine.zero_nvme_offload_optimizer():
-        odd = "optimizer states on NVMe"
+        unsupported = "optimizer states on NVMe"
     elif engine.zero_optimization() and engine.zero_elastic_checkpoint():
-        odd = "zero_optimization.elastic_checkpoint"
-    elif engine.zero_optimization() and type(engine.optimizer) not in _ZERO:
-        odd = f"DeepSpeed's {type(engine.optimizer).__name__}"
-    if odd is not None:
+        unsupported = "zero_optimization.elastic_checkpoint"
+    elif engine.zero_optimization() and type(engine.optimizer) not in _ZERO_OPTIMIZERS:
+        unsupported = f"DeepSpeed's {type(engine.optimizer).__name__}"
+    if unsupported is not None:
         raise CheckpointError(
-            f"an engine with {odd} resumes only with as many ranks and the ZeRO stage that saved "
-            "the checkpoint; use those, or take the weights alone: "
+            f"an engine with {unsupported} resumes only with as many ranks and the ZeRO stage that "
+            "saved the checkpoint; use those, or load only the weights: "
             "searcher.source_weights_only=true"
         )
 
 
 def shapes_by_group(engine: DeepSpeedEngine) -> list[dict[str, torch.Size]]:
-    """The shapes of the trained parameters in each of the optimizer's groups, in their order.
+    """The shapes of the trained parameters, by optimizer group.
 
     Raises:
-        CheckpointError: DeepSpeed has wrapped the optimizer in a way that is not known here.
+        CheckpointError: DeepSpeed wraps the optimizer in a way that cannot be resharded.
     """
     optimizer = engine.optimizer
     groups: list[list[Any]]
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         groups = [[] for _ in optimizer.param_groups]
-        for part, parameters in enumerate(optimizer.fp16_groups):
-            groups[optimizer.sub_group_to_group_id[part]] += parameters
+        for sub_group, parameters in enumerate(optimizer.fp16_groups):
+            groups[optimizer.sub_group_to_group_id[sub_group]] += parameters
     elif isinstance(optimizer, BF16_Optimizer):
         groups = optimizer.bf16_groups
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
         groups = optimizer.bit16_groups
     elif isinstance(optimizer, torch.optim.Optimizer):
-        groups = [_optimized(group["params"]) for group in optimizer.param_groups]
+        groups = [
+            [each for each in group["params"] if is_optimized_parameter(each)]
+            for group in optimizer.param_groups
+        ]
     else:
         raise CheckpointError(
             "an engine without ZeRO, in 16 bits, resumes only from a checkpoint that was saved "
-            "without ZeRO; use ZeRO stage 1, or take the weights alone: "
+            "without ZeRO; use ZeRO stage 1, or load only the weights: "
             "searcher.source_weights_only=true"
         )
     return [
@@ -78,111 +82,112 @@ def shapes_by_group(engine: DeepSpeedEngine) -> list[dict[str, torch.Size]]:
     ]
 
 
-def module_state(engine: DeepSpeedEngine, saved: SavedEngine) -> dict[str, Any] | None:
-    """The module's state: whole, or under ZeRO-3 an outline, with nothing in it of the weights."""
-    if saved.model["module"] is None:
-        return None  # a pipeline's, which lies in files of its layers
-    cut = {
+def module_state(engine: DeepSpeedEngine, source: SourceEngine) -> dict[str, Any] | None:
+    """The module's state dict; None for a pipeline, which saves its layers in other files.
+
+    Under ZeRO-3 each weight is an empty placeholder.
+    """
+    if source.model["module"] is None:
+        return None
+    partitioned = {
         name
         for name, parameter in engine.module.named_parameters(remove_duplicate=False)
         if hasattr(parameter, "ds_id")
     }
     return {
-        name: torch.empty(0, dtype=held.dtype) if name in cut else saved.whole(name)
-        for name, held in saved.model["module"].items()
+        name: torch.empty(0, dtype=saved.dtype) if name in partitioned else source.full_entry(name)
+        for name, saved in source.model["module"].items()
     }
 
 
-def frozen_fragments(engine: DeepSpeedEngine, saved: SavedEngine) -> dict[str, torch.Tensor]:
-    """ZeRO-3's parts of the frozen parameters; of those that were not saved, the present ones.
+def frozen_fragments(engine: DeepSpeedEngine, source: SourceEngine) -> dict[str, torch.Tensor]:
+    """This rank's ZeRO-3 parts of the frozen parameters.
+
+    A frozen parameter that was not saved keeps its present value.
 
     Raises:
-        CheckpointError: DeepSpeed keeps them in a way that is not known here.
+        CheckpointError: DeepSpeed keeps a frozen parameter in an unknown layout.
     """
-    rank, ranks = _place(engine)
+    rank, ranks = _data_parallel_place(engine)
     fragments = {}
     for parameter in engine.module.parameters():
         if is_optimized_parameter(parameter):
             continue
         name = engine.param_names[parameter]
         fragment = parameter.ds_tensor.detach()
-        if name in saved.model["module"]:
-            part = part_of_each(parameter.ds_numel, ranks)
+        if name in source.model["module"]:
+            part = zero3_part_elements(parameter.ds_numel, ranks)
             if fragment.numel() != part or not fragment.is_floating_point():
                 raise CheckpointError(
-                    f"the frozen parameter {name} lies here as {fragment.numel()} elements of "
-                    f"{fragment.dtype}, where {part} floats were expected; resume with as many "
-                    "ranks and the ZeRO stage that saved the checkpoint"
+                    f"this rank holds {fragment.numel()} elements of {fragment.dtype} of the "
+                    f"frozen parameter {name}; expected {part} floats; resume with as many ranks "
+                    "and the ZeRO stage that saved the checkpoint"
                 )
-            own = saved.whole(name).flatten()[rank * part : (rank + 1) * part]
-            fragment = torch.zeros(part, dtype=own.dtype)
-            fragment[: own.numel()] = own
+            values = source.full_entry(name).flatten()[rank * part : (rank + 1) * part]
+            fragment = torch.zeros(part, dtype=values.dtype)
+            fragment[: values.numel()] = values
         fragments[name] = fragment
     return fragments
 
 
-def partitions(
-    engine: DeepSpeedEngine, present: Mapping[str, Any], saved: SavedEngine
+def zero_optimizer_state(
+    engine: DeepSpeedEngine, live_state: Mapping[str, Any], source: SourceEngine
 ) -> dict[str, Any]:
-    """This rank's partitions of weights and optimizer state, under ZeRO's names for them.
+    """This rank's partitions of fp32 weights and optimizer state, under ZeRO's keys.
 
     Args:
-        present: what the engine's optimizer would save now.
+        live_state: what the live optimizer's ``state_dict`` returns.
     """
-    flats, cuts_each = _flats(engine.optimizer)
-    keys = Keys.of(cuts_each)
-    rank, ranks = _place(engine)
-    cut = Partitions(
-        engine._get_zero_param_shapes(), present.get("param_alignment_paddings"), ranks, cuts_each
-    )
+    flat_partitions, is_zero3 = _flat_partitions(engine.optimizer)
+    keys = ZeroStateKeys.of(is_zero3)
+    rank, ranks = _data_parallel_place(engine)
+    paddings = live_state.get("param_alignment_paddings")
+    partitions = Partitions(engine._get_zero_param_shapes(), paddings, ranks, is_zero3)
     masters, state = [], {}
-    for buffer, flat in enumerate(flats):
-        everybody = [saved.parameters[name] for name in cut.buffers[buffer]]
-        made = {
-            key: torch.zeros(flat.numel(), dtype=dtype) for key, dtype in _states(everybody).items()
+    for buffer, flat in enumerate(flat_partitions):
+        parameters = [source.parameters[name] for name in partitions.buffers[buffer]]
+        filled = {
+            key: torch.zeros(flat.numel(), dtype=dtype)
+            for key, dtype in _dtypes(parameters).items()
         }
-        for piece in cut.pieces(buffer, rank, flat.numel()):
-            for key, tensor in made.items():
-                part = tensor[piece.offset : piece.offset + piece.count]
-                saved.parameters[piece.name].copy(key, piece.first, part)
-        masters.append(made.pop(MASTER))
-        state[buffer] = {**made, **_values(everybody)}
-    base = {
+        for fragment in partitions.fragments(buffer, rank, flat.numel()):
+            for key, tensor in filled.items():
+                target = tensor[fragment.offset : fragment.offset + fragment.count]
+                source.parameters[fragment.name].copy(key, fragment.first, target)
+        masters.append(filled.pop(MASTER))
+        state[buffer] = {**filled, **_common_scalars(parameters)}
+    base_optimizer = {
         "state": {buffer: each for buffer, each in state.items() if each},
-        "param_groups": _groups(saved, present[keys.base]["param_groups"]),
+        "param_groups": _groups(source, live_state[keys.base_optimizer]["param_groups"]),
     }
-    return {keys.masters: masters, keys.base: base}
+    return {keys.masters: masters, keys.base_optimizer: base_optimizer}
 
 
-def whole_optimizer(engine: DeepSpeedEngine, saved: SavedEngine) -> dict[str, Any]:
-    """The state of an optimizer that has the parameters themselves: without ZeRO."""
-    present = engine.optimizer.state_dict()
+def full_optimizer_state(engine: DeepSpeedEngine, source: SourceEngine) -> dict[str, Any]:
+    """The state dict of an optimizer without ZeRO."""
+    live_groups = engine.optimizer.state_dict()["param_groups"]
     state: dict[int, dict[str, Any]] = {}
-    for group, outline in zip(engine.optimizer.param_groups, present["param_groups"], strict=True):
-        for live, index in zip(group["params"], outline["params"], strict=True):
+    for group, live_group in zip(engine.optimizer.param_groups, live_groups, strict=True):
+        for live, index in zip(group["params"], live_group["params"], strict=True):
             if is_optimized_parameter(live):
-                parameter = saved.parameters[engine.param_names[live]]
-                made = {key: parameter.whole(key) for key in parameter.states if key != MASTER}
-                if made or parameter.values:
-                    state[index] = {**made, **copy.deepcopy(parameter.values)}
-    return {"state": state, "param_groups": _groups(saved, present["param_groups"])}
+                parameter = source.parameters[engine.param_names[live]]
+                tensors = {k: parameter.full_tensor(k) for k in parameter.dtypes if k != MASTER}
+                if tensors or parameter.scalars:
+                    state[index] = {**tensors, **copy.deepcopy(parameter.scalars)}
+    return {"state": state, "param_groups": _groups(source, live_groups)}
 
 
 # --------------------------------------------------------------------------------- internals
 
 
-def _optimized(parameters: Iterable[Any]) -> list[Any]:
-    return [each for each in parameters if is_optimized_parameter(each)]
-
-
-def _place(engine: DeepSpeedEngine) -> tuple[int, int]:
-    """This rank among those that share the optimizer's state, and how many they are."""
+def _data_parallel_place(engine: DeepSpeedEngine) -> tuple[int, int]:
+    """This rank's index among the ranks that share the optimizer's state, and their number."""
     group = engine.optimizer.dp_process_group
     return dist.get_rank(group=group), dist.get_world_size(group=group)
 
 
-def _flats(optimizer: Any) -> tuple[list[torch.Tensor], bool]:
-    """This rank's partitions of the fp32 weights, and whether each parameter is cut by itself."""
+def _flat_partitions(optimizer: Any) -> tuple[list[torch.Tensor], bool]:
+    """This rank's partitions of the fp32 weights, and whether they are ZeRO-3's."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return optimizer.fp32_partitioned_groups_flat, True
     if isinstance(optimizer, BF16_Optimizer):
@@ -190,30 +195,31 @@ def _flats(optimizer: Any) -> tuple[list[torch.Tensor], bool]:
     return optimizer.single_partition_of_fp32_groups, False
 
 
-def _states(parameters: Iterable[Parameter]) -> dict[str, torch.dtype]:
-    """What there is of each element of any of them. Without ZeRO some may have had no gradient."""
-    return {key: dtype for each in parameters for key, dtype in each.states.items()}
+def _dtypes(parameters: Iterable[ParameterState]) -> dict[str, torch.dtype]:
+    """The keys of all per-element state. Without ZeRO a parameter without gradients has none."""
+    return {key: dtype for each in parameters for key, dtype in each.dtypes.items()}
 
 
-def _values(parameters: Iterable[Parameter]) -> dict[str, Any]:
-    """What the optimizer has of these parameters as one: the number of steps.
+def _common_scalars(parameters: Iterable[ParameterState]) -> dict[str, Any]:
+    """The scalars that the parameters of a buffer share: the number of steps.
 
     Raises:
-        CheckpointError: they differ in it.
+        CheckpointError: they differ between parameters.
     """
-    different = [each.values for each in parameters if each.values]
-    if any(values != different[0] for values in different):
-        raise CheckpointError(
-            f"the optimizer has gone {different[0]} with some parameters and others with others, "
-            "which ZeRO cannot represent; resume with ZeRO stage 0"
-        )
-    # A copy: optimizers count in it, each part of a group by itself.
-    return copy.deepcopy(different[0]) if different else {}
+    scalars = [each.scalars for each in parameters if each.scalars]
+    for other in scalars:
+        if other != scalars[0]:
+            raise CheckpointError(
+                f"parameters of one optimizer group were trained for different numbers of steps "
+                f"({scalars[0]} and {other}), which ZeRO cannot represent; resume with ZeRO stage 0"
+            )
+    # A copy: optimizers increment the count in place, for each buffer.
+    return copy.deepcopy(scalars[0]) if scalars else {}
 
 
-def _groups(saved: SavedEngine, outlines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The optimizer's groups as they were, with the parameters of the present ones."""
+def _groups(source: SourceEngine, live_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The saved groups, with the live groups' parameters."""
     return [
-        {**group, "params": outline["params"]}
-        for group, outline in zip(saved.groups, outlines, strict=True)
+        {**saved, "params": live["params"]}
+        for saved, live in zip(source.groups, live_groups, strict=True)
     ]

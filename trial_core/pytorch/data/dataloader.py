@@ -1,6 +1,6 @@
-"""`DataLoader`: what to load and how; the controller decides which part, from where on.
+"""`DataLoader`: describes what to load and how; the controller chooses shard and position.
 
-Follows ``determined.pytorch.DataLoader``, and covers iterable datasets besides.
+Follows ``determined.pytorch.DataLoader``, and also takes iterable datasets.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 from torch.utils import data
 
 from trial_core.errors import TrialError
-from trial_core.pytorch.data.index_streams import length_of
 from trial_core.pytorch.data.iterable import ShardedIterable, micro_batches_in
-from trial_core.pytorch.data.loader_workers import begin_worker
+from trial_core.pytorch.data.loader_workers import init_worker
 from trial_core.pytorch.data.samplers import adapt_batch_sampler
+from trial_core.pytorch.data.seekable_samplers import length_of
 from trial_core.pytorch.data.worker_seeds import SeededBatches
 from trial_core.pytorch.seeding import generator_for
 
@@ -23,47 +23,50 @@ from trial_core.pytorch.seeding import generator_for
 class DataLoader:
     """A dataset, how to sample micro-batches from it, and how to load them.
 
-    Takes torch's arguments, with torch's defaults and torch's errors. No loading happens here: the
-    controller calls `get_data_loader`, with this rank's shard and with what it has seen already.
-    Iterating over a `DataLoader` itself, outside of any run, loads everything, epoch after epoch.
+    Follows ``determined.pytorch.DataLoader``, with torch's arguments, defaults and errors. It loads
+    nothing itself: the controller calls `get_data_loader` with this rank's shard and the number of
+    micro-batches that the rank has consumed. Outside a run, iterating over a `DataLoader` loads the
+    whole dataset, and each iteration is the next epoch.
 
-    **What is reproducible.** The order is a pure function of (seed, epoch), whether the dataset is
-    shuffled, or has a sampler or batch sampler of the user's own. Nothing here draws from the
-    global generators of Python, numpy or torch. A resumed run goes on with the very micro-batch
-    that the uninterrupted run would have seen, and so do random augmentations:
+    **What is reproducible.** The order depends only on (seed, epoch), also with a sampler or batch
+    sampler that the user wrote. Loading draws nothing from the global generators of Python, numpy
+    or torch. A resumed run continues with the next micro-batch of the uninterrupted run, and random
+    augmentations are the same:
 
     * with ``num_workers=0`` they draw from the global generators, which checkpoints restore;
-    * with workers, a map-style dataset's draw from the worker's global generators, which are
-      seeded for each micro-batch by (seed, its place in the sequence of all ranks).
+    * with workers, those of a map-style dataset draw from the worker's global generators, which are
+      seeded for each micro-batch by (seed, its position in the sequence of all ranks).
 
-    Not covered: generators that a dataset or ``worker_init_fn`` makes for itself and that advance
-    from sample to sample; with workers also a ``batch_size`` of None, batch samplers whose batches
-    are not lists, and a dataset's ``__getitems__`` that does not iterate over its indices: there,
-    workers are seeded only when they start, by (seed, rank, micro-batches skipped). What an
-    iterable dataset itself draws is always covered (see `ShardedIterable`).
+    Not reproducible are generators that a dataset or ``worker_init_fn`` creates itself and that
+    advance from sample to sample. With workers there are three more cases: a ``batch_size`` of
+    None, batch samplers whose batches are not lists, and a dataset whose ``__getitems__`` does not
+    iterate over its indices. Workers are then seeded only at their start, by (seed, rank, skipped
+    micro-batches). Random numbers of an iterable dataset itself are always reproducible (see
+    `ShardedIterable`).
 
     Args:
-        dataset: map-style, or a ``torch.utils.data.IterableDataset``, which must give all its
-            samples to every rank; see `ShardedIterable`.
+        dataset: map-style, or a ``torch.utils.data.IterableDataset`` that gives all its samples to
+            every rank; see `ShardedIterable`.
         batch_size: samples in a micro-batch. None: the dataset gives whole micro-batches.
-        shuffle: a new order in every epoch.
-        sampler: order of the samples; excludes `shuffle`. Not a sharding one.
+        shuffle: use a new order in every epoch.
+        sampler: order of the samples; excludes `shuffle`. Must not be sharded.
         batch_sampler: gives lists of indices; excludes `batch_size`, `shuffle`, `sampler` and
-            `drop_last`. With ``set_epoch`` and ``__len__``, resuming enters it directly; otherwise
-            resuming goes through its earlier batches (not through the dataset). So with `sampler`.
-        num_workers: loader processes for each rank; 0 loads in the rank's own process.
+            `drop_last`. With ``set_epoch`` and ``__len__``, a resumed run enters the epoch
+            directly; otherwise it reads the sampler's earlier batches, but not the dataset. The
+            same holds for `sampler`.
+        num_workers: loader processes of each rank; 0 loads in the rank's process.
         collate_fn: makes a micro-batch of a list of samples.
         pin_memory: copy tensors into page-locked memory.
         drop_last: leave out an epoch's last micro-batch if it is smaller than the others.
         timeout: seconds to wait for a worker; 0 waits without limit.
         worker_init_fn: called in each worker with its number, after seeding. With an iterable
-            dataset, ``get_worker_info().dataset`` is a wrapper whose ``dataset`` is the user's.
+            dataset, ``get_worker_info().dataset`` is a wrapper; its ``dataset`` is the user's.
         multiprocessing_context: how workers are started.
-        generator: its ``initial_seed()`` takes the place of the experiment's seed. It is not drawn
-            from. Must be seeded alike on all ranks.
-        prefetch_factor: micro-batches loaded ahead by each worker. Default: 2, or None without
+        generator: its ``initial_seed()`` replaces the experiment's seed. Nothing is drawn from it.
+            Must have the same seed on all ranks.
+        prefetch_factor: micro-batches that each worker loads ahead. Default: 2, or None without
             workers.
-        persistent_workers: keep workers from one pass to the next.
+        persistent_workers: keep workers from one epoch to the next.
 
     Raises:
         ValueError: arguments that torch refuses, with torch's message.
@@ -89,12 +92,12 @@ class DataLoader:
         prefetch_factor: int | None = None,
         persistent_workers: bool = False,
     ) -> None:
-        # torch's own loader checks the arguments and knows the defaults. It starts no worker and
-        # draws nothing before it is iterated over, which never happens.
+        # torch's loader checks the arguments and knows the defaults. It is never iterated over, so
+        # it starts no worker and draws no random numbers.
         plain: data.DataLoader[Any] = data.DataLoader(
             dataset,
             batch_size=batch_size,
-            # torch refuses to shuffle nothing, in words that help nobody; the controller's do.
+            # torch refuses to shuffle an empty dataset; the controller's error says more.
             shuffle=shuffle and length_of(dataset) != 0,
             sampler=sampler,
             batch_sampler=batch_sampler,
@@ -123,7 +126,7 @@ class DataLoader:
         self.generator = generator
         self.prefetch_factor = plain.prefetch_factor
         self.persistent_workers = persistent_workers
-        self._epochs_begun = 0
+        self._next_epoch = 0
 
     def get_data_loader(
         self,
@@ -138,23 +141,22 @@ class DataLoader:
         """A torch loader for one data-parallel rank: repeat -> shard -> skip.
 
         Micro-batch *g* of the sequence that all ranks share goes to rank ``g % num_replicas``.
-        Nothing is padded or dropped, so without `repeat` some ranks may get one more than others:
-        ``len()`` of the result is what this rank gets. With `repeat` it is the rank's part of one
-        epoch, rounded for epochs that cannot be divided evenly.
+        Nothing is padded or dropped, so without `repeat` some ranks may get one more than others;
+        ``len()`` of the result is the number that this rank gets. With `repeat` it is the rank's
+        share of one epoch, rounded if the ranks do not divide the epoch.
 
         Args:
-            repeat: go on from each epoch into the next, without end. Without it, each ``iter()``
-                of the result gives the same pass.
-            skip: micro-batches that this rank has consumed already, in all epochs.
-            num_replicas: data-parallel ranks.
-            rank: this rank among them.
-            seed: the experiment's; the same on all ranks.
-            epoch: the first epoch, from which `skip` counts.
+            repeat: continue from each epoch into the next, without end. Without it, each ``iter()``
+                of the result gives the same epoch.
+            skip: number of micro-batches that this rank has consumed already, in all epochs.
+            num_replicas: number of data-parallel ranks.
+            rank: index of this data-parallel rank.
+            seed: the experiment's seed; the same on all ranks.
+            epoch: the first epoch; `skip` counts from its beginning.
 
         Raises:
-            TrialError: a sampler that shards already, or a dataset without length where one is
-                needed.
-            ValueError: `skip` or `rank` out of range.
+            TrialError: the sampler is sharded already, or the dataset needs a length and has none.
+            ValueError: `skip` or `rank` is out of range.
         """
         if self.generator is not None:
             seed = self.generator.initial_seed()
@@ -172,16 +174,16 @@ class DataLoader:
 
     @property
     def num_micro_batches(self) -> int | None:
-        """Micro-batches in one pass over the whole dataset, all ranks together; None: unknown."""
+        """Micro-batches in one epoch, all ranks together; None if unknown."""
         if isinstance(self.dataset, data.IterableDataset):
             return micro_batches_in(self.dataset, self.batch_size, self.drop_last)
         return length_of(self.sampler if self.batch_sampler is None else self.batch_sampler)
 
     def __len__(self) -> int:
-        """Micro-batches in one pass over the whole dataset.
+        """Micro-batches in one epoch, all ranks together.
 
         Raises:
-            TypeError: there is no telling.
+            TypeError: the number is unknown.
         """
         length = self.num_micro_batches
         if length is None:
@@ -189,19 +191,19 @@ class DataLoader:
         return length
 
     def __iter__(self) -> Iterator[Any]:
-        """The whole dataset, once; the next epoch's order each time. For use outside of a run."""
-        epoch = self._epochs_begun
-        self._epochs_begun += 1
+        """The whole dataset once, in the order of the next epoch. For use outside a run."""
+        epoch = self._next_epoch
+        self._next_epoch += 1
         return iter(self.get_data_loader(epoch=epoch))
 
     def _order(self) -> Any:
-        """What gives the indices: of micro-batches, or with a batch_size of None of samples."""
+        """The sampler of micro-batches, or of samples if batch_size is None."""
         order = self.sampler if self.batch_sampler is None else self.batch_sampler
         innermost = getattr(order, "sampler", order)
         if type(innermost) is data.SequentialSampler and length_of(innermost) is None:
             raise TrialError(
-                f"{type(self.dataset).__qualname__} has no len(), so there is no order to load its "
-                "samples in; give it a __len__, give the DataLoader a sampler, or derive the "
+                f"{type(self.dataset).__qualname__} has no len(), so the DataLoader does not know "
+                "its indices; give it a __len__, give the DataLoader a sampler, or derive the "
                 "dataset from torch.utils.data.IterableDataset"
             )
         return order
@@ -225,7 +227,7 @@ class DataLoader:
             seed=seed,
             epoch=epoch,
         )
-        # It makes lists of samples itself, so that no micro-batch reaches into the next epoch.
+        # It makes the lists of samples, so that no micro-batch contains samples of two epochs.
         return data.DataLoader(sharded, batch_size=None, **self._loading_options(seed, rank, skip))
 
     def _loading_options(self, seed: int, rank: int, skip: int) -> dict[str, Any]:
@@ -234,9 +236,9 @@ class DataLoader:
             "collate_fn": self.collate_fn,
             "pin_memory": self.pin_memory,
             "timeout": self.timeout,
-            "worker_init_fn": partial(begin_worker, self.worker_init_fn),
+            "worker_init_fn": partial(init_worker, self.worker_init_fn),
             "multiprocessing_context": self.multiprocessing_context,
-            # Without one, every iter() would draw the workers' seed from the global generator.
+            # Without a generator, iter() draws the workers' seed from the global one.
             "generator": generator_for(seed, "workers", rank, skip),
             "prefetch_factor": self.prefetch_factor,
             "persistent_workers": self.persistent_workers,

@@ -1,4 +1,4 @@
-"""Iterable datasets, sharded, repeated and skipped."""
+"""Iterable datasets: shard, repeat, skip."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from trial_core.errors import TrialError
-from trial_core.pytorch.data.index_streams import length_of
+from trial_core.pytorch.data.seekable_samplers import length_of
 from trial_core.pytorch.data.worker_seeds import seed_micro_batch
 from trial_core.pytorch.seeding import derive_seed, isolated, seed_globals
 
@@ -19,27 +19,26 @@ from trial_core.pytorch.seeding import derive_seed, isolated, seed_globals
 class ShardedIterable(IterableDataset[Any]):
     """One rank's micro-batches of an iterable dataset, as lists of samples.
 
-    Every rank and every loader worker goes through the whole dataset and keeps the micro-batches
-    that are its own. So micro-batches are the same, and come in the same order, for any number of
-    ranks and workers, and every sample is seen exactly once. The price is that workers do not
-    divide the work of reading; they divide that of collating.
+    Every rank and every loader worker reads the whole dataset and keeps only its own micro-batches.
+    So the micro-batches and their order are the same for any number of ranks and workers, and every
+    sample is seen exactly once. The cost: workers divide the work of collating, not of reading.
 
-    For this the dataset must give everything to everybody, in the same order: it finds
-    ``get_worker_info()`` to be None (a dataset that would divide itself among workers does not),
-    and the global generators are seeded alike, by (seed, epoch). Dividing itself among *ranks* is
-    what it must not do. Its ``set_epoch(epoch)`` is called before each pass, if it has one.
+    The dataset must therefore give all samples in the same order to every rank and worker. It sees
+    no ``get_worker_info()``, so that it does not divide itself among workers, and the global
+    generators are seeded by (seed, epoch). It must not divide itself among *ranks*. If it has
+    ``set_epoch(epoch)``, that is called before each epoch.
 
-    Skipping goes through what is skipped: whole epochs too, unless the dataset has both
-    ``set_epoch`` and a length.
+    Skipping reads the skipped samples: also whole epochs, unless the dataset has both ``set_epoch``
+    and a length.
 
     Args:
         dataset: the user's dataset.
-        batch_size: samples in a micro-batch; None: each sample is one, and comes without a list.
+        batch_size: samples in a micro-batch; None: each sample is a micro-batch, not in a list.
         drop_last: leave out an epoch's last micro-batch if it is smaller than the others.
-        repeat: go on from each epoch into the next, without end.
-        skip: micro-batches of this rank that have been consumed already.
-        num_replicas: data-parallel ranks.
-        rank: this rank among them.
+        repeat: continue from each epoch into the next, without end.
+        skip: number of micro-batches that this rank has consumed already.
+        num_replicas: number of data-parallel ranks.
+        rank: index of this data-parallel rank.
         seed: the same on all ranks.
         epoch: the first epoch.
     """
@@ -68,10 +67,10 @@ class ShardedIterable(IterableDataset[Any]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """This rank's micro-batches in one pass.
+        """This rank's micro-batches in one epoch.
 
         Raises:
-            TypeError: the dataset has no length, or its passes are repeated without end.
+            TypeError: the dataset has no length, or is repeated without end.
         """
         if self.repeat:
             raise TypeError("an iterable dataset that is repeated without end has no length")
@@ -83,19 +82,18 @@ class ShardedIterable(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
-        # torch takes one micro-batch from each worker in turn, so taking every `workers`-th of
-        # the rank's own gives them in order.
+        # torch reads one micro-batch from each worker in turn: every `workers`-th of the rank's.
         position = (self.skip + worker) * self.num_replicas + self.rank
         stride = workers * self.num_replicas
         epoch, start = self._locate(position)
-        own = itertools.islice(self._all(epoch), start, None, stride)
-        for micro_batch in isolated(own):
-            seed_micro_batch(self.seed, self.epoch, position)  # what collating draws
+        shard = itertools.islice(self._all_micro_batches(epoch), start, None, stride)
+        for micro_batch in isolated(shard):
+            seed_micro_batch(self.seed, self.epoch, position)  # for the collate function
             yield micro_batch
             position += stride
 
     def _locate(self, start: int) -> tuple[int, int]:
-        """The epoch to begin with, and how many micro-batches from there to `start`."""
+        """The epoch to start with, and the number of micro-batches from there to `start`."""
         epoch = self.epoch
         if not self.repeat or not hasattr(self.dataset, "set_epoch"):
             return epoch, start
@@ -106,23 +104,23 @@ class ShardedIterable(IterableDataset[Any]):
                 return epoch, start
             epoch, start = epoch + 1, start - length
 
-    def _all(self, first_epoch: int) -> Iterator[Any]:
-        """Every rank's micro-batches. Runs on generators of its own."""
+    def _all_micro_batches(self, first_epoch: int) -> Iterator[Any]:
+        """The micro-batches of all ranks. Seeds the global generators: iterate over it isolated."""
         for epoch in itertools.count(first_epoch):
-            empty = True
-            for micro_batch in self._one_pass(epoch):
-                empty = False
+            is_empty = True
+            for micro_batch in self._one_epoch(epoch):
+                is_empty = False
                 yield micro_batch
             if not self.repeat:
                 return
-            if empty:
+            if is_empty:
                 raise TrialError(
                     f"{type(self.dataset).__qualname__} gave no sample in epoch {epoch}, or fewer "
-                    "than one batch with drop_last=True; an iterable dataset must give its samples "
-                    "anew each time iter() is called on it"
+                    "than one batch with drop_last=True; an iterable dataset must give all samples "
+                    "each time iter() is called on it"
                 )
 
-    def _one_pass(self, epoch: int) -> Iterator[Any]:
+    def _one_epoch(self, epoch: int) -> Iterator[Any]:
         seed_globals(derive_seed(self.seed, "stream", epoch))
         with _no_worker_info():
             if hasattr(self.dataset, "set_epoch"):
@@ -138,7 +136,7 @@ class ShardedIterable(IterableDataset[Any]):
 
 
 def micro_batches_in(dataset: Any, batch_size: int | None, drop_last: bool) -> int | None:
-    """Micro-batches in one pass over all shards of an iterable dataset; None when unknown."""
+    """Micro-batches in one epoch of an iterable dataset, all ranks together; None if unknown."""
     samples, size = length_of(dataset), 1 if batch_size is None else batch_size
     if samples is None:
         return None
@@ -147,7 +145,7 @@ def micro_batches_in(dataset: Any, batch_size: int | None, drop_last: bool) -> i
 
 @contextmanager
 def _no_worker_info() -> Iterator[None]:
-    # torch has no public way to say that a dataset is not to divide itself among workers.
+    # torch has no public way to keep a dataset from dividing itself among workers.
     info = torch_worker._worker_info
     torch_worker._worker_info = None
     try:

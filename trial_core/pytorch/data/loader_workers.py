@@ -1,4 +1,4 @@
-"""How a loader's worker process begins: it heeds its rank alone."""
+"""Initialises a loader's worker processes: a worker ignores SIGTERM unless its rank sends it."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ import threading
 from collections.abc import Callable
 
 
-def begin_worker(init: Callable[[int], None] | None, number: int) -> None:
-    """Called in each worker as its ``worker_init_fn``, with its number.
+def init_worker(user_init: Callable[[int], None] | None, worker: int) -> None:
+    """The ``worker_init_fn`` of every loader.
 
     Args:
-        init: the user's own ``worker_init_fn``.
+        user_init: the user's ``worker_init_fn``.
+        worker: the worker's number.
     """
-    rank = multiprocessing.parent_process()
-    if rank is not None and rank.pid is not None:
-        _heed_alone(rank.pid)
-    if init is not None:
-        init(number)
+    rank_process = multiprocessing.parent_process()
+    if rank_process is not None and rank_process.pid is not None:
+        _accept_sigterm_only_from(rank_process.pid)
+    if user_init is not None:
+        user_init(worker)
 
 
-def _heed_alone(rank: int) -> None:
-    """Have SIGTERM end this process only if process `rank` has sent it.
+def _accept_sigterm_only_from(rank_pid: int) -> None:
+    """Make SIGTERM end this process only if process `rank_pid` sent it.
 
-    Launchers and services that are stopped signal all of their processes. A rank then goes on to
-    the end of its batch, for which it needs its workers. Only who waits for a signal is told who
-    has sent it, and only what is blocked can be waited for: so programs that a worker starts begin
-    with SIGTERM blocked. Where there is no waiting (macOS), a worker ends at every SIGTERM.
+    Launchers and service managers signal all processes of a stopped run. The rank then finishes its
+    batch, and needs its workers for that. A process learns the sender only if it waits for the
+    signal, and it can wait only for a blocked signal; programs that a worker starts inherit the
+    block. Where waiting is not possible (macOS), every SIGTERM ends the worker.
     """
     if not hasattr(signal, "sigwaitinfo"):
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def wait() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank_pid:
             pass
         os._exit(0)
 

@@ -1,18 +1,18 @@
-"""The chain of a reproducible loader: shuffle -> batch -> repeat -> shard -> skip.
+"""The samplers of a reproducible loader: shuffle -> batch -> repeat -> shard -> skip.
 
-Follows ``determined.pytorch.samplers``: same names, same arguments. What is different, because a
-resumed run must be the uninterrupted run:
+Follows ``determined.pytorch.samplers``: same names, same arguments. Three things differ, so that a
+resumed run equals the uninterrupted run:
 
-* A shuffle is a pure function of (seed, epoch). ``iter(sampler)`` gives the pass of
-  ``sampler.epoch``, which ``set_epoch`` changes; the repeating samplers go through the epochs.
-* Sharding neither pads nor drops, and says so: ``len()`` is what this very rank gets. Sharded
-  after repeating, ranks take turns over the endless sequence, so that each epoch's items are
-  seen exactly once by all ranks together, whether or not their number can be divided evenly.
-* Skipping is arithmetic. No skipped item is produced, let alone looked up in the dataset, except
-  with samplers of the user's own: see `Access`.
+* A shuffle depends only on (seed, epoch). ``iter(sampler)`` gives the epoch that ``set_epoch``
+  chose; the repeating samplers advance through the epochs.
+* Sharding neither pads nor drops: ``len()`` is the number of items of this rank. If samplers are
+  repeated before they are sharded, ranks take turns over the endless sequence. All ranks together
+  then see each item of an epoch exactly once, whether or not the ranks divide its length.
+* Skipping is arithmetic. Skipped items are neither produced nor looked up in the dataset, except
+  with some samplers that users write: see `Access`.
 
-None of them ever draws from torch's global generator. Wrapped samplers that would (torch's
-RandomSampler and its kin) get generators of their own.
+These samplers never draw from torch's global generator. Wrapped samplers that would (torch's
+RandomSampler and similar) get a separate generator.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Any, Generic, TypeVar
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from trial_core.errors import TrialError
-from trial_core.pytorch.data.index_streams import (
+from trial_core.pytorch.data.seekable_samplers import (
     Access,
-    IndexStream,
-    Shuffled,
-    Wrapper,
-    as_index_stream,
+    SamplerWrapper,
+    SeekableSampler,
+    ShuffledSampler,
+    as_seekable,
 )
 
 T = TypeVar("T")
@@ -47,68 +47,65 @@ __all__ = [
 ]
 
 
-class _Repeat(Wrapper[T], Generic[T]):
-    """Goes on from each epoch into the next, for ever."""
+class _Repeat(SamplerWrapper[T], Generic[T]):
+    """The base sampler's epochs, one after the other without end."""
 
     def __init__(self, base: Iterable[T]) -> None:
         super().__init__(base)
-        self.endless = True
-
-    def length(self, epoch: int | None = None) -> int:
-        return self.base.length(epoch)
+        self.is_endless = True
 
     def iterate(self, epoch: int, start: int = 0, step: int = 1) -> Iterator[T]:
-        if self.base.endless:
+        if self.base.is_endless:
             return self.base.iterate(epoch, start, step)
         if self.access == Access.DIRECT:
-            return self._jump(epoch, start, step)
+            return self._seek(epoch, start, step)
         if self.access == Access.BY_EPOCH:
             epoch, start = self._locate(epoch, start)
-        return itertools.islice(self._go_through(epoch), start, None, step)
+        return itertools.islice(self._read_in_order(epoch), start, None, step)
 
-    def _jump(self, epoch: int, start: int, step: int) -> Iterator[T]:
+    def _seek(self, epoch: int, start: int, step: int) -> Iterator[T]:
         length = self.base.length()
         if length == 0:
-            raise _nothing_to_repeat(epoch)
+            raise _empty_epoch(epoch)
         while True:
             epoch, start = epoch + start // length, start % length
             yield from self.base.iterate(epoch, start, step)
             start += len(range(start, length, step)) * step
 
     def _locate(self, epoch: int, start: int) -> tuple[int, int]:
-        """The epoch in which item `start` lies, and its place there."""
+        """The epoch that contains item `start`, and the position there."""
         while start >= (length := self.base.length(epoch)):
             if length == 0:
-                raise _nothing_to_repeat(epoch)
+                raise _empty_epoch(epoch)
             start -= length
             epoch += 1
         return epoch, start
 
-    def _go_through(self, epoch: int) -> Iterator[T]:
+    def _read_in_order(self, epoch: int) -> Iterator[T]:
         for current in itertools.count(epoch):
             empty = True
             for item in self.base.iterate(current):
                 empty = False
                 yield item
             if empty:
-                raise _nothing_to_repeat(current)
+                raise _empty_epoch(current)
 
 
-def _nothing_to_repeat(epoch: int) -> TrialError:
+def _empty_epoch(epoch: int) -> TrialError:
     return TrialError(
-        f"the sampler has nothing in epoch {epoch}: the dataset has no samples, or fewer than one "
+        f"the sampler has no items in epoch {epoch}: the dataset has no samples, or fewer than one "
         "batch with drop_last=True"
     )
 
 
-class _Shard(Wrapper[T], Generic[T]):
-    """Every `num_workers`-th item, beginning with the `rank`-th."""
+class _Shard(SamplerWrapper[T], Generic[T]):
+    """Every `num_workers`-th item, starting with item `rank`."""
 
     def __init__(self, base: Iterable[T], num_workers: int, rank: int) -> None:
         if num_workers < 1 or not 0 <= rank < num_workers:
             raise ValueError(
-                f"a shard is given by 0 <= rank < num_workers, got rank={rank} and "
-                f"num_workers={num_workers}"
+                "a shard needs 0 <= rank < num_workers, got "
+                f"rank={rank} and num_workers={num_workers}"
             )
         super().__init__(base)
         self.num_workers = num_workers
@@ -122,8 +119,8 @@ class _Shard(Wrapper[T], Generic[T]):
         return self.base.iterate(epoch, self.rank + start * workers, step * workers)
 
 
-class _Skip(Wrapper[T], Generic[T]):
-    """Leaves out the first `skip` items."""
+class _Skip(SamplerWrapper[T], Generic[T]):
+    """The items after the first `skip`."""
 
     def __init__(self, base: Iterable[T], skip: int) -> None:
         if skip < 0:
@@ -133,35 +130,35 @@ class _Skip(Wrapper[T], Generic[T]):
 
     def length(self, epoch: int | None = None) -> int:
         length = self.base.length(epoch)
-        return length if self.endless else max(length - self.skip, 0)
+        return length if self.is_endless else max(length - self.skip, 0)
 
     def iterate(self, epoch: int, start: int = 0, step: int = 1) -> Iterator[T]:
         return self.base.iterate(epoch, self.skip + start, step)
 
 
 class RepeatSampler(_Repeat[int]):
-    """A sampler's items, epoch after epoch without end; ``len()`` is one epoch's."""
+    """A sampler's items, epoch after epoch without end. ``len()`` is one epoch."""
 
     def __init__(self, sampler: Iterable[int]) -> None:
         super().__init__(sampler)
 
 
 class RepeatBatchSampler(_Repeat[list[int]]):
-    """A batch sampler's batches, epoch after epoch without end; ``len()`` is one epoch's."""
+    """A batch sampler's batches, epoch after epoch without end. ``len()`` is one epoch."""
 
     def __init__(self, batch_sampler: Iterable[list[int]]) -> None:
         super().__init__(batch_sampler)
 
 
 class DistributedSampler(_Shard[int]):
-    """Every `num_workers`-th item of a sampler: those of the data-parallel rank `rank`."""
+    """Every `num_workers`-th item of a sampler: the shard of data-parallel rank `rank`."""
 
     def __init__(self, sampler: Iterable[int], num_workers: int, rank: int) -> None:
         super().__init__(sampler, num_workers, rank)
 
 
 class DistributedBatchSampler(_Shard[list[int]]):
-    """Every `num_workers`-th batch of a batch sampler: those of the data-parallel rank `rank`."""
+    """Every `num_workers`-th batch of a batch sampler: the shard of data-parallel rank `rank`."""
 
     def __init__(self, batch_sampler: Iterable[list[int]], num_workers: int, rank: int) -> None:
         super().__init__(batch_sampler, num_workers, rank)
@@ -170,8 +167,8 @@ class DistributedBatchSampler(_Shard[list[int]]):
 class SkipSampler(_Skip[int]):
     """A sampler without its first `skip` items.
 
-    Repeat before you skip, or every epoch loses its beginning. Prefer `SkipBatchSampler` for
-    resuming: what has been trained is counted in batches.
+    Repeat before you skip; otherwise every epoch loses its beginning. Prefer `SkipBatchSampler` to
+    resume: progress is counted in batches.
     """
 
     def __init__(self, sampler: Iterable[int], skip: int) -> None:
@@ -181,16 +178,16 @@ class SkipSampler(_Skip[int]):
 class SkipBatchSampler(_Skip[list[int]]):
     """A batch sampler without its first `skip` batches.
 
-    Repeat before you skip, or every epoch loses its beginning. With gradient accumulation, count
-    in micro-batches.
+    Repeat before you skip; otherwise every epoch loses its beginning. With gradient accumulation,
+    `skip` counts micro-batches.
     """
 
     def __init__(self, batch_sampler: Iterable[list[int]], skip: int) -> None:
         super().__init__(batch_sampler, skip)
 
 
-class ReproducibleShuffleSampler(Shuffled[int]):
-    """A sampler's items in an order that depends on the seed and the epoch alone.
+class ReproducibleShuffleSampler(ShuffledSampler[int]):
+    """A sampler's items in an order that depends only on the seed and the epoch.
 
     Shuffle before repeating, sharding and skipping. All ranks must use the same seed.
     """
@@ -199,10 +196,10 @@ class ReproducibleShuffleSampler(Shuffled[int]):
         super().__init__(sampler, seed)
 
 
-class ReproducibleShuffleBatchSampler(Shuffled[list[int]]):
-    """A batch sampler's batches in an order that depends on the seed and the epoch alone.
+class ReproducibleShuffleBatchSampler(ShuffledSampler[list[int]]):
+    """A batch sampler's batches in an order that depends only on the seed and the epoch.
 
-    The batches stay the same, only their order changes: prefer `ReproducibleShuffleSampler`.
+    The content of the batches stays the same: prefer `ReproducibleShuffleSampler`.
     """
 
     def __init__(self, batch_sampler: Iterable[list[int]], seed: int) -> None:
@@ -217,22 +214,22 @@ def adapt_batch_sampler(
     rank: int = 0,
     *,
     seed: int = 0,
-) -> IndexStream[Any]:
-    """One rank's part of a sampler or batch sampler: repeat -> shard -> skip.
+) -> SeekableSampler[Any]:
+    """One rank's shard of a sampler or batch sampler: repeat -> shard -> skip.
 
     Args:
-        repeat: go on from each epoch into the next, without end.
-        skip: items of this rank that have been consumed already (micro-batches).
-        num_replicas: data-parallel ranks.
-        rank: this rank among them.
+        repeat: continue from each epoch into the next, without end.
+        skip: number of items (micro-batches) that this rank has consumed already.
+        num_replicas: number of data-parallel ranks.
+        rank: index of this data-parallel rank.
         seed: for a sampler that would draw from torch's global generator; the same on all ranks.
 
     Raises:
-        TrialError: the sampler shards already.
+        TrialError: the sampler is sharded already.
     """
     if num_replicas > 1:
         _refuse_sharded(batch_sampler)
-    chain = as_index_stream(batch_sampler, seed)
+    chain = as_seekable(batch_sampler, seed)
     if repeat:
         chain = _Repeat(chain)
     return _Skip(_Shard(chain, num_replicas, rank), skip)
@@ -243,7 +240,7 @@ def _refuse_sharded(sampler: Any) -> None:
         if isinstance(layer, TorchDistributedSampler) and layer.num_replicas > 1:
             raise TrialError(
                 "the loader's sampler is a torch.utils.data.DistributedSampler for "
-                f"{layer.num_replicas} replicas, but trial_core.pytorch.DataLoader shards by "
-                "itself: every rank would see a part of a part. Give it the unsharded sampler, or "
-                "shuffle=True"
+                f"{layer.num_replicas} replicas, but trial_core.pytorch.DataLoader shards the data "
+                "itself: every rank would see a shard of a shard. Give it the unsharded sampler, "
+                "or shuffle=True"
             )

@@ -1,10 +1,9 @@
-"""The same augmentations after resuming, whatever the number of loader workers.
+"""Random augmentations that do not depend on when a loader worker was started.
 
-A worker's generators would otherwise depend on how many samples that worker has handled since it
-was started, which no checkpoint knows. Here each micro-batch brings its seed along: a worker seeds
-its global generators when it starts to look up the micro-batch's samples. In the main process
-(``num_workers=0``) nothing is seeded: augmentations draw from the global generators there, which
-the checkpoint does know.
+A worker's generators would otherwise depend on how many samples it has loaded since its start,
+which no checkpoint knows. Here each micro-batch carries its seed: the worker seeds its global
+generators when it starts to load the micro-batch. With ``num_workers=0`` nothing is seeded:
+augmentations draw from the rank's global generators, which checkpoints restore.
 """
 
 from __future__ import annotations
@@ -14,24 +13,24 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from trial_core.pytorch.data.index_streams import IndexStream, Wrapper
+from trial_core.pytorch.data.seekable_samplers import SamplerWrapper, SeekableSampler
 from trial_core.pytorch.seeding import derive_seed, seed_globals
 
 
 def seed_micro_batch(seed: int, epoch: int, position: int) -> None:
-    """Seed this worker's global generators for a micro-batch; nothing in the main process.
+    """Seed the global generators of this worker for a micro-batch; no effect outside workers.
 
     Args:
-        epoch: the epoch that the loader began with, 0 in a run.
-        position: the micro-batch's place in the sequence that all ranks share, counted from there:
-            what is drawn for it does not depend on the number of ranks either.
+        epoch: the epoch that the loader started with, 0 in a run.
+        position: the micro-batch's position in the sequence that all ranks share, counted from that
+            epoch. So the augmentations do not depend on the number of ranks either.
     """
     if get_worker_info() is not None:
         seed_globals(derive_seed(seed, "micro-batch", epoch, position))
 
 
 class SeededIndices(list[int]):
-    """Indices of a micro-batch that seed the worker in which they are gone through."""
+    """Indices of a micro-batch; iterating over them seeds the worker."""
 
     def __init__(self, indices: Iterable[int], seed: int, epoch: int, position: int) -> None:
         super().__init__(indices)
@@ -45,24 +44,21 @@ class SeededIndices(list[int]):
         return super().__iter__()
 
 
-class SeededBatches(Wrapper[Any]):
-    """One rank's batches, as `SeededIndices`. Anything but plain lists passes unchanged.
+class SeededBatches(SamplerWrapper[Any]):
+    """One rank's batches as `SeededIndices`; batches that are not lists are not changed.
 
     Args:
         batches: the rank's batches.
         seed: the same on all ranks.
-        first: the place of the first batch in the sequence that all ranks share.
-        stride: the distance from each batch to the next in that sequence.
+        first: position of the first batch in the sequence that all ranks share.
+        stride: distance between two of the rank's batches in that sequence.
     """
 
-    def __init__(self, batches: IndexStream[Any], seed: int, first: int, stride: int) -> None:
+    def __init__(self, batches: SeekableSampler[Any], seed: int, first: int, stride: int) -> None:
         super().__init__(batches)
         self._seed = seed
         self._first = first
         self._stride = stride
-
-    def length(self, epoch: int | None = None) -> int:
-        return self.base.length(epoch)
 
     def iterate(self, epoch: int, start: int = 0, step: int = 1) -> Iterator[Any]:
         position = self._first + start * self._stride

@@ -15,37 +15,37 @@ def shapes(sizes: list[int]) -> list[dict[str, torch.Size]]:
     return [{f"p{i}": torch.Size([size]) for i, size in enumerate(sizes)}]
 
 
-def elements(cut: Partitions, ranks: int, partition: int) -> list[tuple[str, int]]:
+def elements(partitions: Partitions, partition_elements: int) -> list[tuple[str, int]]:
     """Every element of every parameter, in the order of ranks and of their partitions."""
     found = []
-    for rank in range(ranks):
+    for rank in range(partitions.ranks):
         end = 0
-        for piece in cut.pieces(0, rank, partition):
-            assert end <= piece.offset, "two parameters at one place"
-            end = piece.offset + piece.count
-            found += [(piece.name, piece.first + i) for i in range(piece.count)]
-        assert end <= partition, "beyond the partition's end"
+        for fragment in partitions.fragments(0, rank, partition_elements):
+            assert end <= fragment.offset, "two parameters overlap"
+            end = fragment.offset + fragment.count
+            found += [(fragment.name, fragment.first + i) for i in range(fragment.count)]
+        assert end <= partition_elements, "beyond the partition's end"
     return found
 
 
 @given(SIZES, st.integers(1, 5), st.integers(0, 3))
-def test_a_group_is_cut_through(sizes: list[int], ranks: int, padding: int) -> None:
-    """ZeRO 1 and 2: every element lies on one rank, in the order of the parameters."""
+def test_zero_1_and_2_cut_the_buffer(sizes: list[int], ranks: int, padding: int) -> None:
+    """Every element lies on exactly one rank, in the order of the parameters."""
     paddings = [padding * (i % 2) for i in range(len(sizes))]
-    partition = -(-(sum(sizes) + sum(paddings)) // ranks)
-    cut = Partitions(shapes(sizes), [paddings], ranks, cuts_each=False)
-    assert elements(cut, ranks, partition) == [
+    partition_elements = -(-(sum(sizes) + sum(paddings)) // ranks)
+    partitions = Partitions(shapes(sizes), [paddings], ranks, is_zero3=False)
+    assert elements(partitions, partition_elements) == [
         (f"p{i}", element) for i, size in enumerate(sizes) for element in range(size)
     ]
 
 
 @given(SIZES, st.integers(1, 5))
-def test_each_parameter_is_cut(sizes: list[int], ranks: int) -> None:
-    """ZeRO-3: every element lies on one rank, and each rank has some of every larger parameter."""
-    partition = sum(-(-size // ranks) for size in sizes)
-    cut = Partitions(shapes(sizes), None, ranks, cuts_each=True)
-    found = elements(cut, ranks, partition)
-    assert sorted(found) == sorted(
+def test_zero_3_cuts_each_parameter(sizes: list[int], ranks: int) -> None:
+    """Every element lies on exactly one rank, and rank 0 has a part of every parameter."""
+    partition_elements = sum(-(-size // ranks) for size in sizes)
+    partitions = Partitions(shapes(sizes), None, ranks, is_zero3=True)
+    assert sorted(elements(partitions, partition_elements)) == sorted(
         (f"p{i}", element) for i, size in enumerate(sizes) for element in range(size)
     )
-    assert {piece.name for piece in cut.pieces(0, 0, partition)} == set(shapes(sizes)[0])
+    names = {fragment.name for fragment in partitions.fragments(0, 0, partition_elements)}
+    assert names == set(shapes(sizes)[0])

@@ -1,4 +1,4 @@
-"""What cannot be put together, or not shared out, is refused with the reason."""
+"""Saved engines that cannot be assembled or resharded are refused with the reason."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from trial_core.controller.safe_load import Reader
 from trial_core.deepspeed.deepspeed_engine import DeepSpeedTrialEngine
 from trial_core.deepspeed.reshard import target_engine
 from trial_core.deepspeed.reshard.parameter_state import MASTER
-from trial_core.deepspeed.reshard.reshard import reshaped
-from trial_core.deepspeed.reshard.source_engine import SavedEngine
-from trial_core.deepspeed.reshard.target_engine import check_engine, partitions
+from trial_core.deepspeed.reshard.reshard import resharded
+from trial_core.deepspeed.reshard.source_engine import SourceEngine
+from trial_core.deepspeed.reshard.target_engine import check_engine, zero_optimizer_state
 from trial_core.errors import CheckpointDamaged, CheckpointError, TrialError
 
 THREE = torch.Size([3])
+ONE_PARAMETER = {"param_groups": [{"params": [0]}], "state": {}}
 
 
 def model(**changes: Any) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def model(**changes: Any) -> dict[str, Any]:
 
 
 def shard(rank: int, **changes: Any) -> dict[str, Any]:
-    """Optimizer states of ZeRO-1, with one element of padding behind the last one."""
+    """Optimizer states of ZeRO-1; the last rank's state ends with one element of padding."""
     momentum = [torch.tensor([5.0, 6.0]), torch.tensor([7.0, 0.0])][rank]
     optimizer = {
         "group_paddings": [rank],
@@ -49,37 +50,37 @@ def shard(rank: int, **changes: Any) -> dict[str, Any]:
     return {"optimizer_state_dict": optimizer}
 
 
-def saved(
+def source(
     folder: Path,
     model_states: dict[str, Any],
     *shards: dict[str, Any],
-    present: Sequence[Mapping[str, torch.Size]] = ({"weight": THREE},),
-) -> SavedEngine:
-    """What is found in such files."""
-    held: dict[str, Any] = {"mp_rank_00_model_states.pt": model_states}
+    target_groups: Sequence[Mapping[str, torch.Size]] = ({"weight": THREE},),
+) -> SourceEngine:
+    """The engine that saved such files."""
+    contents: dict[str, Any] = {"mp_rank_00_model_states.pt": model_states}
     for rank, each in enumerate(shards):
-        held[f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = each
-    for name in held:
+        contents[f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = each
+    for name in contents:
         (folder / name).touch()
-    return SavedEngine(folder, 0, present, lambda path: held[path.name])
+    return SourceEngine(folder, 0, target_groups, lambda path: contents[path.name])
 
 
-def test_a_parameter_is_put_together_of_its_pieces(tmp_path: Path) -> None:
-    """Its elements lie on two ranks, padding aside; its steps are told once."""
-    weight = saved(tmp_path, model(), shard(0), shard(1)).parameters["weight"]
-    assert weight.whole(MASTER).tolist() == [0, 1, 2]
-    assert weight.whole("exp_avg").tolist() == [5, 6, 7]
-    assert weight.values == {"step": 4.0}
+def test_a_parameter_is_assembled_from_its_fragments(tmp_path: Path) -> None:
+    """The elements of both ranks without padding, and the number of steps once."""
+    weight = source(tmp_path, model(), shard(0), shard(1)).parameters["weight"]
+    assert weight.full_tensor(MASTER).tolist() == [0, 1, 2]
+    assert weight.full_tensor("exp_avg").tolist() == [5, 6, 7]
+    assert weight.scalars == {"step": 4.0}
 
 
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    """One of two data-parallel ranks' is not enough."""
-    with pytest.raises(CheckpointDamaged, match="the shards of 1 data-parallel ranks, and 2"):
-        saved(tmp_path, model(), shard(0))
+def test_a_missing_shard_is_damage(tmp_path: Path) -> None:
+    """The error tells how many shards there are, and how many were saved."""
+    with pytest.raises(CheckpointDamaged, match="the shards of 1 data-parallel ranks, but 2"):
+        source(tmp_path, model(), shard(0))
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"base_optimizer_state": []}, "elastic_checkpoint, which does not keep"),
         (
@@ -89,70 +90,59 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
                     "param_groups": [{"params": [0]}],
                 }
             },
-            r"the optimizer's row has the shape \(1,\) for 2 elements: it is neither one value",
+            r"the optimizer's row has shape \(1,\) for 2 elements; only a scalar or one value",
         ),
     ],
 )
-def test_a_state_that_does_not_go_by_element_is_refused(
-    tmp_path: Path, changes: dict[str, Any], said: str
+def test_a_state_that_is_not_per_element_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    """No optimizer's state is cut where it cannot be."""
-    with pytest.raises(CheckpointError, match=said):
-        saved(tmp_path, model(), shard(0, **changes), shard(1, **changes))
+    """An optimizer's state is never cut where it cannot be."""
+    with pytest.raises(CheckpointError, match=message):
+        source(tmp_path, model(), shard(0, **changes), shard(1, **changes))
 
 
 @pytest.mark.parametrize(
-    ("present", "said"),
+    ("target_groups", "message"),
     [
-        ([{"weight": THREE}, {}], "1 groups of parameters when .* saved, and has 2 now"),
+        ([{"weight": THREE}, {}], "had 1 groups of parameters when .* saved, and has 2 now"),
         ([{}], "weight was in group 0 of the optimizer when .* saved, and is not trained now"),
         ([{"weight": THREE, "bias": THREE}], "bias was not trained when .* saved, and is in"),
         ([{"weight": torch.Size([2])}], r"shape \(3,\) in the checkpoint, and \(2,\) now"),
     ],
 )
-def test_another_models_parameters_are_refused(
-    tmp_path: Path, present: list[dict[str, torch.Size]], said: str
+def test_parameters_of_another_model_are_refused(
+    tmp_path: Path, target_groups: list[dict[str, torch.Size]], message: str
 ) -> None:
-    """The optimizer has the same parameters in the same groups, or the first that differs is
-    named."""
-    with pytest.raises(CheckpointError, match=said):
-        saved(tmp_path, model(), shard(0), shard(1), present=present)
+    """The error names the first parameter whose group or shape differs."""
+    with pytest.raises(CheckpointError, match=message):
+        source(tmp_path, model(), shard(0), shard(1), target_groups=target_groups)
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "said"),
+    ("changes", "message"),
     [
-        ({"fp32_groups": []}, "saved without ZeRO and in 16 bits"),
-        ({"param_groups": [{"params": [0, 1]}], "state": {}}, "had 2 parameters"),
-        ({"param_groups": [], "state": {}}, "had 0 groups of parameters"),
-        ({"param_groups": [{"params": [0]}], "state": {0: {"row": torch.zeros(1)}}},
-         "the optimizer's row of weight is not of the shape"),
+        ({"optimizer": {"fp32_groups": []}}, "saved without ZeRO in 16 bits"),
+        ({"optimizer": {"param_groups": [{"params": [0, 1]}], "state": {}}}, "had 2 parameters"),
+        ({"optimizer": {"param_groups": [], "state": {}}}, "had 0 groups of parameters"),
+        (
+            {"optimizer": {**ONE_PARAMETER, "state": {0: {"row": torch.zeros(1)}}}},
+            "the optimizer's row of weight does not have the parameter's shape",
+        ),
+        ({"optimizer": ONE_PARAMETER, "module": {}}, "the checkpoint has no parameter weight"),
+        ({"optimizer": ONE_PARAMETER, "module": None}, "saved without ZeRO by a pipeline"),
     ],
-)  # fmt: skip
-def test_a_state_without_zero_is_refused_where_it_is_not_understood(
-    tmp_path: Path, optimizer: dict[str, Any], said: str
+)
+def test_a_state_without_zero_that_does_not_match_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    """It has no names, so it is taken by the order of parameters, or not at all."""
-    with pytest.raises(CheckpointError, match=said):
-        saved(tmp_path, model(optimizer=optimizer))
-
-
-def test_a_module_without_a_parameter_is_refused(tmp_path: Path) -> None:
-    """The optimizer's parameters are the module's."""
-    whole = {"param_groups": [{"params": [0]}], "state": {}}
-    with pytest.raises(CheckpointError, match="the checkpoint has no weight"):
-        saved(tmp_path, model(module={}, optimizer=whole))
-
-
-def test_a_pipeline_without_zero_is_refused(tmp_path: Path) -> None:
-    """Its weights lie in files of its layers, without the optimizer's names for them."""
-    whole = {"param_groups": [{"params": [0]}], "state": {}}
-    with pytest.raises(CheckpointError, match="saved without ZeRO by a pipeline"):
-        saved(tmp_path, model(module=None, optimizer=whole))
+    """This state has indices in place of names, so it must match the parameters' order."""
+    with pytest.raises(CheckpointError, match=message):
+        source(tmp_path, model(**changes))
 
 
 @pytest.mark.parametrize(
-    ("facts", "said"),
+    ("facts", "message"),
     [
         ({"has_moe_layers": True}, "a mixture of experts"),
         ({"zero_nvme_offload_optimizer": lambda: True}, "optimizer states on NVMe"),
@@ -160,8 +150,8 @@ def test_a_pipeline_without_zero_is_refused(tmp_path: Path) -> None:
         ({"optimizer": object()}, "DeepSpeed's object resumes only with as many ranks"),
     ],
 )
-def test_an_engine_of_another_kind_is_refused(facts: dict[str, Any], said: str) -> None:
-    """Its state lies in a way that is not known here."""
+def test_an_unsupported_engine_is_refused(facts: dict[str, Any], message: str) -> None:
+    """The error names the feature that cannot be resharded."""
     engine: Any = SimpleNamespace(
         **{
             "has_moe_layers": False,
@@ -172,11 +162,11 @@ def test_an_engine_of_another_kind_is_refused(facts: dict[str, Any], said: str) 
             **facts,
         }
     )
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         check_engine(engine)
 
 
-def test_parameters_that_were_trained_for_different_numbers_of_steps_are_refused(
+def test_parameters_with_different_numbers_of_steps_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without ZeRO each parameter counts its own steps; ZeRO has one count for a group."""
@@ -184,46 +174,43 @@ def test_parameters_that_were_trained_for_different_numbers_of_steps_are_refused
     shapes = dict.fromkeys(names, THREE)
     zero = SimpleNamespace(single_partition_of_fp32_groups=[torch.zeros(6)])
     engine: Any = SimpleNamespace(optimizer=zero, _get_zero_param_shapes=lambda: [shapes])
-    monkeypatch.setattr(target_engine, "_place", lambda engine: (0, 1))
-    present = {"base_optimizer_state": {"param_groups": [{"params": [0]}]}}
+    monkeypatch.setattr(target_engine, "_data_parallel_place", lambda engine: (0, 1))
+    live_state = {"base_optimizer_state": {"param_groups": [{"params": [0]}]}}
 
-    def shared_out(*steps: float) -> Any:
+    def state_after(*steps: float) -> Any:
         states = {i: {"step": torch.tensor(step)} for i, step in enumerate(steps)}
         optimizer = {"param_groups": [{"params": [0, 1]}], "state": states}
         module = dict.fromkeys(names, torch.arange(3.0))
-        whole = saved(tmp_path, model(module=module, optimizer=optimizer), present=[shapes])
-        return partitions(engine, present, whole)["base_optimizer_state"]["state"]
+        saved = source(tmp_path, model(module=module, optimizer=optimizer), target_groups=[shapes])
+        return zero_optimizer_state(engine, live_state, saved)["base_optimizer_state"]["state"]
 
-    assert shared_out(4.0, 4.0) == {0: {"step": 4.0}}
-    with pytest.raises(
-        CheckpointError, match=r"has gone \{'step': .*4.* with some .* resume with ZeRO stage 0"
-    ):
-        shared_out(4.0, 2.0)
+    assert state_after(4.0, 4.0) == {0: {"step": 4.0}}
+    with pytest.raises(CheckpointError, match=r"different numbers of steps .*4.* and .*2.*stage 0"):
+        state_after(4.0, 2.0)
 
 
-def test_nothing_is_saved_where_a_trial_loads(tmp_path: Path) -> None:
-    """While engines are given what nobody has saved, a trial's load cannot save; afterwards they
-    save as before."""
-    own = object()
+def test_a_trials_load_method_cannot_save(tmp_path: Path) -> None:
+    """Inside `resharded`, saving and committing are refused; afterwards engines save as before."""
+    previous = object()
     engine: Any = SimpleNamespace(
         has_moe_layers=False,
         zero_nvme_offload_optimizer=lambda: False,
         zero_optimization=lambda: False,
-        checkpoint_engine=own,
+        checkpoint_engine=previous,
     )
-    with reshaped([engine], tmp_path, lambda path: None):
-        while_loading = engine.checkpoint_engine
-        for save in (lambda: while_loading.save({}, "a.pt"), lambda: while_loading.commit("a")):
-            with pytest.raises(TrialError, match="the trial's load saves a checkpoint; let its sa"):
+    with resharded([engine], tmp_path, lambda path: None):
+        loading = engine.checkpoint_engine
+        for save in (lambda: loading.save({}, "a.pt"), lambda: loading.commit("a")):
+            with pytest.raises(TrialError, match="the trial's load method saves a checkpoint"):
                 save()
-    assert engine.checkpoint_engine is own
+    assert engine.checkpoint_engine is previous
 
 
 @pytest.mark.parametrize("overridden", ["save", "load"])
-def test_a_trial_that_saves_by_itself_is_refused(tmp_path: Path, overridden: str) -> None:
-    """What it saves may be anything."""
+def test_a_trial_with_its_own_format_is_refused(tmp_path: Path, overridden: str) -> None:
+    """Files that a trial writes itself cannot be resharded."""
     own = type("Own", (ToyTrial,), {overridden: lambda *_: None})
     engine: Any = object.__new__(DeepSpeedTrialEngine)
     engine._trial, engine._context = object.__new__(own), SimpleNamespace(models=[])
-    with pytest.raises(CheckpointError, match=f"Own overrides {overridden}: how what it saves"):
+    with pytest.raises(CheckpointError, match=f"Own overrides {overridden}, so its checkpoints"):
         engine.load(tmp_path, Reader(), reshape=True)

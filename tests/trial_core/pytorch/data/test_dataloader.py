@@ -1,4 +1,4 @@
-"""The DataLoader over map-style datasets, with and without worker processes."""
+"""The DataLoader with map-style datasets, with and without worker processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trial_core.pytorch import DataLoader
 
 
 class Augmented(data.Dataset[torch.Tensor]):
-    """Samples with noise from each of the three global generators."""
+    """Samples with random numbers from each of the three global generators."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -33,7 +33,7 @@ class Augmented(data.Dataset[torch.Tensor]):
 
 
 class Unread(data.Dataset[int]):
-    """A dataset that must not be touched."""
+    """A dataset that must not be read."""
 
     def __len__(self) -> int:
         return 1000
@@ -43,7 +43,7 @@ class Unread(data.Dataset[int]):
 
 
 class Numbers(data.Dataset[int]):
-    """Its samples are their own indices."""
+    """Each sample is its index."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -56,7 +56,7 @@ class Numbers(data.Dataset[int]):
 
 
 class NoLength(data.Dataset[int]):
-    """A map-style dataset that does not say how large it is."""
+    """A map-style dataset without a length."""
 
     def __getitem__(self, index: int) -> int:
         return index
@@ -68,8 +68,10 @@ def take(loader: Any, count: int) -> list[Any]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": True, "drop_last": True}])
-def test_resumes_in_the_middle_of_an_epoch(workers: int, options: dict[str, Any]) -> None:
-    """After a resume a rank sees the uninterrupted run's micro-batches, with workers or not."""
+def test_a_resumed_rank_continues_in_the_middle_of_an_epoch(
+    workers: int, options: dict[str, Any]
+) -> None:
+    """It sees the micro-batches of the uninterrupted run, with workers or without."""
     loader = DataLoader(Numbers(17), batch_size=2, num_workers=workers, **options)
 
     def rest(skip: int) -> list[Any]:
@@ -83,7 +85,7 @@ def test_resumes_in_the_middle_of_an_epoch(workers: int, options: dict[str, Any]
 def test_every_sample_once(
     length: int, size: int, shuffle: bool, drop_last: bool, world: int
 ) -> None:
-    """In one pass, all ranks together see every sample once, and no rank's count is a guess."""
+    """In one epoch, all ranks together see every sample once, and ``len()`` is exact."""
     loader = DataLoader(Numbers(length), batch_size=size, shuffle=shuffle, drop_last=drop_last)
     ranks = [loader.get_data_loader(num_replicas=world, rank=rank) for rank in range(world)]
     batches = [take(rank, 10**6) for rank in ranks]
@@ -97,7 +99,7 @@ def test_every_sample_once(
 
 
 def test_skipping_does_not_touch_the_dataset() -> None:
-    """Building a loader and skipping far ahead reads no sample."""
+    """Building a loader and skipping any number of micro-batches reads no sample."""
     loader = DataLoader(Unread(), batch_size=3, shuffle=True).get_data_loader(True, skip=10**9)
     with pytest.raises(AssertionError, match="was read"):
         next(iter(loader))
@@ -106,17 +108,10 @@ def test_skipping_does_not_touch_the_dataset() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_global_generators_are_left_alone(workers: int) -> None:
-    """Starting an iterator and its workers, and loading, draws nothing from the rank's generators.
-
-    Without workers, the dataset itself may: so this one does not.
-    """
+    """Starting workers, and loading, draws nothing from the rank's generators."""
 
     def states() -> list[Any]:
-        return [
-            random.getstate(),
-            str(np.random.get_state()),
-            torch.get_rng_state().tolist(),
-        ]
+        return [random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()]
 
     before = states()
     loader = DataLoader(Numbers(20), batch_size=2, shuffle=True, num_workers=workers)
@@ -125,8 +120,8 @@ def test_global_generators_are_left_alone(workers: int) -> None:
     assert states() == before
 
 
-def test_workers_augment_alike_after_resuming() -> None:
-    """Workers augment after a resume as in the uninterrupted run, and whatever their number."""
+def test_workers_augment_the_same_after_resuming() -> None:
+    """As in the uninterrupted run, and with any number of workers."""
 
     def batches(workers: int, skip: int) -> list[Any]:
         loader = DataLoader(Augmented(9), batch_size=2, shuffle=True, num_workers=workers)
@@ -138,7 +133,7 @@ def test_workers_augment_alike_after_resuming() -> None:
 
 
 def test_augmentations_differ() -> None:
-    """Micro-batches, epochs and ranks are augmented differently, though a worker is seeded anew."""
+    """Micro-batches, epochs and ranks are augmented differently."""
     loader = DataLoader(Augmented(2), batch_size=1, num_workers=1)
     ranks = [loader.get_data_loader(True, 0, 2, rank) for rank in range(2)]
     noises = [batch[0][1] for rank in ranks for batch in take(rank, 4)]
@@ -146,7 +141,7 @@ def test_augmentations_differ() -> None:
 
 
 def test_without_workers_augmentations_use_the_global_generators() -> None:
-    """Without workers nothing is reseeded: a checkpoint's generators decide the augmentations."""
+    """Nothing is reseeded: checkpoints restore these generators."""
     loader = DataLoader(Augmented(4), batch_size=2).get_data_loader()
     torch.manual_seed(8)
     expected = torch.rand(1).item()
@@ -155,7 +150,7 @@ def test_without_workers_augmentations_use_the_global_generators() -> None:
 
 
 def test_own_generator_replaces_the_seed() -> None:
-    """The user's generator decides order and augmentations by its initial seed alone."""
+    """Order and augmentations depend only on the initial seed of the user's generator."""
 
     def batches(seed: int, draws: int) -> list[Any]:
         generator = torch.Generator().manual_seed(77)
@@ -168,23 +163,17 @@ def test_own_generator_replaces_the_seed() -> None:
     assert batches(seed=1, draws=1) == batches(seed=2, draws=5)
 
 
-def test_seed_decides_the_order() -> None:
-    """Another experiment seed gives another order."""
-    loader = DataLoader(Numbers(30), batch_size=30, shuffle=True)
-    assert take(loader.get_data_loader(seed=1), 1) != take(loader.get_data_loader(seed=2), 1)
-
-
-def test_iterating_outside_of_a_run_goes_on_to_the_next_epoch() -> None:
-    """Going over a DataLoader itself reshuffles each time; a run's loader repeats its pass."""
+def test_each_iteration_outside_a_run_is_the_next_epoch() -> None:
+    """Iterating over a DataLoader itself reshuffles; a run's loader repeats its epoch."""
     loader = DataLoader(Numbers(20), batch_size=20, shuffle=True)
     first, second = take(loader, 1), take(loader, 1)
     assert first != second
-    one_pass = loader.get_data_loader()
-    assert take(one_pass, 2) == take(one_pass, 2) == first
+    epoch = loader.get_data_loader()
+    assert take(epoch, 2) == take(epoch, 2) == first
 
 
 def test_own_batch_sampler_and_sampler() -> None:
-    """Samplers of the user's own are sharded and resumed like the built-in ones."""
+    """Samplers that the user wrote are sharded and resumed like torch's."""
 
     class Pairs:
         def __iter__(self) -> Iterator[list[int]]:
@@ -202,7 +191,7 @@ def test_own_batch_sampler_and_sampler() -> None:
 
 
 def test_without_batching() -> None:
-    """With batch_size=None each sample is a micro-batch, sharded and skipped like one."""
+    """With batch_size=None each sample is a micro-batch."""
     loader = DataLoader(Numbers(5), batch_size=None)
     shard = loader.get_data_loader(True, skip=1, num_replicas=2, rank=1)
     assert list(itertools.islice(iter(shard), 4)) == [3, 0, 2, 4]
@@ -210,7 +199,7 @@ def test_without_batching() -> None:
 
 
 def test_own_collate_and_worker_init_are_used() -> None:
-    """collate_fn and worker_init_fn of the user's reach the loader and its workers."""
+    """The user's collate_fn and worker_init_fn run in the workers."""
     loader = DataLoader(
         Numbers(4), batch_size=2, num_workers=1, collate_fn=_with_seed, worker_init_fn=_mark
     )
@@ -231,8 +220,8 @@ def _with_seed(samples: list[int]) -> tuple[int, bool]:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_passes_repeat_with_workers(persistent: bool) -> None:
-    """Validation sees the same pass each time, whether or not workers persist."""
+def test_an_epoch_repeats_with_workers(persistent: bool) -> None:
+    """Every validation sees the same samples, with persistent workers or without."""
     loader = DataLoader(
         Augmented(5), batch_size=2, shuffle=True, num_workers=2, persistent_workers=persistent
     ).get_data_loader(seed=3)
@@ -241,16 +230,16 @@ def test_passes_repeat_with_workers(persistent: bool) -> None:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_empty_dataset_has_no_micro_batches(shuffle: bool) -> None:
-    """An empty dataset gives a loader of length 0, shuffled or not; repeating it is refused."""
+    """The loader has length 0, shuffled or not; repeating it is refused."""
     loader = DataLoader(Numbers(0), shuffle=shuffle)
     assert loader.num_micro_batches == 0
     assert list(loader.get_data_loader()) == []
-    with pytest.raises(TrialError, match="nothing in epoch 0"):
+    with pytest.raises(TrialError, match="no items in epoch 0"):
         next(iter(loader.get_data_loader(repeat=True)))
 
 
 def test_dataset_without_length_is_refused() -> None:
-    """A map-style dataset without a length, and no sampler to make up for it, is refused."""
+    """A map-style dataset without a length needs a sampler."""
     loader = DataLoader(NoLength())
     assert loader.num_micro_batches is None
     with pytest.raises(TypeError, match="no len"):
@@ -260,7 +249,7 @@ def test_dataset_without_length_is_refused() -> None:
 
 
 def test_parameters_are_the_references() -> None:
-    """Parameters, their order and their defaults are those that the reference documents."""
+    """The same parameters, order and defaults."""
     parameters = inspect.signature(DataLoader).parameters.values()
     assert [(p.name, p.default) for p in parameters][1:] == [
         ("batch_size", 1),
@@ -294,7 +283,7 @@ def test_parameters_are_the_references() -> None:
     ],
 )
 def test_refuses_what_torch_refuses(options: dict[str, Any], message: str) -> None:
-    """Wrong arguments give torch's own error, when the loader is made and not later."""
+    """The constructor raises torch's own error."""
     with pytest.raises(ValueError, match=message):
         DataLoader(Numbers(3), **options)
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""The DataLoader over iterable datasets: the whole stream to everybody, each keeps its own."""
+"""The DataLoader with iterable datasets: every rank reads all samples and keeps its shard."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Stream(IterableDataset[int]):
 
 
 class ShufflesGlobally(Stream):
-    """In an order drawn from Python's global generator, with noise from it."""
+    """Order and noise are drawn from Python's global generator."""
 
     def __iter__(self) -> Iterator[Any]:
         order = list(range(self.length))
@@ -36,7 +36,7 @@ class ShufflesGlobally(Stream):
 
 
 class DividesAmongWorkers(Stream):
-    """As torch's documentation advises: each loader worker yields its own part."""
+    """Each loader worker yields a part, as torch's documentation advises."""
 
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
@@ -45,10 +45,10 @@ class DividesAmongWorkers(Stream):
 
 
 class WithEpochs(Stream):
-    """Has epochs and a length, so its passes can be entered directly."""
+    """Has epochs and a length, so an epoch can be entered directly."""
 
     epoch = 0
-    passes_begun = 0
+    epochs_begun = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -57,7 +57,7 @@ class WithEpochs(Stream):
         return self.length
 
     def __iter__(self) -> Iterator[int]:
-        self.passes_begun += 1
+        self.epochs_begun += 1
         return iter([100 * self.epoch + i for i in range(self.length)])
 
 
@@ -72,7 +72,7 @@ def loader_of(dataset: Any, size: int = 2, **options: Any) -> DataLoader:
 @settings(deadline=None)
 @given(st.integers(1, 20), st.integers(1, 4), st.booleans(), st.integers(1, 5))
 def test_every_sample_once(length: int, size: int, drop_last: bool, world: int) -> None:
-    """In one pass, ranks taken in turn give the unsharded micro-batches, each exactly once."""
+    """In one epoch, the ranks in turn give each unsharded micro-batch exactly once."""
     loader = loader_of(Stream(length), size, drop_last=drop_last)
     ranks = [list(loader.get_data_loader(num_replicas=world, rank=rank)) for rank in range(world)]
     turns = itertools.chain.from_iterable(itertools.zip_longest(*ranks))
@@ -91,10 +91,10 @@ def test_every_sample_once(length: int, size: int, drop_last: bool, world: int) 
     st.sampled_from([Stream, ShufflesGlobally, WithEpochs]),
     st.data(),
 )
-def test_resumed_is_uninterrupted(
+def test_a_resumed_run_equals_the_uninterrupted_run(
     length: int, size: int, drop_last: bool, world: int, skip: int, kind: Any, data: Any
 ) -> None:
-    """Skipping any number of micro-batches gives the uninterrupted run's rest, epochs included."""
+    """Skipping any number of micro-batches gives the rest of the uninterrupted run."""
     rank = data.draw(st.integers(0, world - 1))
 
     def batches(skip: int, count: int) -> list[Any]:
@@ -105,10 +105,10 @@ def test_resumed_is_uninterrupted(
 
 
 @pytest.mark.parametrize("kind", [Stream, ShufflesGlobally, DividesAmongWorkers])
-def test_workers_change_nothing(kind: Any) -> None:
-    """Any number of workers gives the same micro-batches in the same order, also after skipping.
+def test_the_number_of_workers_changes_nothing(kind: Any) -> None:
+    """The same micro-batches in the same order, also after skipping.
 
-    Also of a dataset that would divide itself among workers, or that shuffles by global generators.
+    Also if the dataset divides itself among workers, or shuffles with global generators.
     """
 
     def batches(workers: int) -> list[Any]:
@@ -118,23 +118,23 @@ def test_workers_change_nothing(kind: Any) -> None:
     assert batches(2) == batches(1) == batches(0)
 
 
-def test_a_pass_with_workers_is_whole() -> None:
-    """One pass over two ranks of two workers sees every sample once."""
+def test_an_epoch_with_workers_is_complete() -> None:
+    """Two ranks with two workers each see every sample once."""
     loader = loader_of(DividesAmongWorkers(21), num_workers=2)
     ranks = [list(loader.get_data_loader(num_replicas=2, rank=rank)) for rank in range(2)]
     assert sorted(itertools.chain(*itertools.chain(*ranks))) == list(range(21))
 
 
 def test_epochs_are_entered_directly() -> None:
-    """A dataset with set_epoch and a length is not gone through to reach a late epoch."""
+    """With set_epoch and a length, earlier epochs are not read."""
     dataset = WithEpochs(6)
     shard = loader_of(dataset).get_data_loader(True, skip=3 * 500 + 1)
     assert take(shard, 1) == [[50002, 50003]]
-    assert dataset.passes_begun == 1
+    assert dataset.epochs_begun == 1
 
 
 def test_epochs_differ_by_seed_and_epoch() -> None:
-    """What a dataset draws is another in each epoch and with each seed, and the same again."""
+    """Random numbers depend on seed and epoch only."""
 
     def epochs(seed: int) -> list[Any]:
         loader = loader_of(ShufflesGlobally(12), 12)
@@ -145,7 +145,7 @@ def test_epochs_differ_by_seed_and_epoch() -> None:
 
 
 def test_global_generators_are_left_alone() -> None:
-    """What an iterable dataset draws in the rank's own process is not seen outside."""
+    """A dataset that draws in the rank's process does not advance the rank's generators."""
     random.seed(1)
     expected = random.random()
     random.seed(1)
@@ -154,7 +154,7 @@ def test_global_generators_are_left_alone() -> None:
 
 
 def test_lengths() -> None:
-    """Lengths are known exactly if the dataset's is; without end, there is none."""
+    """Exact if the dataset has a length; an endless loader has none."""
     known, unknown = loader_of(WithEpochs(7)), loader_of(Stream(7))
     assert known.num_micro_batches == len(known) == 4
     assert len(known.get_data_loader(num_replicas=3, rank=1)) == 1
@@ -171,7 +171,7 @@ def test_without_batching() -> None:
 
 
 class Once(IterableDataset[int]):
-    """Gives its samples to the first pass only."""
+    """Gives its samples only once."""
 
     def __init__(self) -> None:
         self.samples = iter([1, 2, 3])
@@ -180,8 +180,8 @@ class Once(IterableDataset[int]):
         return self.samples
 
 
-def test_a_stream_that_ends_for_good_is_refused() -> None:
-    """A dataset that gives nothing in its second pass raises instead of looping for ever."""
+def test_a_dataset_with_an_empty_second_epoch_is_refused() -> None:
+    """The loader raises instead of looping forever."""
     batches = iter(loader_of(Once()).get_data_loader(repeat=True))
     assert [next(batches), next(batches)] == [[1, 2], [3]]
     with pytest.raises(TrialError, match="Once gave no sample in epoch 1"):
@@ -196,13 +196,13 @@ def test_a_stream_that_ends_for_good_is_refused() -> None:
     ],
 )
 def test_refuses_what_torch_refuses(options: dict[str, Any], message: str) -> None:
-    """Shuffling or sampling a stream gives torch's own error."""
+    """Shuffling or sampling raises torch's own error."""
     with pytest.raises(ValueError, match=message):
         DataLoader(Stream(3), **options)
 
 
 @pytest.mark.parametrize(("skip", "rank"), [(-1, 0), (0, 2)])
 def test_impossible_shards_are_refused(skip: int, rank: int) -> None:
-    """A negative skip or a rank outside of the world is refused."""
+    """The error names skip, rank and num_replicas."""
     with pytest.raises(ValueError, match=f"skip={skip}, rank={rank} and num_replicas=2"):
         loader_of(Stream(3)).get_data_loader(skip=skip, num_replicas=2, rank=rank)

@@ -1,4 +1,4 @@
-"""The sampler chain: every sample once an epoch, and resuming is going on."""
+"""The samplers: every sample once an epoch, and a resumed run equals the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SEED = 11
 
 
 class GlobalShuffle:
-    """A user's sampler that knows no epochs and draws from all three global generators."""
+    """A user's sampler without set_epoch that draws from all three global generators."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -44,7 +44,7 @@ class GlobalShuffle:
 
 
 class Growing:
-    """A user's sampler with a memory: each pass is one longer than the last, and has no length."""
+    """A user's sampler with a memory and without a length: each epoch has one more item."""
 
     def __init__(self, length: int) -> None:
         self.length = length - 1
@@ -55,12 +55,12 @@ class Growing:
 
 
 class WithEpochs:
-    """A user's sampler as torch's convention wants it; passes differ in length."""
+    """A user's sampler with set_epoch; epochs differ in length."""
 
     def __init__(self, length: int) -> None:
         self.base = length
         self.epoch = 0
-        self.passes_begun = 0
+        self.epochs_begun = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -69,7 +69,7 @@ class WithEpochs:
         return self.base + self.epoch % 2
 
     def __iter__(self) -> Iterator[int]:
-        self.passes_begun += 1
+        self.epochs_begun += 1
         return iter([(i + self.epoch) % len(self) for i in range(len(self))])
 
 
@@ -111,9 +111,9 @@ def rank_batches(
 @settings(deadline=None)
 @given(st.sampled_from(SAME_LENGTH_MAKERS), lengths, batch_sizes, worlds)
 def test_every_sample_once_an_epoch(maker: Any, length: int, size: int, world: int) -> None:
-    """All ranks together see each sample exactly once in each of three epochs, at any world size.
+    """All ranks together see each sample exactly once in each of three epochs.
 
-    Ranks take turns, so an epoch is a stretch of the sequence that turns make of the ranks' own.
+    The ranks in turn give the unsharded sequence, of which an epoch is a slice.
     """
     per_epoch = -(-length // size)
     needed = -(-3 * per_epoch // world)
@@ -129,10 +129,10 @@ def test_every_sample_once_an_epoch(maker: Any, length: int, size: int, world: i
 
 @settings(deadline=None)
 @given(makers, lengths, batch_sizes, st.booleans(), worlds, st.integers(0, 60), st.data())
-def test_resumed_is_uninterrupted(
+def test_a_resumed_run_equals_the_uninterrupted_run(
     maker: Any, length: int, size: int, drop_last: bool, world: int, skip: int, data: Any
 ) -> None:
-    """After skipping any number of micro-batches a rank sees the uninterrupted run's rest."""
+    """Skipping any number of micro-batches gives the rest of the uninterrupted run."""
     rank = data.draw(st.integers(0, world - 1))
     length = max(length, size)
 
@@ -146,10 +146,10 @@ def test_resumed_is_uninterrupted(
 
 @settings(deadline=None)
 @given(makers, lengths, worlds, st.integers(0, 40), st.data())
-def test_resumed_is_uninterrupted_without_batches(
+def test_a_resumed_run_equals_the_uninterrupted_run_without_batches(
     maker: Any, length: int, world: int, skip: int, data: Any
 ) -> None:
-    """The same holds for single indices, and for chains put together by hand."""
+    """The same holds for single indices, and for samplers that are chained by hand."""
     rank = data.draw(st.integers(0, world - 1))
 
     def chain(skip: int) -> Any:
@@ -161,10 +161,10 @@ def test_resumed_is_uninterrupted_without_batches(
 
 @settings(deadline=None)
 @given(makers, lengths, batch_sizes, st.booleans(), worlds)
-def test_one_pass_is_the_unsharded_one(
+def test_one_epoch_equals_the_unsharded_epoch(
     maker: Any, length: int, size: int, drop_last: bool, world: int
 ) -> None:
-    """Without repeating, the ranks' batches taken in turn are the unsharded pass, none missing."""
+    """Without repeating, the ranks in turn give all batches of the epoch."""
 
     def batches(world: int, rank: int) -> list[list[int]]:
         base = BatchSampler(maker(length), size, drop_last)
@@ -177,10 +177,10 @@ def test_one_pass_is_the_unsharded_one(
 
 @settings(deadline=None)
 @given(lengths, batch_sizes, st.booleans(), worlds, st.integers(0, 9), st.data())
-def test_length_is_what_the_rank_gets(
+def test_length_is_the_number_of_batches_of_the_rank(
     length: int, size: int, drop_last: bool, world: int, skip: int, data: Any
 ) -> None:
-    """The length of one pass is the number of batches that this very rank sees in it."""
+    """Exactly, for every rank."""
     rank = data.draw(st.integers(0, world - 1))
     base = BatchSampler(sequential(length), size, drop_last)
     chain = adapt_batch_sampler(base, False, skip, world, rank)
@@ -189,7 +189,7 @@ def test_length_is_what_the_rank_gets(
 
 @pytest.mark.parametrize("maker", [sequential, shuffled, shuffled_by_name, subset])
 def test_skipping_is_arithmetic(maker: Any) -> None:
-    """Skipping 10**15 micro-batches takes no time, and lands in the right epoch."""
+    """Skipping 10**15 micro-batches is immediate, and reaches the right epoch."""
     far = 10**15
     per_epoch = 4
     chain = adapt_batch_sampler(BatchSampler(maker(10), 3, False), repeat=True, skip=far, seed=SEED)
@@ -199,16 +199,16 @@ def test_skipping_is_arithmetic(maker: Any) -> None:
 
 
 def test_samplers_with_epochs_are_entered_directly() -> None:
-    """A user's sampler with set_epoch and a length is not gone through to reach a late epoch."""
+    """With set_epoch and a length, earlier epochs are not read."""
     sampler = WithEpochs(5)
     # Epochs of 5 and 6 samples in turn; epoch 200 begins with sample 200 % 5.
     assert take(adapt_batch_sampler(sampler, True, skip=11 * 100), 2) == [0, 1]
     assert take(adapt_batch_sampler(sampler, True, skip=11 * 100 + 5), 2) == [3, 4]
-    assert sampler.passes_begun == 2
+    assert sampler.epochs_begun == 2
 
 
-def test_wrong_length_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """A sampler whose pass is not as long as it says is warned about: resuming relies on it."""
+def test_a_wrong_length_causes_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Resuming relies on the length of an epoch."""
 
     class Boasting(WithEpochs):
         def __iter__(self) -> Iterator[int]:
@@ -220,21 +220,21 @@ def test_wrong_length_is_told(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("maker", [shuffled, shuffled_by_name, subset, GlobalShuffle])
 def test_epochs_differ(maker: Any) -> None:
-    """Each epoch has an order of its own."""
+    """Each epoch has another order."""
     flat = list(itertools.chain(*rank_batches(BatchSampler(maker(30), 10, False), 12)))
     assert len({tuple(flat[start : start + 30]) for start in range(0, 120, 30)}) == 4
 
 
 @pytest.mark.parametrize("maker", [shuffled, subset, GlobalShuffle])
-def test_seed_decides(maker: Any) -> None:
+def test_the_order_depends_on_the_seed(maker: Any) -> None:
     """Another seed gives another order."""
     one, two = (rank_batches(BatchSampler(maker(30), 10, False), 3, seed=s) for s in (1, 2))
     assert one != two
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-def test_global_generators_neither_matter_nor_change(maker: Any) -> None:
-    """Orders do not depend on Python's, numpy's or torch's generators, nor advance them."""
+def test_global_generators_are_neither_used_nor_advanced(maker: Any) -> None:
+    """Python's, numpy's and torch's."""
 
     def draw(seed: int) -> tuple[Any, Any]:
         random.seed(seed)
@@ -253,8 +253,8 @@ def test_global_generators_neither_matter_nor_change(maker: Any) -> None:
     assert drawn_1 == untouched
 
 
-def test_own_generator_gives_the_seed_and_stays() -> None:
-    """A torch sampler's own generator decides the order, and is not advanced."""
+def test_a_samplers_own_generator_gives_the_seed() -> None:
+    """The generator itself is not advanced."""
 
     def order(generator_seed: int, seed: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(generator_seed)
@@ -269,7 +269,7 @@ def test_own_generator_gives_the_seed_and_stays() -> None:
 
 
 def test_epoch_can_be_chosen() -> None:
-    """iter() gives the pass of set_epoch, again and again, as a pure function of it."""
+    """iter() gives the epoch of set_epoch every time."""
     sampler = samplers.ReproducibleShuffleSampler(range(20), seed=1)
     first = list(sampler)
     assert list(sampler) == first
@@ -279,7 +279,7 @@ def test_epoch_can_be_chosen() -> None:
 
 
 def test_any_items_can_be_shuffled() -> None:
-    """Shuffling keeps the items, whatever they are, also when they are shuffled already."""
+    """Shuffling keeps the items, also if they are shuffled already."""
     for items in (range(5, 25), [7, 3, 7]):
         once = samplers.ReproducibleShuffleSampler(items, seed=1)
         twice = samplers.ReproducibleShuffleSampler(once, seed=2)
@@ -287,7 +287,7 @@ def test_any_items_can_be_shuffled() -> None:
 
 
 def test_shuffled_batches_keep_their_contents() -> None:
-    """Shuffling batches changes their order, not what is in them."""
+    """Shuffling batches changes only their order."""
     base = BatchSampler(sequential(12), 3, False)
     chain = samplers.ReproducibleShuffleBatchSampler(base, seed=2)
     assert list(chain) != list(base)
@@ -299,35 +299,35 @@ def test_shuffled_batches_keep_their_contents() -> None:
 
 @pytest.mark.parametrize("base", [[], Growing(1)], ids=["known", "unknown"])
 def test_repeating_nothing_is_refused(base: Any) -> None:
-    """An empty epoch raises instead of looping for ever."""
+    """An empty epoch raises instead of looping forever."""
     if isinstance(base, Growing):
         base.length = -1
-    with pytest.raises(TrialError, match="nothing in epoch 0"):
+    with pytest.raises(TrialError, match="no items in epoch 0"):
         take(samplers.RepeatSampler(base), 1)
 
 
 def test_shuffling_without_end_is_refused() -> None:
-    """Repeating before shuffling would never end, and is refused at once."""
+    """Repeating before shuffling would never end."""
     with pytest.raises(ValueError, match="shuffle before repeating"):
         samplers.ReproducibleShuffleSampler(samplers.RepeatSampler([1]), seed=0)
 
 
 @pytest.mark.parametrize(("workers", "rank"), [(0, 0), (2, 2), (2, -1)])
 def test_impossible_shards_are_refused(workers: int, rank: int) -> None:
-    """A rank outside of the world is refused with both numbers."""
+    """The error names rank and num_workers."""
     with pytest.raises(ValueError, match=f"rank={rank} and num_workers={workers}"):
         samplers.DistributedSampler([1], num_workers=workers, rank=rank)
 
 
 def test_negative_skip_is_refused() -> None:
-    """A skip below zero is refused."""
+    """The error names the number."""
     with pytest.raises(ValueError, match="got -1"):
         samplers.SkipSampler([1], skip=-1)
 
 
 def test_sharding_twice_is_refused() -> None:
-    """torch's DistributedSampler inside the chain would lose data, and is refused."""
+    """torch's DistributedSampler inside the chain would lose data."""
     dataset: Any = range(8)
     sharding: Any = TorchDistributedSampler(dataset, num_replicas=2, rank=0)
-    with pytest.raises(TrialError, match="shards by itself"):
+    with pytest.raises(TrialError, match="shards the data itself"):
         adapt_batch_sampler(BatchSampler(sharding, 2, False), num_replicas=2, rank=0)

@@ -1,11 +1,11 @@
-"""What lies below the samplers: passes that can be entered anywhere.
+"""Samplers whose epochs can be entered at any position.
 
-A *pass* is one epoch's items in order: indices of samples, or batches of indices. Every sampler
-here gives any part of any pass: `iterate(epoch, start, step)`. Sharding and skipping are then
-arithmetic on `start` and `step`, and cost nothing, however far they reach.
+`SeekableSampler.iterate(epoch, start, step)` gives any part of any epoch: indices of samples, or
+batches of indices. Sharding and skipping are then arithmetic on `start` and `step`, and cost
+nothing, however far they reach.
 
-`as_index_stream` turns whatever a user gives a loader into such a sampler. How directly a pass can be
-entered depends on what it was (`Access`); in no case is the dataset touched.
+`as_seekable` makes such a sampler of any sampler that a loader is given. How directly its epochs
+can be entered depends on the sampler (`Access`). The dataset is never touched.
 """
 
 from __future__ import annotations
@@ -33,44 +33,44 @@ from trial_core.pytorch.seeding import derive_seed, generator_for, isolated, see
 
 T = TypeVar("T")
 
-# A pass for random access; arrays where a list of ints would take five times the memory.
+# The items of an epoch. An array where a list of ints would take five times the memory.
 Order = Sequence[Any] | np.ndarray[Any, Any]
 
 logger = logging.getLogger(__name__)
 
-# Micro-batches' worth that a user's own sampler is asked for at a time, since switching to its
-# generators and back is not free. Loader workers look ahead about as far.
-_LOOK_AHEAD = 32
+# How many micro-batches a user's sampler is asked for at a time: each time its random generators
+# are switched in and out. Loader workers prefetch about as many.
+_PREFETCHED_MICRO_BATCHES = 32
 
 _RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class Access(IntEnum):
-    """How directly a sampler's passes can be entered; a chain is as direct as its weakest link."""
+    """How directly epochs can be entered; a chain of samplers has the lowest of its members."""
 
-    IN_ORDER = 0
-    """Only by going through all passes before it: its order may depend on them."""
+    SEQUENTIAL = 0
+    """Only through all earlier epochs: the order may depend on them."""
     BY_EPOCH = 1
-    """Any pass, whose length is known once its epoch is set; within a pass, from its beginning."""
+    """Any epoch, but only from its beginning. Its length is known after `set_epoch`."""
     DIRECT = 2
-    """Anywhere at once: passes are equally long and pure functions of the epoch."""
+    """Any position. All epochs have one length, and depend only on the epoch's number."""
 
 
-class IndexStream(Sampler[T], Generic[T]):
-    """A sampler of which any part of any pass can be had.
+class SeekableSampler(Sampler[T], Generic[T]):
+    """A sampler of which any part of any epoch can be read.
 
     Attributes:
-        epoch: the pass that ``iter()`` gives. It does not advance by itself.
-        access: how directly passes can be entered.
-        endless: whether a pass goes on into the next epoch, for ever.
+        epoch: the epoch that ``iter()`` gives. Iterating does not advance it.
+        access: how directly epochs can be entered.
+        is_endless: whether iteration continues into the next epoch, without end.
     """
 
     epoch = 0
     access = Access.DIRECT
-    endless = False
+    is_endless = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the pass that ``iter()`` gives."""
+        """Choose the epoch that ``iter()`` gives."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[T]:
@@ -80,33 +80,36 @@ class IndexStream(Sampler[T], Generic[T]):
         return self.length()
 
     def iterate(self, epoch: int, start: int = 0, step: int = 1) -> Iterator[T]:
-        """The items at `start`, `start` + `step`, ... of pass `epoch`."""
+        """The items at `start`, `start` + `step`, ... of an epoch."""
         raise NotImplementedError
 
     def length(self, epoch: int | None = None) -> int:
-        """Items in pass `epoch`; None: in a pass, as far as can be told without choosing one.
+        """Number of items in an epoch; None: in the present epoch of the underlying sampler.
 
         Raises:
-            TypeError: the sampler that this is made of has no length.
+            TypeError: the underlying sampler has no length.
         """
         raise NotImplementedError
 
     def order(self, epoch: int) -> Order:
-        """All items of pass `epoch`, for random access. Only where passes end."""
+        """All items of an epoch, for random access. Not for endless samplers."""
         return list(self.iterate(epoch))
 
 
-class Wrapper(IndexStream[T], Generic[T]):
-    """A sampler made of another one; as direct and as endless as that one."""
+class SamplerWrapper(SeekableSampler[T], Generic[T]):
+    """A sampler on top of another one, whose `access` and `is_endless` it has."""
 
     def __init__(self, base: Iterable[T]) -> None:
-        self.base: IndexStream[T] = as_index_stream(base)
+        self.base: SeekableSampler[T] = as_seekable(base)
         self.access = self.base.access
-        self.endless = self.base.endless
+        self.is_endless = self.base.is_endless
+
+    def length(self, epoch: int | None = None) -> int:
+        return self.base.length(epoch)
 
 
-class Fixed(IndexStream[T], Generic[T]):
-    """The same items in the same order in every pass."""
+class FixedSampler(SeekableSampler[T], Generic[T]):
+    """The same items in the same order in every epoch."""
 
     def __init__(self, items: Sequence[T]) -> None:
         self._items = items
@@ -121,20 +124,17 @@ class Fixed(IndexStream[T], Generic[T]):
         return self._items
 
 
-class Shuffled(Wrapper[T], Generic[T]):
-    """The items of another sampler, in an order that depends on the seed and the epoch alone."""
+class ShuffledSampler(SamplerWrapper[T], Generic[T]):
+    """The items of another sampler, in an order that depends only on the seed and the epoch."""
 
     def __init__(self, base: Iterable[T], seed: int) -> None:
         super().__init__(base)
-        if self.endless:
-            raise ValueError("cannot shuffle a sampler without end: shuffle before repeating")
+        if self.is_endless:
+            raise ValueError("cannot shuffle an endless sampler: shuffle before repeating")
         self._seed = seed
 
     def iterate(self, epoch: int, start: int = 0, step: int = 1) -> Iterator[T]:
         return iter(as_list(self.order(epoch)[start::step]))
-
-    def length(self, epoch: int | None = None) -> int:
-        return self.base.length(epoch)
 
     def order(self, epoch: int) -> Order:
         items = self.base.order(epoch)
@@ -148,15 +148,15 @@ class Shuffled(Wrapper[T], Generic[T]):
         return [items[i] for i in places]
 
 
-class Reseeded(IndexStream[int]):
-    """One of torch's random samplers, drawing from a generator of its own in every pass."""
+class ReseededSampler(SeekableSampler[int]):
+    """One of torch's random samplers, with a generator that is reseeded for every epoch."""
 
     def __init__(self, sampler: Any, seed: int) -> None:
         self._sampler = sampler
         self._seed = seed
 
     def iterate(self, epoch: int, start: int = 0, step: int = 1) -> Iterator[int]:
-        # A copy made now: the user's object stays as it is, and weights set since then count.
+        # Copied now, so that weights changed since then count; the user's sampler is not changed.
         sampler = copy.copy(self._sampler)
         sampler.generator = generator_for(self._seed, "sampler", epoch)
         return itertools.islice(sampler, start, None, step)
@@ -165,55 +165,57 @@ class Reseeded(IndexStream[int]):
         return len(self._sampler)
 
 
-class Foreign(IndexStream[T], Generic[T]):
-    """A sampler of the user's own.
+class UserSampler(SeekableSampler[T], Generic[T]):
+    """A sampler that the user wrote.
 
-    If it has ``set_epoch`` and a length, passes are entered directly. Otherwise all passes are
-    gone through in order, so that one that remembers anything remembers it on resuming too. What
-    it draws from the global generators comes from a state of its own, seeded for every pass.
+    With ``set_epoch`` and a length, epochs are entered directly. Otherwise all epochs are read in
+    order, so that a sampler with a memory has the same memory after resuming. Random numbers that
+    it draws from the global generators come from a separate state, seeded for every epoch.
 
     Args:
-        look_ahead: how many items to ask it for at a time.
+        prefetch: number of items to read at a time.
     """
 
-    def __init__(self, sampler: Iterable[T], seed: int, look_ahead: int = _LOOK_AHEAD) -> None:
+    def __init__(
+        self, sampler: Iterable[T], seed: int, prefetch: int = _PREFETCHED_MICRO_BATCHES
+    ) -> None:
         self._sampler: Any = sampler
         self._seed = seed
-        self._look_ahead = look_ahead
+        self._prefetch = prefetch
         if hasattr(sampler, "set_epoch") and length_of(sampler) is not None:
             self.access = Access.BY_EPOCH
         else:
-            self.access = Access.IN_ORDER
+            self.access = Access.SEQUENTIAL
 
     def iterate(self, epoch: int, start: int = 0, step: int = 1) -> Iterator[T]:
-        return itertools.islice(isolated(self._pass(epoch), self._look_ahead), start, None, step)
+        return itertools.islice(isolated(self._items(epoch), self._prefetch), start, None, step)
 
     def length(self, epoch: int | None = None) -> int:
         if epoch is not None and hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
         return len(self._sampler)
 
-    def _pass(self, epoch: int) -> Iterator[T]:
+    def _items(self, epoch: int) -> Iterator[T]:
         seed_globals(derive_seed(self._seed, "sampler", epoch))
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
-        promised = len(self._sampler) if self.access == Access.BY_EPOCH else None
-        given = 0
+        expected = len(self._sampler) if self.access == Access.BY_EPOCH else None
+        count = 0
         for item in self._sampler:
-            given += 1
+            count += 1
             yield item
-        if promised is not None and given != promised:
+        if expected is not None and count != expected:
             logger.warning(
                 "%s has a length of %d in epoch %d but gave %d items: a run that resumes after "
-                "this epoch will not go on exactly where it stopped; correct its __len__",
+                "this epoch will not continue exactly where it stopped; correct its __len__",
                 type(self._sampler).__qualname__,
-                promised,
+                expected,
                 epoch,
-                given,
+                count,
             )
 
 
-class Batches(Wrapper[Any]):
+class SeekableBatchSampler(SamplerWrapper[Any]):
     """Batches of another sampler's items, as torch's BatchSampler makes them."""
 
     def __init__(self, sampler: Iterable[Any], batch_size: int, drop_last: bool) -> None:
@@ -222,7 +224,7 @@ class Batches(Wrapper[Any]):
         self._drop_last = drop_last
 
     def iterate(self, epoch: int, start: int = 0, step: int = 1) -> Iterator[list[Any]]:
-        if self.access == Access.DIRECT and not self.endless:
+        if self.access == Access.DIRECT and not self.is_endless:
             return self._slices(epoch, start, step)
         return self._stream(epoch, start, step)
 
@@ -246,48 +248,51 @@ class Batches(Wrapper[Any]):
             deque(itertools.islice(items, (step - 1) * self._size), maxlen=0)
 
 
-def as_index_stream(sampler: Iterable[Any], seed: int = 0, per_batch: int = 1) -> IndexStream[Any]:
-    """`sampler` as passes; `seed` is for samplers that draw from torch's global generator.
-
-    A torch sampler's own generator gives the seed instead, by its ``initial_seed()``.
+def as_seekable(
+    sampler: Iterable[Any], seed: int = 0, items_per_micro_batch: int = 1
+) -> SeekableSampler[Any]:
+    """A seekable sampler with the items of `sampler`.
 
     Args:
-        per_batch: how many of its items make a micro-batch.
+        seed: for samplers that would draw from torch's global generator. A torch sampler's own
+            generator replaces it by its ``initial_seed()``.
+        items_per_micro_batch: how many items of the sampler make a micro-batch.
     """
-    if isinstance(sampler, IndexStream):
+    if isinstance(sampler, SeekableSampler):
         return sampler
     kind = type(sampler)
     if isinstance(sampler, BatchSampler) and kind is BatchSampler:
         size = sampler.batch_size
-        return Batches(as_index_stream(sampler.sampler, seed, size), size, sampler.drop_last)
+        base = as_seekable(sampler.sampler, seed, size)
+        return SeekableBatchSampler(base, size, sampler.drop_last)
     if isinstance(sampler, SequentialSampler) and kind is SequentialSampler:
-        return Fixed(range(len(sampler)))
+        return FixedSampler(range(len(sampler)))
     if isinstance(sampler, _RANDOM_SAMPLERS) and kind in _RANDOM_SAMPLERS:
         if sampler.generator is not None:
             seed = sampler.generator.initial_seed()
         if isinstance(sampler, RandomSampler) and _is_permutation(sampler):
-            return Shuffled(Fixed(range(len(sampler))), seed)
-        return Reseeded(sampler, seed)
+            return ShuffledSampler(FixedSampler(range(len(sampler))), seed)
+        return ReseededSampler(sampler, seed)
     if isinstance(sampler, (range, list, tuple)):
-        return Fixed(sampler)
-    return Foreign(sampler, seed, _LOOK_AHEAD * per_batch)
+        return FixedSampler(sampler)
+    return UserSampler(sampler, seed, _PREFETCHED_MICRO_BATCHES * items_per_micro_batch)
 
 
 def _is_permutation(sampler: RandomSampler) -> bool:
     return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
 
 
-def as_list(part: Order) -> list[Any]:
-    """A part of an order as a list of Python objects."""
-    if isinstance(part, np.ndarray):
-        items: list[Any] = part.tolist()
+def as_list(order: Order) -> list[Any]:
+    """The items as a list of Python objects."""
+    if isinstance(order, np.ndarray):
+        items: list[Any] = order.tolist()
         return items
-    return list(part)
+    return list(order)
 
 
-def length_of(thing: Any) -> int | None:
-    """``len(thing)``, or None if it has none."""
+def length_of(sized: Any) -> int | None:
+    """``len(sized)``, or None if it has none."""
     try:
-        return len(thing)
+        return len(sized)
     except (TypeError, NotImplementedError):
         return None

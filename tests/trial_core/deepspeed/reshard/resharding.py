@@ -1,4 +1,4 @@
-"""Takes checkpoints to other ranks, and other ZeRO stages."""
+"""Restores and saves checkpoints on other ranks, and with other ZeRO stages."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from uuid import uuid4
 
 import torch
-from trial_core.deepspeed.export.weights_file.weights_file import export_weights
 
 from tests.support.consolidated import consolidated
 from tests.support.slots import Driven, build, toy_config
 from trial_core.config import ExperimentConfig
+from trial_core.deepspeed.export.weights_file import export_weights
 from trial_core.messages import (
     BuildLoaders,
     FetchCheckpoint,
@@ -26,12 +26,10 @@ from trial_core.messages import (
 from trial_core.slots.group import SlotGroup
 
 
-def config(
-    storage: Path, batches: int, stage: int, trial: str = "AnyTopology", **hparams: Any
-) -> ExperimentConfig:
-    """An experiment of one of the topology toys, whose checkpoints go below `storage`."""
+def config(storage: Path, batches: int, stage: int, **hparams: Any) -> ExperimentConfig:
+    """An experiment of the topology toy, with checkpoints below `storage`."""
     return toy_config(
-        storage, batches, entrypoint=f"topology_trials:{trial}", scheduling_unit=3,
+        storage, batches, entrypoint="topology_trials:AnyTopology", scheduling_unit=3,
         hyperparameters={"zero_stage": stage, **hparams},
     )  # fmt: skip
 
@@ -40,8 +38,7 @@ def restore(slots: SlotGroup, run: Driven) -> None:
     """Fetch and load a run's last checkpoint into the trial that is built."""
     uuid = run.checkpoints[-1]
     request = FetchCheckpoint(uuid=uuid, files=run.files[uuid], saved_by=run.topology)
-    fetched = slots.request(request, Fetched)
-    assert fetched == [Fetched()] * slots.world_size
+    assert slots.request(request, Fetched) == [Fetched()] * slots.world_size
     load(slots, run)
 
 
@@ -54,7 +51,7 @@ def load(slots: SlotGroup, run: Driven) -> None:
 
 
 def save(slots: SlotGroup, run: Driven) -> Driven:
-    """Save the trial that is built, and was restored from `run`."""
+    """Save the trial that is built and was restored from `run`."""
     uuid = str(uuid4())
     slots.request(SaveCheckpoint(uuid=uuid), Saved)
     stored = slots.request(PersistCheckpoint(uuid=uuid), Persisted)
@@ -63,25 +60,25 @@ def save(slots: SlotGroup, run: Driven) -> Driven:
     )
 
 
-def moved(slots: SlotGroup, settings: ExperimentConfig, run_dir: Path, run: Driven) -> Driven:
-    """`run` as if other ranks had saved its last checkpoint: loaded and saved, not trained."""
+def resharded(slots: SlotGroup, settings: ExperimentConfig, run_dir: Path, run: Driven) -> Driven:
+    """`run` with its last checkpoint loaded and saved, untrained, with another topology."""
     built = build(slots, settings, run_dir)
     restore(slots, run)
     return replace(save(slots, run), topology=built.topology)
 
 
 def files(storage: Path, uuid: str) -> Path:
-    """Where a checkpoint's files are."""
+    """The folder of a checkpoint's files."""
     return storage / "checkpoints" / "checkpoints" / uuid
 
 
 def contents(stored: Path, work: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Parameters with their moments, and all of the module: frozen and tied weights, buffers.
+    """The trained parameters with their moments; and all weights and buffers of the module.
 
     Args:
         work: a new folder to work in.
     """
     named = consolidated(stored / "model0", work)
     trained = {Path(name).parent for name in named if name.endswith("/exp_avg")}
-    kept = {name: tensor for name, tensor in named.items() if Path(name).parent in trained}
-    return kept, export_weights(stored)
+    parameters = {name: tensor for name, tensor in named.items() if Path(name).parent in trained}
+    return parameters, export_weights(stored)

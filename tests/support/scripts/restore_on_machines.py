@@ -1,10 +1,10 @@
-"""Saves, and restores on ranks that are each on a machine of their own, from what that fetches.
+"""Saves and restores on ranks that act as if each were on a machine of its own.
 
-In the environment: CASES, a JSON list of ``{"experiment": …, "restore": …}``; FOLDER, in which
-every machine has a folder of its own. Prints on every rank, for each case, a JSON object: the
-metrics of a run that goes on after it has saved, and those of the one that is restored (the
-validation's, and, where it is restored whole, those of two more batches); the checkpoint's files,
-``{path: [size, rank]}``; and which of them are on this machine.
+Environment: CASES, a JSON list of ``{"experiment": …, "restore": …}``; FOLDER, which contains one
+folder for each machine. Every rank prints a JSON list with an object for each case: the metrics of
+the run that continues after saving (``uninterrupted``), and of the restored run (``restored``): of
+a validation, and of two more batches if everything is restored. Also the checkpoint's ``files``,
+``{path: [size, rank]}``, and the files ``fetched`` to this machine, ``{path: size}``.
 """
 
 from __future__ import annotations
@@ -47,58 +47,60 @@ def build(experiment: dict[str, Any], run_dir: Path) -> Any:
 
 
 def metrics(restore: str) -> list[dict[str, Any]]:
-    """What comes of the ranks as they are."""
+    """The metrics of a validation, and of two more batches."""
     found = [carry_out(RunValidation()).metrics]
     if restore == "everything":
         found.append(carry_out(TrainBatches(until=5)).metrics)
     return found
 
 
-def restored(name: str, experiment: dict[str, Any], restore: Any) -> dict[str, Any]:
-    """What came of one case."""
+def run_case(name: str, experiment: dict[str, Any], restore: Any) -> dict[str, Any]:
+    """The outcome of one case."""
     machine = FOLDER / f"machine-{RANKS.get_rank()}" / name
     checkpoint = str(uuid.uuid5(uuid.NAMESPACE_OID, name))
     saved_by = build(experiment, machine / "saves").topology
     carry_out(BuildLoaders(batches_trained=0, checkpoint=None))
     carry_out(TrainBatches(until=3))
     carry_out(SaveCheckpoint(uuid=checkpoint))
-    everybody = RANKS.allgather(carry_out(PersistCheckpoint(uuid=checkpoint)).files)
-    files = [entry for rank in everybody for entry in rank]
-    went_on = metrics(restore)
+    files_by_rank = RANKS.allgather(carry_out(PersistCheckpoint(uuid=checkpoint)).files)
+    files = [entry for rank in files_by_rank for entry in rank]
+    uninterrupted = metrics(restore)
 
     build(experiment, machine / "restores")
     fetched = carry_out(
         FetchCheckpoint(uuid=checkpoint, files=files, saved_by=saved_by, restore=restore)
     )
     assert RANKS.allgather((fetched.damage, fetched.problem)) == [(None, None)] * RANKS.get_size()
-    begin = 3 if restore == "everything" else 0
     carry_out(
         BuildLoaders(
-            batches_trained=begin, checkpoint=checkpoint, restore=restore, saved_by=saved_by
+            batches_trained=3 if restore == "everything" else 0,
+            checkpoint=checkpoint,
+            restore=restore,
+            saved_by=saved_by,
         )
     )
-    here = machine / "restores" / "restored" / checkpoint
+    folder = machine / "restores" / "restored" / checkpoint
     return {
-        "went on": went_on,
+        "uninterrupted": uninterrupted,
         "restored": metrics(restore),
         "files": {entry.path: [entry.size_bytes, entry.rank] for entry in files},
-        "here": {
-            path.relative_to(here).as_posix(): path.stat().st_size
-            for path in here.rglob("*")
+        "fetched": {
+            path.relative_to(folder).as_posix(): path.stat().st_size
+            for path in folder.rglob("*")
             if path.is_file()
         },
     }
 
 
 def main() -> None:
-    """Carry out one case after the other."""
+    """Run all cases in turn."""
     cases = json.loads(os.environ["CASES"])
     os.chdir(cases[0]["experiment"]["code"])
-    said = [restored(str(i), **case) for i, case in enumerate(cases)]
+    outcomes = [run_case(str(i), **case) for i, case in enumerate(cases)]
     CONTROLLER.close()
-    print(json.dumps(said), flush=True)
+    print(json.dumps(outcomes), flush=True)
     sys.stderr.flush()
-    os._exit(0)  # without the farewells of torch.distributed
+    os._exit(0)  # skips the shutdown of torch.distributed
 
 
 main()

@@ -1,0 +1,115 @@
+"""trialflow's implementation of DeepSpeed's `CheckpointEngine` interface.
+
+While a trial saves, shards that DeepSpeed would write with `torch.save` are copied into memory
+files; another process uploads them. While a trial loads, files that DeepSpeed would unpickle are
+read by a `Reader`, which constructs only tensors and plain data unless the checkpoint is trusted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch.utils.serialization import config as serialization
+
+from trial_core.controller.safe_load import Reader
+from trial_core.transfer.memory_files import MemoryFiles
+
+
+class SnapshotCheckpointEngine(TorchCheckpointEngine):
+    """Writes shards into memory files, and reads them with a `Reader`.
+
+    Args:
+        folder: the staging folder, or the folder of a fetched checkpoint.
+        memory_files: where shards below `folder` are written; None writes files on disk.
+        reader: reads files; None uses one that does not trust the checkpoint.
+    """
+
+    def __init__(
+        self, folder: Path, memory_files: MemoryFiles | None, reader: Reader | None
+    ) -> None:
+        CheckpointEngine.__init__(self)
+        self.name = "trialflow"
+        self._folder = folder
+        self._memory_files = memory_files
+        self.reader = reader or Reader()
+
+    def create(self, info: Any) -> None:
+        """Nothing to prepare."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write one shard. DeepSpeed calls this on each rank that has one."""
+        if self._memory_files is None or not Path(path).is_relative_to(self._folder):
+            torch.save(state_dict, path)
+        else:
+            name = Path(path).relative_to(self._folder).as_posix()
+            self._memory_files.write(self._folder, name, lambda file: _write(state_dict, file))
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Read one shard of a fetched and verified checkpoint."""
+        return self.reader.load(Path(path), map_location)
+
+    def commit(self, info: Any) -> bool:
+        """Nothing to do: writing the manifest commits the checkpoint."""
+        return True
+
+
+def reader_of(engine: DeepSpeedEngine) -> Reader:
+    """The reader of the engine's `SnapshotCheckpointEngine`, or one that does not trust."""
+    installed = engine.checkpoint_engine
+    return installed.reader if isinstance(installed, SnapshotCheckpointEngine) else Reader()
+
+
+@contextmanager
+def snapshot_checkpoint_engines(
+    engines: Sequence[DeepSpeedEngine],
+    folder: Path,
+    *,
+    memory_files: MemoryFiles | None = None,
+    reader: Reader | None = None,
+) -> Iterator[None]:
+    """Inside the block, engines read and write shards with a `SnapshotCheckpointEngine`.
+
+    An engine whose DeepSpeed configuration chooses another checkpoint writer keeps it.
+    """
+    replacements = (
+        SnapshotCheckpointEngine(folder, memory_files, reader)
+        if type(engine.checkpoint_engine) is TorchCheckpointEngine
+        else engine.checkpoint_engine
+        for engine in engines
+    )
+    with checkpoint_engines_replaced(engines, replacements):
+        yield
+
+
+@contextmanager
+def checkpoint_engines_replaced(
+    engines: Sequence[DeepSpeedEngine], replacements: Iterable[CheckpointEngine]
+) -> Iterator[None]:
+    """Inside the block, each engine has the given checkpoint engine.
+
+    Args:
+        replacements: one for each engine; constructed one by one, each before it is installed.
+    """
+    previous = [engine.checkpoint_engine for engine in engines]
+    try:
+        for engine, replacement in zip(engines, replacements, strict=True):
+            engine.checkpoint_engine = replacement
+        yield
+    finally:
+        for engine, checkpoint_engine in zip(engines, previous, strict=True):
+            engine.checkpoint_engine = checkpoint_engine
+
+
+def _write(state: Any, file: IO[bytes]) -> None:
+    """Write as `torch.save` does, without a CRC and with pinned memory for accelerators."""
+    # The manifest's digest covers every byte, and is computed while training continues.
+    changes = {"save.compute_crc32": False, "save.use_pinned_memory_for_d2h": True}
+    with serialization.patch(changes):  # type: ignore[attr-defined]  # added at run time
+        torch.save(state, file)

@@ -1,0 +1,123 @@
+"""Which files of a checkpoint the ranks of one machine need to restore it.
+
+Names alone tell which data-parallel rank wrote a shard of DeepSpeed's (`files_for_ranks`). The
+engines tell more: restoring only the weights seldom needs optimizer shards, and a pipeline stage
+reads only its own layers. That holds for DeepSpeed's own loading; a trial that overrides `load` or
+`load_weights` may read any file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from trial_core.checkpoint.manifest import FileEntry, Topology
+from trial_core.deepspeed.weights import needs_optimizer_shards
+
+_SHARD = re.compile(
+    r"(?:.*/)?(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_\d+_(?P<kind>model|optim)_states\.pt"
+)
+_RANK_STATE = re.compile(r"trialflow/rank-(?P<rank>\d+)\.pt")
+_OPTIMIZER_STATES = re.compile(r"\w+_optim_states\.pt")
+_LAYER = re.compile(r"layer_(\d+)-(?:model_\d+-)?model_states\.pt")
+
+
+def files_for_ranks(
+    files: list[FileEntry], saved_by: Topology, ranks: Iterable[int], now: Topology
+) -> list[FileEntry]:
+    """The files that some of `ranks` need to restore the whole state, judged by name.
+
+    With the topology that saved them, a rank needs its own shards. With another topology it needs
+    all shards. Any rank may need a file with an unknown name.
+
+    Args:
+        saved_by, now: the topologies of the run that saved the files, and of this run.
+    """
+    is_same = saved_by.spreads_like(now)
+    data_parallel_ranks = {rank: _data_parallel_rank(rank, files) for rank in ranks}
+    return [
+        file
+        for file in files
+        if any(
+            _is_needed(file, rank, is_same, data_parallel_rank)
+            for rank, data_parallel_rank in data_parallel_ranks.items()
+        )
+    ]
+
+
+def files_for_load(
+    engines: Sequence[DeepSpeedEngine],
+    files: list[FileEntry],
+    saved_by: Topology,
+    ranks: Sequence[int],
+    now: Topology,
+) -> list[FileEntry]:
+    """The files that `DeepSpeedTrial.load` reads on some of `ranks`.
+
+    Args:
+        saved_by, now: the topologies of the run that saved the files, and of this run.
+    """
+    if any(engine.zero_elastic_checkpoint() for engine in engines):
+        return files  # DeepSpeed merges the shards of all ranks
+    unread: set[str] = set()
+    for i, engine in enumerate(engines):
+        unread |= _layers_of_other_stages(i, engine, files, ranks)
+    needed = files_for_ranks(files, saved_by, ranks, now)
+    return [file for file in needed if file.path not in unread]
+
+
+def files_for_load_weights(
+    engines: Sequence[DeepSpeedEngine], files: list[FileEntry], ranks: Sequence[int]
+) -> list[FileEntry]:
+    """The files that `DeepSpeedTrial.load_weights` reads on some of `ranks`."""
+    unread = {file.path for file in files if _RANK_STATE.fullmatch(file.path)}
+    for i, engine in enumerate(engines):
+        names = _names(files, i)
+        if not needs_optimizer_shards(engine, names):
+            unread |= {f"model{i}/{name}" for name in names if _OPTIMIZER_STATES.fullmatch(name)}
+            unread |= _layers_of_other_stages(i, engine, files, ranks)
+    return [file for file in files if file.path not in unread]
+
+
+def _is_needed(file: FileEntry, rank: int, is_same: bool, data_parallel_rank: str | None) -> bool:
+    if match := _RANK_STATE.fullmatch(file.path):
+        # A rank that did not exist in the saved topology restores rank 0's state.
+        return int(match["rank"]) == rank or (not is_same and int(match["rank"]) == 0)
+    match = _SHARD.fullmatch(file.path)
+    if match is None or not is_same or file.rank == rank:
+        return True
+    # DeepSpeed reads this data-parallel rank's model states of all model-parallel ranks.
+    return match["kind"] == "model" and match["rank"] == data_parallel_rank
+
+
+def _data_parallel_rank(rank: int, files: list[FileEntry]) -> str | None:
+    """The data-parallel rank that `rank` had when it wrote its shards; None if it wrote none."""
+    matches = (_SHARD.fullmatch(file.path) for file in files if file.rank == rank)
+    return next((match["rank"] for match in matches if match), None)
+
+
+def _layers_of_other_stages(
+    index: int, engine: DeepSpeedEngine, files: list[FileEntry], ranks: Sequence[int]
+) -> set[str]:
+    """The files of pipeline layers that no stage on these ranks has."""
+    module = engine.module
+    if not isinstance(module, PipelineModule):
+        return set()
+    stages = {module.topology().get_coord(rank).pipe for rank in ranks}
+    layers = {
+        layer for stage in stages for layer in range(module.parts[stage], module.parts[stage + 1])
+    }
+    return {
+        f"model{index}/{name}"
+        for name in _names(files, index)
+        if (match := _LAYER.fullmatch(name)) and int(match[1]) not in layers
+    }
+
+
+def _names(files: list[FileEntry], index: int) -> list[str]:
+    """The names of the files under an engine's tag."""
+    tag = f"model{index}/"
+    return [file.path.removeprefix(tag) for file in files if file.path.startswith(tag)]
