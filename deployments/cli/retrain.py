@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from trial_core import text_format
-from trial_core.errors import Stopped, TrialflowError
-from trialflow.deployments.cli import console
+from trial_core.errors import Stopped
 from trialflow.deployments.cli.experiment_options import Overrides, Storage, read_experiment
-from trialflow.deployments.cli.flow_run import run_flow
+from trialflow.deployments.cli.flow_run import FlowRun, StateHook
 from trialflow.deployments.cli.run_display import display_for_stdout
-from trialflow.deployments.cli.signals import Terminated, stoppable
 from trialflow.deployments.cli.tables import AsJson
 
 if TYPE_CHECKING:
@@ -55,20 +53,10 @@ def retrain(
     _check_templates(experiment)
     display = display_for_stdout(quiet or json_, (experiment.searcher.metric, "loss"))
     run = _Run(experiment, given)
-    try:
-        with stoppable(display.stopping):
-            run_flow(display, run.call)
-    except KeyboardInterrupt:
-        console.error("stopped by Ctrl-C")
-        return console.INTERRUPTED
-    except Terminated:
-        console.error("stopped by SIGTERM")
-        return console.TERMINATED
-    except TrialflowError as failure:
-        console.report(failure, code_folder=experiment.code)
-        return console.exit_code(failure, display.has_trained)
-    print(run.as_json() if json_ else "\n".join(run.summary()), flush=True)
-    return 0
+    exit_code = FlowRun[None](display, experiment.code).run(run.call)
+    if exit_code == 0:
+        print(run.as_json() if json_ else "\n".join(run.summary()), flush=True)
+    return exit_code
 
 
 class _Run:
@@ -80,7 +68,7 @@ class _Run:
         self._result: RetrainResult | None = None
         self._skipped: str | None = None
 
-    def call(self) -> None:
+    def call(self, on_running: StateHook) -> None:
         """Run the flow.
 
         Raises:
@@ -94,7 +82,7 @@ class _Run:
             if state.name == SKIPPED:
                 self._skipped = state.message
 
-        flow = retrain_flow.with_options(on_completion=[note])
+        flow = retrain_flow.with_options(on_running=[on_running], on_completion=[note])
         result = flow(self._experiment, data=self._data or None)
         if isinstance(result, RetrainResult):
             self._result = result
