@@ -79,7 +79,7 @@ def train(
                 raise Stopped(f"the run ended without a result: {result}")
             return result
 
-        run = FlowRun[TrialResult](display, experiment.code)
+        run: FlowRun[TrialResult] = FlowRun(display, experiment.code)
         exit_code = run.run(call)
         if run.result is not None:
             outcome.completed(run.result)
