@@ -130,8 +130,9 @@ def _summary(result: TrialResult, seconds: float, later_ui: str | None) -> list[
         ("logs", result.run_dir and str(Path(result.run_dir, "logs"))),
         ("UI", later_ui),
     ]
-    width = max(len(name) for name, _ in facts)
+    shown = [(name, fact) for name, fact in facts if fact is not None]
+    width = max(len(name) for name, _ in shown)
     return [
         f"{result.trial} {how} after {batches} ({text_format.duration(seconds)})",
-        *(f"  {name:<{width}}  {fact}" for name, fact in facts if fact is not None),
+        *(f"  {name:<{width}}  {fact}" for name, fact in shown),
     ]
