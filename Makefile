@@ -37,7 +37,7 @@ check: $(VENV)/.installed-dev
 
 # The documentation site, in build/site. Dead links and anchors are errors.
 docs: $(VENV)/.installed-docs
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
 	@echo "documentation: build/site/index.html"
 
 # make bench NAME=loop

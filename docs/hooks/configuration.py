@@ -37,13 +37,15 @@ def tables() -> Iterator[str]:
 
 def _table(title: str, section: dict[str, Any], definitions: dict[str, Any]) -> Iterator[str]:
     yield f"\n## {title}\n\n{section.get('description', '')}\n"
-    yield "| field | type | default | |\n|---|---|---|---|"
+    yield "| field | type | default | meaning |\n|---|---|---|---|"
     required = section.get("required", [])
     for name, field in section["properties"].items():
         default = "required" if name in required else f"`{json.dumps(field.get('default'))}`"
-        if _section(field):
+        text = field.get("description", "")
+        if section_name := _section(field):
             default = "see below"
-        text = field.get("description", "").replace("|", "\\|").replace("\n", " ")
+            text = text or definitions[section_name].get("description", "").partition("\n")[0]
+        text = text.replace("|", "\\|").replace("\n", " ")
         yield f"| `{name}` | {_type(field, definitions)} | {default} | {text} |"
 
 
