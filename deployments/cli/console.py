@@ -21,6 +21,7 @@ import re
 import sys
 import tempfile
 import traceback
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from trial_core import text_format
@@ -35,6 +36,7 @@ from trial_core.errors import (
     TrialError,
     TrialflowError,
 )
+from trialflow.deployments.cli.run_display import is_interactive
 
 FAILED = 1
 REFUSED = 2
@@ -58,6 +60,15 @@ def warning(text: str) -> None:
 def note(text: str) -> None:
     """Print details of an error, or advice, to stderr."""
     print(text_format.clean(text), file=sys.stderr, flush=True)
+
+
+def status(text: str) -> AbstractContextManager[object]:
+    """Show a spinner with `text` on stderr during the block, if stderr is a terminal."""
+    if not is_interactive(sys.stderr):
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status(text)
 
 
 def is_debugging() -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from trial_core import text_format
+from trialflow.deployments.cli import console
 from trialflow.deployments.cli.checkpoints import pin, prune, verify
 from trialflow.deployments.cli.experiment_options import ConfigFile, Storage, open_store
-from trialflow.deployments.cli.run_display import is_interactive
 from trialflow.deployments.cli.tables import AsJson, local_time, print_table, shortest_unique
 
 if TYPE_CHECKING:
@@ -116,12 +115,7 @@ def download(
     from trial_core.transfer.files import download as fetch
 
     store = open_store(config, storage)
-    if is_interactive(sys.stderr):
-        from rich.console import Console
-
-        with Console(stderr=True).status(f"downloading {uuid}"):
-            manifest = fetch(store, uuid, to)
-    else:
+    with console.status(f"downloading {uuid}"):
         manifest = fetch(store, uuid, to)
     if json_:
         print(json.dumps({**summary(store, manifest), "folder": str(to.absolute())}, indent=2))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +18,6 @@ from trial_core.errors import (
 )
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import ConfigFile, Storage, open_store
-from trialflow.deployments.cli.run_display import is_interactive
 from trialflow.deployments.cli.tables import AsJson, print_table, shortest_unique
 
 if TYPE_CHECKING:
@@ -142,7 +139,7 @@ def _verify(store: CheckpointStore, names: list[ManifestName]) -> Iterator[Verif
 
     for count, name in enumerate(names, start=1):
         try:
-            with _status(f"verifying {name.uuid} ({count} of {len(names)})"):
+            with console.status(f"verifying {name.uuid} ({count} of {len(names)})"):
                 manifest = store.open(name.uuid)
                 damage = find_damage(store, manifest.uuid, manifest.files)
                 if damage:
@@ -155,14 +152,6 @@ def _verify(store: CheckpointStore, names: list[ManifestName]) -> Iterator[Verif
             yield Verified(name, None, str(error))
         else:
             yield Verified(name, manifest, damage=tuple(damage))
-
-
-def _status(text: str) -> AbstractContextManager[object]:
-    if not is_interactive(sys.stderr):
-        return nullcontext()
-    from rich.console import Console
-
-    return Console(stderr=True).status(text)
 
 
 def _print(store: CheckpointStore, found: list[Verified]) -> None:

@@ -76,10 +76,3 @@ def test_a_refused_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     line = printed_line(capsys)
     assert (line["status"], line["error_type"]) == ("refused", "ConfigError")
     assert "max_restarts" in line["error"]
-
-
-def test_no_line_without_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without `--json`, nothing is printed to stdout."""
-    path = write_experiment(tmp_path, max_restarts=-1)
-    assert main(["train", str(path)]) == 2
-    assert capsys.readouterr().out == ""

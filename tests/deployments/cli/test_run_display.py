@@ -134,24 +134,6 @@ def test_the_live_display_never_wraps(width: int) -> None:
     assert lines[0].endswith(" 15/30 0:02")
 
 
-def test_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With NO_COLOR set, the live lines have no colour."""
-
-    def drawn() -> str:
-        out, clock = io.StringIO(), Clock()
-        console = Console(file=out, force_terminal=True, width=100, color_system="truecolor")
-        with LiveDisplay(console, preferred=("loss",), clock=clock) as display:
-            train_a_little(display, clock)
-        return out.getvalue()
-
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert COLOUR.search(drawn())
-    monkeypatch.setenv("NO_COLOR", "1")
-    text = drawn()
-    assert "15/30" in text
-    assert not COLOUR.search(text)
-
-
 def test_the_live_display_before_the_first_batch() -> None:
     """While Prefect and the ranks start, the display shows what it waits for and how long."""
     display, _, clock = live()

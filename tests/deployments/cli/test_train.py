@@ -29,7 +29,6 @@ pytestmark = [pytest.mark.slots, pytest.mark.server]
 
 LIMIT_SECONDS = 180.0
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
-TRIAL = re.compile(r"toy-[0-9a-f]{8}")
 
 
 @pytest.fixture
@@ -61,18 +60,6 @@ def test_a_run_into_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_quiet(tmp_path: Path, server: Mapping[str, str]) -> None:
-    """`--quiet` prints only the summary; with a configured server, its link is to that server."""
-    path = write_experiment(tmp_path)
-    done = trialflow(tmp_path, "train", str(path), "--quiet", variables=server)
-    assert (done.returncode, done.stderr) == (0, "")
-    first, *facts = done.stdout.splitlines()
-    assert re.match(r"toy-[0-9a-f]{8} completed after 8 batches \(", first)
-    assert all(fact.startswith("  ") for fact in facts)
-    assert f"UI          {server['PREFECT_API_URL'].removesuffix('/api')}/runs/" in facts[-1]
-
-
-@pytest.mark.long
 def test_a_trial_that_raises(tmp_path: Path, server: Mapping[str, str]) -> None:
     """Prints the trial's traceback, the log's path and how to continue; the exit code is 1."""
     path = write_experiment(
@@ -91,16 +78,6 @@ def test_a_trial_that_raises(tmp_path: Path, server: Mapping[str, str]) -> None:
     assert re.search(r"the last checkpoint is at batch [48]; to continue", done.stderr)
     log = Path(done.stderr.partition("whole log: ")[2].splitlines()[0])
     assert log.is_file()
-
-
-@pytest.mark.long
-def test_a_missing_entrypoint(tmp_path: Path, server: Mapping[str, str]) -> None:
-    """A mistake that the ranks find is an error without a traceback; the exit code is 2."""
-    path = write_experiment(tmp_path, entrypoint="toy_trail:ToyTrial")
-    done = trialflow(tmp_path, "train", str(path), variables=server)
-    assert done.returncode == 2
-    assert done.stderr.startswith('error: entrypoint "toy_trail:ToyTrial": there is no module')
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.long
@@ -238,36 +215,3 @@ def test_a_run_that_is_stopped(
     assert message in end
     assert "the last checkpoint is at batch 4; to continue from it, give --resume" in end
     assert "Traceback" not in terminal.text
-
-
-@pytest.mark.long
-def test_a_run_on_a_terminal(tmp_path: Path, server: Mapping[str, str]) -> None:
-    """At the end the terminal shows permanent lines and the summary; the live lines are gone."""
-    path = write_experiment(tmp_path)
-    with on_a_terminal(tmp_path, "train", str(path), **server) as terminal:
-        assert terminal.read_to_the_end() == 0
-    stays = screen(terminal.text)
-    assert [re.split(r"[ :]", line)[0] for line in stays[:3]] == ["watch", "trial", "validate"]
-    assert TRIAL.match(stays[3])
-    assert [line.split()[0] for line in stays[4:]] == [
-        "loss", "mean_index", "checkpoint", "report", "logs", "UI",
-    ]  # fmt: skip
-
-
-def screen(text: str) -> list[str]:
-    """The lines on the screen after cursor moves and erasures, without colours."""
-    lines, row, column = [""], 0, 0
-    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
-        if part == "\n":
-            row += 1
-            lines += [""] * (row + 1 - len(lines))
-        elif part == "\r":
-            column = 0
-        elif part == "\x1b[1A":
-            row -= 1
-        elif part == "\x1b[2K":
-            lines[row] = ""
-        elif not part.startswith("\x1b"):
-            lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + len(part) :]
-            column += len(part)
-    return [line.rstrip() for line in lines if line.strip()]
