@@ -1,8 +1,7 @@
-"""The options that name an experiment and a storage; `trialflow config`."""
+"""Options of several commands: the experiment, its overrides and the storage."""
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,22 +33,6 @@ ConfigFile = Annotated[
     Path | None,
     Parameter(name="--config", help="Experiment file; its checkpoint_storage is used."),
 ]
-
-
-def config(config: Path, /, *, set_: Overrides = None, storage: Storage = None) -> int:
-    """Check an experiment and print it as JSON parameters for a deployment.
-
-    For example: prefect deployment run train/train --params "$(trialflow config experiment.yaml)".
-    The output includes any credentials in the experiment.
-
-    Parameters
-    ----------
-    config
-        The experiment file (YAML).
-    """
-    experiment = read_experiment(config, set_ or [], storage)
-    print(json.dumps({"config": experiment.model_dump(mode="json")}, indent=2))
-    return 0
 
 
 def read_experiment(

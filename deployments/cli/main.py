@@ -17,12 +17,12 @@ from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from trial_core.errors import TrialflowError
 from trialflow.deployments.cli import (
+    config,
     console,
     data_arrived,
     deploy,
     doctor,
     evaluate,
-    experiment_options,
     export,
     models,
     retrain,
@@ -53,7 +53,7 @@ app = App(
 app.command(train.train)
 app.command(evaluate.evaluate)
 app.command(retrain.retrain)
-app.command(experiment_options.config)
+app.command(config.config)
 app.command(commands.app)
 app.command(models.app)
 app.command(export.export)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.cli import ROOT, TRIALFLOW, environment_in, write_experiment
 from trial_core.config import ExperimentConfig, load_config
-from trialflow.deployments.cli import experiment_options
+from trialflow.deployments.cli import config
 from trialflow.deployments.cli.main import app, main
 
 HEAVY = ("torch", "deepspeed", "prefect", "fsspec", "s3fs", "numpy", "pydantic")
@@ -140,20 +140,20 @@ def test_storage_keeps_its_options_for_the_same_scheme_only(
     assert moved(str(tmp_path)) == elsewhere
 
 
-def make_commands_raise(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    """Have every command that reads an experiment raise `error`."""
+def make_config_raise(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Have `trialflow config` raise `error`."""
 
     def fail(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr(experiment_options, "read_experiment", fail)
+    monkeypatch.setattr(config, "read_experiment", fail)
 
 
 def test_a_bug_is_written_to_a_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An unexpected exception gives exit code 70 and a file with the traceback."""
-    make_commands_raise(monkeypatch, KeyError("a mistake of ours"))
+    make_config_raise(monkeypatch, KeyError("a mistake of ours"))
     assert main(["config", "x.yaml"]) == 70
     printed = capsys.readouterr().err
     assert "Traceback" not in printed
@@ -169,14 +169,14 @@ def test_a_bug_is_printed_when_debugging(
 ) -> None:
     """TRIALFLOW_DEBUG=1 prints the traceback."""
     monkeypatch.setenv("TRIALFLOW_DEBUG", "1")
-    make_commands_raise(monkeypatch, KeyError("a mistake of ours"))
+    make_config_raise(monkeypatch, KeyError("a mistake of ours"))
     assert main(["config", "x.yaml"]) == 70
     assert "Traceback" in capsys.readouterr().err
 
 
 def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """An interrupted command prints one line; its exit code is 130."""
-    make_commands_raise(monkeypatch, KeyboardInterrupt())
+    make_config_raise(monkeypatch, KeyboardInterrupt())
     assert main(["config", "x.yaml"]) == 130
     assert capsys.readouterr().err == "error: stopped by Ctrl-C\n"
 
