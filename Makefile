@@ -1,4 +1,4 @@
-# Everything happens in .venv, which is made when first needed. The words: run, test, test-long, check, bench, clean.
+# Everything happens in .venv, which is made when first needed. The words: run, test, test-long, check, docs, bench, clean.
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +11,7 @@ PART ?= 1/1
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: run test test-long check bench clean
+.PHONY: run test test-long check docs bench clean
 
 # Trains the example through the whole DAG, then shows what it has learnt.
 run: $(VENV)/.installed
@@ -34,6 +34,11 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The documentation site, in build/site. Dead links and anchors are errors.
+docs: $(VENV)/.installed-docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
+	@echo "documentation: build/site/index.html"
 
 # make bench NAME=loop
 bench: $(VENV)/.installed-dev
@@ -58,4 +63,9 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing what tests and checks need: once, about 30 seconds"
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[dev]' | $(PIP_LINES)
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@echo "installing what the documentation needs: once, about 10 seconds"
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[docs]' | $(PIP_LINES)
 	@touch $@

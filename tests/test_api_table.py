@@ -1,4 +1,4 @@
-"""The table in docs/api.md about the reference's names matches the code."""
+"""The table in docs/reference/determined-names.md about the reference's names matches the code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import trial_core
 import trial_core.deepspeed
 import trial_core.pytorch
 
-TABLE = Path(__file__).parents[1] / "docs" / "api.md"
+TABLE = Path(__file__).parents[1] / "docs" / "reference" / "determined-names.md"
 ROWS = re.findall(r"^\| `([A-Za-z_.]+)` \| (.+?) \|", TABLE.read_text(), flags=re.MULTILINE)
 STATUSES = dict(ROWS)
 EXISTS = {"works": True, "differs": True, "replaced": False, "not yet": False}
@@ -36,7 +36,7 @@ def exists(name: str) -> bool:
 @pytest.mark.parametrize(("name", "status"), [row for row in ROWS if row[0] not in NOT_ATTRIBUTES])
 def test_the_status_of_a_name_is_right(name: str, status: str) -> None:
     """A name exists exactly if its status says so."""
-    assert exists(name) == EXISTS[status], f'docs/api.md says "{status}"'
+    assert exists(name) == EXISTS[status], f'docs/reference/determined-names.md says "{status}"'
 
 
 def test_each_name_has_one_row() -> None:

@@ -1,16 +1,21 @@
-"""What the documents say of each other is true, and none of them is half written."""
+"""Documents: links resolve, no placeholder is left, and every public name has a reference page."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+import trial_core.deepspeed
+import trial_core.pytorch
+import trialflow
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")),
-    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("docs/**/*.md")),
     *sorted(ROOT.glob("examples/*/README.md")),
     *sorted(ROOT.glob("benchmarks/*.md")),
 ]
@@ -18,7 +23,7 @@ DOCUMENTS = [
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 TARGET = re.compile(r"\]\(([^)\s]+)\)")
 SCHEME = re.compile(r"[a-z]+:")
-# The last: a table's cell that waits for a figure, such as RATIO1.
+# The last alternative: a table's cell that waits for a figure, such as RATIO1.
 PLACEHOLDER = re.compile(r"\b(?:FIGURES|TODO|FIXME|XXX)\b|\|\s*[A-Z]{3,}\d\b")
 
 
@@ -26,16 +31,18 @@ def name(document: Path) -> str:
     return str(document.relative_to(ROOT))
 
 
-def test_there_are_documents() -> None:
-    """The patterns above find what a visitor reads first."""
-    assert {"README.md", "docs/api.md", "examples/gpt_stdlib/README.md"} <= set(
-        map(name, DOCUMENTS)
-    )
+def test_documents_are_found() -> None:
+    """The patterns above find the documents."""
+    assert {
+        "README.md",
+        "docs/reference/determined-names.md",
+        "examples/gpt_stdlib/README.md",
+    } <= set(map(name, DOCUMENTS))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_links_and_images_resolve(document: Path) -> None:
-    """Whatever a document links to or shows from this repository is there."""
+    """Relative links and images of a document exist."""
     targets = TARGET.findall(CODE.sub("", document.read_text()))
     paths = [target.partition("#")[0] for target in targets if not SCHEME.match(target)]
     assert [path for path in paths if not (document.parent / path).exists()] == []
@@ -43,5 +50,13 @@ def test_links_and_images_resolve(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_no_placeholder_is_left(document: Path) -> None:
-    """A word that stands for text to come has given way to the text."""
+    """No document has a word that stands for missing text."""
     assert PLACEHOLDER.findall(document.read_text()) == []
+
+
+@pytest.mark.parametrize("package", [trial_core.deepspeed, trial_core.pytorch, trialflow])
+def test_every_public_name_has_a_reference_page(package: ModuleType) -> None:
+    """The reference names everything that a package exports, and nothing else of it."""
+    text = "\n".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
+    names = set(re.findall(rf"(?:^::: |`){package.__name__}\.(\w+)", text, flags=re.MULTILINE))
+    assert names == set(package.__all__)

@@ -1,8 +1,8 @@
 """Training of a user's trial, by workloads: the library under the flows. Knows no Prefect.
 
 A Determined user changes ``determined.pytorch.deepspeed`` to ``trial_core.deepspeed`` and
-``determined.pytorch`` to ``trial_core.pytorch``; docs/api.md says what became of each name. Names
-are imported when they are first used, so that importing the package costs nothing.
+``determined.pytorch`` to ``trial_core.pytorch``; docs/reference/determined-names.md lists every
+name. Names are imported when they are first used, so that importing the package costs nothing.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What the command line says when something is wrong, and the exit code that goes with it.
+"""Errors and warnings on stderr, and the exit codes of `trialflow`.
 
-Exit codes, which a script may rely on:
+Exit codes are part of the interface:
 
 ====  ==============================================================================================
-0     done
-1     it failed: a rank died or raised, the storage broke down, a checkpoint is damaged;
-      `doctor` has found something that must be put right
-2     it cannot be done as asked: wrong usage, experiment, trial or storage; change something first
-70    a bug of trialflow
+0     success
+1     failure: a rank died or raised, the storage failed, a checkpoint is damaged;
+      `doctor` found a problem
+2     refused: wrong usage, experiment, trial or storage; change something and try again
+70    a bug in trialflow
 130   stopped by Ctrl-C
 143   stopped by SIGTERM
 ====  ==============================================================================================
@@ -21,6 +21,7 @@ import re
 import sys
 import tempfile
 import traceback
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from trial_core import text_format
@@ -35,6 +36,7 @@ from trial_core.errors import (
     TrialError,
     TrialflowError,
 )
+from trialflow.deployments.cli.run_display import is_interactive
 
 FAILED = 1
 REFUSED = 2
@@ -56,26 +58,35 @@ def warning(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Print to stderr what belongs to an error or helps with it."""
+    """Print details of an error, or advice, to stderr."""
     print(text_format.clean(text), file=sys.stderr, flush=True)
 
 
+def status(text: str) -> AbstractContextManager[object]:
+    """Show a spinner with `text` on stderr during the block, if stderr is a terminal."""
+    if not is_interactive(sys.stderr):
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status(text)
+
+
 def is_debugging() -> bool:
-    """Whether the user wants to see tracebacks."""
+    """Whether TRIALFLOW_DEBUG asks for tracebacks."""
     return os.environ.get("TRIALFLOW_DEBUG", "") not in ("", "0")
 
 
 def report(failure: TrialflowError, code_folder: Path | None = None) -> None:
-    """Tell the user of an error that trialflow raised on purpose.
+    """Print an error that trialflow raised deliberately.
 
     Args:
-        code_folder: where the user's trial is, if there is one: the place in it is shown.
+        code_folder: the folder of the user's trial; the innermost line in it is printed.
     """
     if isinstance(failure, RankFailed):
         _report_rank(failure, code_folder)
     elif isinstance(failure, ConfigError):
         for line in str(failure).splitlines():
-            error(line)  # every line is a mistake of its own
+            error(line)  # one mistake a line
     else:
         error(str(failure))
     if is_debugging():
@@ -83,11 +94,10 @@ def report(failure: TrialflowError, code_folder: Path | None = None) -> None:
 
 
 def report_bug(failure: Exception) -> None:
-    """Tell the user of an error that nobody foresaw."""
+    """Print an unexpected error, and write its traceback to a file."""
     details = "".join(traceback.format_exception(failure))
-    error(
-        f"this is a bug of trialflow: {type(failure).__name__}: {text_format.one_line(str(failure))}"
-    )
+    message = text_format.one_line(str(failure))
+    error(f"this is a bug in trialflow: {type(failure).__name__}: {message}")
     if is_debugging():
         note(details)
         return
@@ -95,11 +105,11 @@ def report_bug(failure: Exception) -> None:
         "w", prefix="trialflow-bug-", suffix=".txt", delete=False, encoding="utf-8"
     ) as file:
         file.write(f"{' '.join(sys.argv)}\n\n{details}")
-    note(f"details to report: {file.name} (TRIALFLOW_DEBUG=1 shows them here)")
+    note(f"details to report: {file.name} (TRIALFLOW_DEBUG=1 prints them here)")
 
 
 def exit_code(failure: TrialflowError, has_trained: bool = False) -> int:
-    """The exit code for an error; what fails after training has begun is no mistake of asking."""
+    """The exit code for an error; after the first batch, storage and launch errors are failures."""
     if isinstance(failure, RankFailed):
         return REFUSED if failure.is_trial_mistake else FAILED
     if isinstance(failure, (ConfigError, TrialError)):
@@ -111,7 +121,7 @@ def exit_code(failure: TrialflowError, has_trained: bool = False) -> int:
 
 
 class WarningsOfTrialflow(logging.Handler):
-    """Prints what trialflow's own modules log as a warning or worse."""
+    """Prints warnings and errors that trialflow's own modules log."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -122,7 +132,7 @@ class WarningsOfTrialflow(logging.Handler):
 
 
 OWN_WARNINGS = WarningsOfTrialflow()
-"""The one there is: a logger takes the same handler once."""
+"""The single instance: a logger adds the same handler only once."""
 
 
 def _say(kind: str, text: str, colour: str) -> None:
@@ -137,7 +147,7 @@ def _report_rank(failure: RankFailed, code_folder: Path | None) -> None:
         error(headline)
         note(rest)
         return
-    # An error of ours: its message says all, and no traceback is needed.
+    # Our own error: its message is enough, without a traceback.
     error(failure.error_message or failure.headline)
     place = _place_in(code_folder, failure.rank_traceback or "")
     if place:
@@ -147,7 +157,7 @@ def _report_rank(failure: RankFailed, code_folder: Path | None) -> None:
 
 
 def _place_in(folder: Path | None, rank_traceback: str) -> str | None:
-    """The innermost line of the user's code in a traceback."""
+    """The innermost line of a traceback that is in `folder`."""
     if folder is None:
         return None
     frames = [

@@ -1,4 +1,4 @@
-"""`trialflow evaluate`: run the flow `evaluate` in this process, and print the metrics."""
+"""`trialflow evaluate`: validates a committed checkpoint in this process."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from trial_core import text_format
-from trial_core.errors import Stopped, TrialflowError
-from trialflow.deployments.cli import console
+from trial_core.errors import Stopped
 from trialflow.deployments.cli.experiment_options import Overrides, Storage, read_experiment
-from trialflow.deployments.cli.flow_run import run_flow
-from trialflow.deployments.cli.run_display import Display, display_for_stdout
-from trialflow.deployments.cli.signals import Terminated, stoppable
+from trialflow.deployments.cli.flow_run import FlowRun, StateHook
+from trialflow.deployments.cli.run_display import display_for_stdout
 from trialflow.deployments.cli.tables import AsJson
 
 if TYPE_CHECKING:
-    from trial_core.config import ExperimentConfig
     from trialflow.flows.evaluate import EvaluateResult
 
 
@@ -28,18 +25,18 @@ def evaluate(
     checkpoint: Annotated[
         str | None,
         Parameter(
-            help="Uuid of the checkpoint, or how it begins. Default: the newest one of the "
-            "experiment's newest trial."
+            help="The checkpoint's uuid, or its first characters. Default: the newest checkpoint "
+            "of the experiment's newest trial."
         ),
     ] = None,
     set_: Overrides = None,
     storage: Storage = None,
-    quiet: Annotated[bool, Parameter(help="Print only the metrics, or what went wrong.")] = False,
+    quiet: Annotated[bool, Parameter(help="Print only the metrics, or the error.")] = False,
     json_: AsJson = False,
 ) -> int:
     """Validate a committed checkpoint of an experiment on this machine.
 
-    On as many slots as the experiment asks for now, however many have saved it.
+    Uses as many slots as the experiment names, whatever number saved the checkpoint.
 
     Parameters
     ----------
@@ -47,51 +44,35 @@ def evaluate(
         The experiment file (YAML).
     """
     experiment = read_experiment(config, set_ or [], storage)
-    display = display_for_stdout(quiet or json_, (experiment.searcher.metric, "loss"))
-    try:
-        with stoppable(display.stopping):
-            result = _run(experiment, checkpoint, display)
-    except KeyboardInterrupt:
-        console.error("stopped by Ctrl-C")
-        return console.INTERRUPTED
-    except Terminated:
-        console.error("stopped by SIGTERM")
-        return console.TERMINATED
-    except TrialflowError as failure:
-        console.report(failure, code_folder=experiment.code)
-        return console.exit_code(failure)
-    print(_as_json(result) if json_ else "\n".join(_summary(result)), flush=True)
-    return 0
 
-
-def _run(experiment: ExperimentConfig, checkpoint: str | None, display: Display) -> EvaluateResult:
-    """Run the flow on the configured Prefect server, or on one of its own.
-
-    Raises:
-        TrialflowError: whatever made it fail.
-    """
-
-    def call() -> EvaluateResult:
+    def call(on_running: StateHook) -> EvaluateResult:
         from trialflow.flows.evaluate import EvaluateResult
         from trialflow.flows.evaluate import evaluate as evaluate_flow
 
-        result = evaluate_flow(experiment, checkpoint=checkpoint)
+        flow = evaluate_flow.with_options(on_running=[on_running])
+        result = flow(experiment, checkpoint=checkpoint)
         if not isinstance(result, EvaluateResult):
             raise Stopped(f"the run ended without a result: {result}")
         return result
 
-    return run_flow(display, call)
+    display = display_for_stdout(quiet or json_, (experiment.searcher.metric, "loss"))
+    run: FlowRun[EvaluateResult] = FlowRun(display, experiment.code)
+    exit_code = run.run(call)
+    if run.result is not None:
+        print(_as_json(run.result) if json_ else "\n".join(_summary(run.result)), flush=True)
+    return exit_code
 
 
 def _summary(result: EvaluateResult) -> list[str]:
     batches = text_format.plural(result.batches_trained, "batch")
-    width = max((len(text_format.clean(name)) for name in result.metrics), default=0)
+    metrics = [
+        (text_format.clean(name), text_format.one_line(text_format.number(value)))
+        for name, value in result.metrics.items()
+    ]
+    width = max((len(name) for name, _ in metrics), default=0)
     return [
         f"checkpoint {result.checkpoint_uuid} of {result.trial}, after {batches}",
-        *(
-            f"  {text_format.clean(name):<{width}}  {text_format.one_line(text_format.number(value))}"
-            for name, value in result.metrics.items()
-        ),
+        *(f"  {name:<{width}}  {value}" for name, value in metrics),
     ]
 
 

@@ -1,8 +1,7 @@
-"""Reading the experiment and the storage that a command names; `trialflow config`."""
+"""Options of several commands: the experiment, its overrides and the storage."""
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,43 +21,27 @@ Overrides = Annotated[
         name="--set",
         metavar="KEY=VALUE",
         negative=(),
-        help="Set a field of the experiment: --set searcher.max_length.batches=20. "
-        "The value is YAML. May be given several times.",
+        help="Set a field of the experiment, for example --set searcher.max_length.batches=20. "
+        "VALUE is YAML. May be repeated.",
     ),
 ]
 Storage = Annotated[
     str | None,
-    Parameter(help="Where checkpoints are: a folder, or a URL such as s3://bucket/prefix."),
+    Parameter(help="Where checkpoints are stored: a folder, or a URL such as s3://bucket/prefix."),
 ]
 ConfigFile = Annotated[
     Path | None,
-    Parameter(name="--config", help="The experiment file that says where checkpoints are."),
+    Parameter(name="--config", help="Experiment file; its checkpoint_storage is used."),
 ]
-
-
-def config(config: Path, /, *, set_: Overrides = None, storage: Storage = None) -> int:
-    """Print an experiment, checked and complete, as parameters for a deployment's run.
-
-    For example: prefect deployment run train/train --params "$(trialflow config experiment.yaml)".
-    Credentials that the experiment holds are printed too.
-
-    Parameters
-    ----------
-    config
-        The experiment file (YAML).
-    """
-    experiment = read_experiment(config, set_ or [], storage)
-    print(json.dumps({"config": experiment.model_dump(mode="json")}, indent=2))
-    return 0
 
 
 def read_experiment(
     path: Path, overrides: list[str], storage: str | None = None
 ) -> ExperimentConfig:
-    """The experiment that a command names; what is ignored in it is said on stderr.
+    """Read an experiment file; warn on stderr of fields that are ignored.
 
     Raises:
-        ConfigError: everything that is wrong, one line each.
+        ConfigError: every mistake, one a line.
     """
     from trial_core.config import IgnoredFieldWarning, load_config
 
@@ -76,25 +59,31 @@ def read_experiment(
 
 
 def open_store(config_file: Path | None, storage: str | None) -> CheckpointStore:
-    """The storage that a command names: by an experiment, by its URL, or the default one."""
+    """Open the storage of `--config`, of `--storage`, or the default storage."""
     from trial_core.checkpoint.store import CheckpointStore
     from trial_core.config import StorageConfig
 
     if config_file is not None:
-        place = read_experiment(config_file, [], storage).checkpoint_storage
-    elif storage is not None:
-        place = moved(StorageConfig(), storage)
-    else:
-        place = StorageConfig()
+        return open_store_of(read_experiment(config_file, [], storage))
+    place = StorageConfig() if storage is None else moved(StorageConfig(), storage)
+    return CheckpointStore(place.url, place.options)
+
+
+def open_store_of(experiment: ExperimentConfig) -> CheckpointStore:
+    """Open the storage of an experiment."""
+    from trial_core.checkpoint.store import CheckpointStore
+
+    place = experiment.checkpoint_storage
     return CheckpointStore(place.url, place.options)
 
 
 def moved(place: StorageConfig, url: str) -> StorageConfig:
-    """The storage at `url`, with the same rules for what stays there. Options, credentials among
-    them, are kept for the same kind only.
+    """The same storage section with another URL.
+
+    Retention rules are kept. Options may hold credentials: they are kept only for the same scheme.
 
     Raises:
-        ConfigError: `url` is none.
+        ConfigError: `url` is not a storage URL.
     """
     from pydantic import ValidationError
 

@@ -1,40 +1,121 @@
-"""A flow that a command runs in this process, on the configured Prefect server or on its own."""
+"""Runs a flow in this process, on the configured Prefect server or on an embedded one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from trial_core.errors import Stopped
+from trial_core import text_format
+from trial_core.errors import Stopped, TrialflowError
+from trialflow.deployments.cli import console
 from trialflow.deployments.cli.run_display import Display
+from trialflow.deployments.cli.signals import Terminated, stoppable
+
+if TYPE_CHECKING:
+    from trialflow.flows.server.embedded import PrefectApi
 
 Result = TypeVar("Result")
+StateHook = Callable[..., None]  # called by Prefect with flow, flow run and state
+# Where `prefect server start` serves by default.
+DEFAULT_UI = "http://127.0.0.1:4200"
 
 
-def run_flow(display: Display, call: Callable[[], Result]) -> Result:
-    """What `call` returns, which imports a flow and calls it; `display` shows how it goes.
+class FlowRun(Generic[Result]):
+    """One flow run of this process, with its display, its errors and its exit code.
 
-    Raises:
-        Stopped: somebody has stopped it in Prefect.
-        TrialflowError: whatever made it fail.
+    Args:
+        code_folder: the folder of the user's trial; an error names the line in it.
+
+    Attributes:
+        result: what the flow returned; None if it did not.
+        failure: the error that ended the flow.
+        stopped_by: the signal that ended the flow: ``Ctrl-C`` or ``SIGTERM``.
+        flow_run_id: Prefect's id, once the flow runs.
+        later_ui: where the flow run's page is after this process has ended.
     """
-    from trialflow.flows.server.embedded import PrefectServerError, prefect_api
 
-    display.waiting_for("starting Prefect")
-    with display, prefect_api() as api:
-        import httpx
-        from prefect.exceptions import Abort, CancelledRun, Pause
+    def __init__(self, display: Display, code_folder: Path) -> None:
+        self.result: Result | None = None
+        self.failure: TrialflowError | None = None
+        self.stopped_by: str | None = None
+        self.flow_run_id: str | None = None
+        self.later_ui: str | None = None
+        self._display = display
+        self._code_folder = code_folder
 
-        from trial_core.run.observer import observing
+    def run(self, call: Callable[[StateHook], Result]) -> int:
+        """Run the flow; report its failure on stderr; return the exit code.
 
-        display.waiting_for("starting the ranks")
+        Args:
+            call: imports the flow and calls it with the given ``on_running`` hook.
+        """
         try:
-            with observing(display):
-                return call()
-        except (Abort, CancelledRun, Pause) as stop:
-            raise Stopped("the run was stopped in Prefect") from stop
-        except httpx.HTTPError as error:  # only Prefect's client raises these in this process
-            raise PrefectServerError(
-                f"the Prefect server at {api.api_url} failed during the run "
-                f"({type(error).__name__}: {error})"
-            ) from error
+            with stoppable(self._display.stopping):
+                self._run_on_server(call)
+        except KeyboardInterrupt:
+            return self._stopped("Ctrl-C", console.INTERRUPTED)
+        except Terminated:
+            return self._stopped("SIGTERM", console.TERMINATED)
+        except TrialflowError as failure:
+            self.failure = failure
+            console.report(failure, code_folder=self._code_folder)
+            return console.exit_code(failure, self._display.has_trained)
+        return 0
+
+    def _run_on_server(self, call: Callable[[StateHook], Result]) -> None:
+        from trialflow.flows.server.embedded import PrefectServerError, prefect_api
+
+        self._display.waiting_for("starting Prefect")
+        with self._display, prefect_api() as api:
+            import httpx
+            from prefect.exceptions import Abort, CancelledRun, Pause
+
+            from trial_core.run.observer import observing
+
+            self._display.waiting_for("starting the ranks")
+            try:
+                with observing(self._display):
+                    self.result = call(self._announcing(api))
+            except (Abort, CancelledRun, Pause) as stop:
+                raise Stopped("the run was stopped in Prefect") from stop
+            except httpx.HTTPError as error:  # in this process only Prefect's client raises these
+                log = f"; its log: {api.server_log}" if api.server_log else ""
+                raise PrefectServerError(
+                    f"the Prefect server at {api.api_url} failed during the run "
+                    f"({type(error).__name__}: {error}){log}"
+                ) from error
+
+    def _announcing(self, api: PrefectApi) -> StateHook:
+        """The hook that notes the flow run's id and shows its page."""
+
+        def announce(flow: Any, flow_run: Any, state: Any) -> None:
+            self.flow_run_id = str(flow_run.id)
+            if api.is_embedded:
+                later_page = _page(_newer_ui(DEFAULT_UI), self.flow_run_id)
+                self.later_ui = f"prefect server start, then {later_page}"
+            elif api.ui_url:
+                self.later_ui = _page(api.ui_url, self.flow_run_id)
+            if api.ui_url:
+                ui_url = _newer_ui(api.ui_url) if api.is_embedded else api.ui_url
+                self._display.say(f"watch it at {_page(ui_url, self.flow_run_id)}")
+
+        return announce
+
+    def _stopped(self, signal_name: str, exit_code: int) -> int:
+        self.stopped_by = signal_name
+        batches = self._display.batches
+        after = f" after {text_format.plural(batches, 'batch')}" if batches else ""
+        console.error(f"stopped by {signal_name}{after}")
+        return exit_code
+
+
+def _page(ui_url: str, flow_run_id: str) -> str:
+    return f"{ui_url.rstrip('/')}/runs/flow-run/{flow_run_id}"
+
+
+def _newer_ui(ui_url: str) -> str:
+    """The UI that draws a report's curves, if this installation of Prefect has it."""
+    import prefect
+
+    return f"{ui_url.rstrip('/')}/v2" if hasattr(prefect, "__ui_v2_static_path__") else ui_url

@@ -1,4 +1,4 @@
-"""`trialflow train --json`: how a run ended, as the last line of stdout, whatever the end."""
+"""The JSON line that `trialflow train --json` prints last to stdout, however the run ended."""
 
 from __future__ import annotations
 
@@ -20,26 +20,25 @@ Status = Literal["completed", "stopped", "failed", "refused"]
 
 
 class JsonResult:
-    """How a run ended. A context manager around it, at whose end the line is printed.
+    """Records how a run ended. As a context manager, prints the line at the end of the block.
 
-    The line is an object with the fields of `trialflow.flows.train.TrialResult`, as far as they are known
-    (null: not), and
+    The line is an object with the fields of `TrialResult` (null: unknown), and
 
-    - ``status``: ``completed`` (at its end, or where the trial asked to stop), ``stopped`` (by
-      whom else, ``stop_reason`` says), ``failed`` (exit codes 1 and 70) or ``refused`` (2);
-    - ``error_type``, ``error``: what went wrong, as a class name and a line; null if nothing did.
+    - ``status``: ``completed`` (trained to its end, or the trial itself stopped it), ``stopped``
+      (``stop_reason`` names the stop request), ``failed`` (exit codes 1, 70), ``refused`` (2);
+    - ``error_type``, ``error``: the error's class name and first line, or null.
 
-    Metrics that JSON has no number for (NaN, infinities) are null. A run that is ended at once, by
-    a second signal, has no time to say anything.
+    Metrics without a JSON number (NaN, infinities) are null. A second signal ends the process at
+    once and prints nothing.
 
     Attributes:
-        status: how it ended.
+        status: how the run ended.
         result: what the flow returned, if it did.
-        trial, flow_run_id: as soon as they are known.
-        stop_reason: who asked it to stop.
-        progress: what the run has told.
-        store: where its checkpoints are.
-        stream: where people are told of it.
+        trial, flow_run_id: known once the flow runs.
+        stop_reason: what asked the run to stop.
+        run_status: what the run has reported.
+        store: where the run's checkpoints are.
+        stream: for text that people read: stderr if the line is printed, else stdout.
     """
 
     def __init__(self, is_printed: bool) -> None:
@@ -48,9 +47,8 @@ class JsonResult:
         self.trial: str | None = None
         self.flow_run_id: str | None = None
         self.stop_reason: str | None = None
-        self.progress: RunStatus | None = None
+        self.run_status = RunStatus()
         self.store: CheckpointStore | None = None
-        # Where people are told; a program that reads stdout reads one line there.
         self.stream = sys.stderr if is_printed else sys.stdout
         self._is_printed = is_printed
         self._error: tuple[str, str] | None = None
@@ -74,45 +72,44 @@ class JsonResult:
             print(self.line(), flush=True)
 
     def completed(self, result: TrialResult) -> None:
-        """The flow has returned."""
+        """Record that the flow returned a result."""
         self.result = result
         self.status = "stopped" if result.stop_reason else "completed"
 
-    def stopped(self, who: str) -> None:
-        """A signal has ended it."""
-        self.status, self.stop_reason = "stopped", f"interrupted ({who})"
+    def stopped(self, signal_name: str) -> None:
+        """Record that a signal ended the run."""
+        self.status, self.stop_reason = "stopped", f"interrupted ({signal_name})"
 
     def failed(self, failure: TrialflowError, exit_code: int) -> None:
-        """It was refused or has failed; or it was stopped, if that is what the failure says."""
+        """Record an error: the run was refused, failed, or (`Stopped`) was stopped."""
         self.status = "refused" if exit_code == console.REFUSED else "failed"
         if isinstance(failure, Stopped):
             self.status, self.stop_reason = "stopped", str(failure)
         self._error = (type(failure).__name__, text_format.one_line(str(failure)))
 
     def line(self) -> str:
-        """All that is known, as one line of JSON."""
+        """Everything known, as one line of JSON."""
         import msgspec
 
         error_type, error = self._error or (None, None)
-        known = self._as_returned() if self.result is None else asdict(self.result)
-        said = {"status": self.status, **known, "error_type": error_type, "error": error}
-        return msgspec.json.encode(said).decode()
+        fields = self._known_fields() if self.result is None else asdict(self.result)
+        line = {"status": self.status, **fields, "error_type": error_type, "error": error}
+        return msgspec.json.encode(line).decode()
 
-    def _as_returned(self) -> dict[str, Any]:
-        """The fields of a result that the flow could not return."""
+    def _known_fields(self) -> dict[str, Any]:
+        """The fields of a `TrialResult` that the flow did not return, as far as they are known."""
         from trial_core.config import home_folder
 
-        progress = self.progress or RunStatus()
         run_dir = home_folder() / self.trial if self.trial else None
         report = run_dir / "report.md" if run_dir else None
         uuid = self._newest_checkpoint()
         return {
             "trial": self.trial,
-            "batches_trained": progress.batches,
+            "batches_trained": self.run_status.batches,
             "stopped_early": self.status == "stopped",
             "stop_reason": self.stop_reason,
-            "training_metrics": dict(progress.training),
-            "validation_metrics": dict(progress.validation),
+            "training_metrics": dict(self.run_status.training),
+            "validation_metrics": dict(self.run_status.validation),
             "checkpoint_uuid": uuid,
             "checkpoint_url": self.store.files_url(uuid) if self.store and uuid else None,
             "tensorboard_url": None,
@@ -122,7 +119,7 @@ class JsonResult:
         }
 
     def _newest_checkpoint(self) -> str | None:
-        """The uuid of what the trial would go on from."""
+        """The uuid of the checkpoint that the trial would continue from."""
         if self.store is None or self.trial is None:
             return None
         try:

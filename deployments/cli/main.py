@@ -1,7 +1,7 @@
-"""`trialflow`, the command line: its commands, and what happens to their errors.
+"""`trialflow`: the command line's entry point. Runs a command and turns errors into exit codes.
 
-Exit codes are listed in `trialflow.deployments.cli.console`. Commands import what they need when they run,
-so that help answers at once: neither torch nor Prefect nor fsspec is imported here.
+`trialflow.deployments.cli.console` lists the exit codes. A command imports Prefect and fsspec only
+when it runs, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from trial_core.errors import TrialflowError
 from trialflow.deployments.cli import (
+    config,
     console,
     data_arrived,
     deploy,
     doctor,
     evaluate,
-    experiment_options,
     export,
     models,
     retrain,
@@ -32,13 +32,19 @@ from trialflow.deployments.cli import (
 )
 from trialflow.deployments.cli.checkpoints import commands
 
+
+def _shown_default(value: object) -> object:
+    """The default that `--help` shows: none for flags and for options that are unset."""
+    return None if value in (None, False, "") else value
+
+
 app = App(
     name="trialflow",
     help="Train DeepSpeed models as Prefect flows, with checkpoints in object storage.",
     version=lambda: f"trialflow {importlib.metadata.version('trialflow')}",
-    help_epilogue="Set TRIALFLOW_HOME to keep runs elsewhere than in ./trialflow-runs.",
-    help_format="plaintext",
-    default_parameter=Parameter(negative=(), show_default=False),
+    help_epilogue="Runs are kept in ./trialflow-runs; set TRIALFLOW_HOME to use another folder.",
+    help_format="markdown",
+    default_parameter=Parameter(negative=(), show_default=_shown_default),
     result_action="return_value",
     exit_on_error=False,
     print_error=False,
@@ -47,7 +53,7 @@ app = App(
 app.command(train.train)
 app.command(evaluate.evaluate)
 app.command(retrain.retrain)
-app.command(experiment_options.config)
+app.command(config.config)
 app.command(commands.app)
 app.command(models.app)
 app.command(export.export)
@@ -59,7 +65,7 @@ app.command(doctor.doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code."""
+    """Run a command and return its exit code."""
     _keep_the_terminal_clean()
     try:
         code = app(arguments)
@@ -68,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.error(" ".join(str(error).split()))
         unused = error.unused_tokens if isinstance(error, UnusedCliTokensError) else None
         if any("=" in token for token in unused or []):
-            console.note("every key=value needs a --set of its own")
+            console.note("give --set once for each key=value")
         console.note(f"see: {' '.join(['trialflow', *(error.command_chain or [])])} --help")
         return console.REFUSED
     except TrialflowError as error:
@@ -78,22 +84,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.error("stopped by Ctrl-C")
         return console.INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has seen enough. Python would complain when it flushes.
+        # The reader of a pipe has closed it. Python would raise again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return console.FAILED
-    except Exception as error:  # noqa: BLE001 - the process's top frame: told, and written down
+    except Exception as error:  # noqa: BLE001 - the top frame: reports and records the error
         console.report_bug(error)
         return console.BUG
     return code if isinstance(code, int) else 0
 
 
 def _keep_the_terminal_clean() -> None:
-    """Libraries' warnings are no business of the user's, unless -W asks for them."""
+    """Hide libraries' warnings unless -W is given; print characters a terminal lacks as "?"."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
     logging.getLogger("trial_core").addHandler(console.OWN_WARNINGS)
     for stream in (sys.stdout, sys.stderr):
-        # A terminal that knows no "→" shows a "?" instead of a traceback.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
 

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from trial_core import text_format
-from trial_core.errors import Stopped, TrialflowError
-from trialflow.deployments.cli import console
+from trial_core.errors import Stopped
 from trialflow.deployments.cli.experiment_options import Overrides, Storage, read_experiment
-from trialflow.deployments.cli.flow_run import run_flow
+from trialflow.deployments.cli.flow_run import FlowRun, StateHook
 from trialflow.deployments.cli.run_display import display_for_stdout
-from trialflow.deployments.cli.signals import Terminated, stoppable
 from trialflow.deployments.cli.tables import AsJson
 
 if TYPE_CHECKING:
@@ -57,24 +55,14 @@ def retrain(
     run_data = parse_data(data or [])
     render_data(experiment.data, datetime.now(timezone.utc))  # report errors before the start
     display = display_for_stdout(quiet or json_, (experiment.searcher.metric, "loss"))
-    run = _FlowRun(experiment, run_data)
-    try:
-        with stoppable(display.stopping):
-            run_flow(display, run.run)
-    except KeyboardInterrupt:
-        console.error("stopped by Ctrl-C")
-        return console.INTERRUPTED
-    except Terminated:
-        console.error("stopped by SIGTERM")
-        return console.TERMINATED
-    except TrialflowError as failure:
-        console.report(failure, code_folder=experiment.code)
-        return console.exit_code(failure, display.has_trained)
-    print(run.json() if json_ else "\n".join(run.summary_lines()), flush=True)
-    return 0
+    run = _RetrainRun(experiment, run_data)
+    exit_code = FlowRun[None](display, experiment.code).run(run.run)
+    if exit_code == 0:
+        print(run.json() if json_ else "\n".join(run.summary_lines()), flush=True)
+    return exit_code
 
 
-class _FlowRun:
+class _RetrainRun:
     """A run of the flow, and its result once it has ended."""
 
     def __init__(self, experiment: ExperimentConfig, data: dict[str, Any]) -> None:
@@ -83,7 +71,7 @@ class _FlowRun:
         self._result: RetrainResult | None = None
         self._skip_message: str | None = None
 
-    def run(self) -> None:
+    def run(self, on_running: StateHook) -> None:
         """Run the flow.
 
         Raises:
@@ -97,7 +85,7 @@ class _FlowRun:
             if state.name == SKIPPED:
                 self._skip_message = state.message
 
-        flow = retrain_flow.with_options(on_completion=[on_completion])
+        flow = retrain_flow.with_options(on_running=[on_running], on_completion=[on_completion])
         result = flow(self._experiment, data=self._data or None)
         if isinstance(result, RetrainResult):
             self._result = result

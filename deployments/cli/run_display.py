@@ -1,6 +1,6 @@
-"""How a run is shown while it goes on: a live bar on a terminal, plain lines anywhere else.
+"""Shows the progress of a run: a live display on a terminal, plain lines elsewhere.
 
-On a terminal, with all of it in view, a run looks like this; the last two lines are redrawn::
+A run on a terminal; the last two lines are redrawn::
 
     trial gpt-1a2b3c4d: 300 batches of 16 samples
     validate @100: loss 2.912
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 REDRAWS_PER_SECOND = 8
 NARROWEST_BAR, WIDEST_BAR = 10, 40
 NARROWEST_WITH_BAR = 50
-# Stages that a person need not hear of when they take no time.
-HARDLY_WORTH_A_LINE_SECONDS = 1.0
+# Shorter callbacks get no line.
+SHORTEST_CALLBACKS_SECONDS = 1.0
 
 
 class Display(RunStatus):
-    """Shows nothing: a quiet run. A context manager; the run happens inside the block.
+    """Shows nothing (`--quiet`). A context manager around the run.
 
     Args:
-        preferred: names of the metrics to show where there is room for one, best first.
+        preferred: the metrics to show where there is room for one only, in this order.
     """
 
     def __init__(self, preferred: tuple[str, ...] = ("loss",), **progress: Any) -> None:
@@ -56,11 +56,20 @@ class Display(RunStatus):
         """The run is over."""
 
     def say(self, line: str) -> None:
-        """Show a line that stays."""
+        """Show a line permanently."""
 
     def stopping(self, why: str) -> None:
-        """The run is being stopped. Called in a signal handler, so nothing is printed here."""
-        self._stop_note = f"{why}: saving, then stopping (again: at once)"
+        """Note a stop request. Called in a signal handler, so it must not print."""
+        self._stop_note = f"{why}: saving, then stopping; repeat to stop at once"
+
+    def run_started(
+        self, trial: str, total_batches: int, begins_at: int, batch_samples: int
+    ) -> None:
+        super().run_started(trial, total_batches, begins_at, batch_samples)
+        length = text_format.plural(total_batches, "batch")
+        samples = text_format.plural(batch_samples, "sample")
+        resumed = f", continuing from batch {begins_at}" if begins_at else ""
+        self.say(f"trial {trial}: {length} of {samples}{resumed}")
 
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
         self.say(
@@ -71,7 +80,7 @@ class Display(RunStatus):
 
 
 class PlainLines(Display):
-    """Prints a line for whatever has ended: for log files and CI. No control characters."""
+    """Prints a line when a stage ends, without control characters: for log files and CI."""
 
     def __init__(self, file: IO[str] | None = None, **display: Any) -> None:
         super().__init__(**display)
@@ -86,18 +95,12 @@ class PlainLines(Display):
         is_known = self._stop_note is not None
         super().stopping(why)
         if not is_known:
-            # Not with print: the signal may have come in the middle of one.
+            # Not print(): the signal may have interrupted one.
             os.write(2, f"{self._stop_note}\n".encode())
 
     def waiting_for(self, what: str) -> None:
         super().waiting_for(what)
         self.say(f"{what}…")
-
-    def run_started(
-        self, trial: str, total_batches: int, begins_at: int, batch_samples: int
-    ) -> None:
-        super().run_started(trial, total_batches, begins_at, batch_samples)
-        self.say(_started(self, begins_at))
 
     def stage_started(self, stage: str, detail: str) -> None:
         super().stage_started(stage, detail)
@@ -108,8 +111,8 @@ class PlainLines(Display):
         super().stage_ended(stage, detail, seconds)
         self._ended[stage] = (detail, seconds)
         if stage in (TRAINING, "validate", UPLOAD):
-            return  # what they lead to is told by itself, and shown with them
-        if stage != "callbacks" or seconds >= HARDLY_WORTH_A_LINE_SECONDS:
+            return  # shown with their metrics or their checkpoint
+        if stage != "callbacks" or seconds >= SHORTEST_CALLBACKS_SECONDS:
             self.say(f"{stage} {detail}".rstrip() + f": {text_format.duration(seconds)}")
 
     def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
@@ -127,7 +130,7 @@ class PlainLines(Display):
     def checkpoint_committed(self, uuid: str, batches: int, total_bytes: int) -> None:
         super().checkpoint_committed(uuid, batches, total_bytes)
         parts = [text_format.size(total_bytes), f"checkpoint {uuid}"]
-        # Told while the upload's stage still runs: what was staged is yet to be released.
+        # The upload stage still runs: it releases its staged files after the commit.
         upload = self.running(UPLOAD, f"@{batches}")
         if upload is not None:
             parts.insert(0, text_format.duration(self.seconds_in(upload)))
@@ -135,7 +138,7 @@ class PlainLines(Display):
 
 
 class LiveDisplay(Display):
-    """Two lines at the foot of a terminal, redrawn; what is worth keeping scrolls by above."""
+    """Redraws two lines at the bottom of a terminal; permanent lines scroll above them."""
 
     def __init__(self, console: Console, **display: Any) -> None:
         from rich.live import Live
@@ -166,19 +169,13 @@ class LiveDisplay(Display):
     def say(self, line: str) -> None:
         self._console.print(text_format.clean(line), markup=False, highlight=False, soft_wrap=True)
 
-    def run_started(
-        self, trial: str, total_batches: int, begins_at: int, batch_samples: int
-    ) -> None:
-        super().run_started(trial, total_batches, begins_at, batch_samples)
-        self.say(_started(self, begins_at))
-
     def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
         super().metrics_reported(kind, batches, metrics)
         if kind == "validation":
             self.say(f"validate @{batches}: {text_format.metrics_line(metrics)}")
 
     def render(self) -> RenderableType:
-        """The two lines, as of now."""
+        """The two lines at this moment."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -196,7 +193,7 @@ class LiveDisplay(Display):
             after.insert(0, ProgressBar(self.total_batches, self.batches, width=width))
             room -= width + 1
         name = Text(text_format.clean(str(stage)))
-        # Where there is too little room it gives way, and not how far the run is.
+        # On a narrow terminal the stage's name is cut, never the progress.
         name.truncate(max(1, room), overflow="ellipsis")
         head = Table.grid(padding=(0, 1))
         head.add_row(self._spinner, name, *after)
@@ -225,15 +222,8 @@ class LiveDisplay(Display):
         return facts
 
 
-def _started(progress: RunStatus, begins_at: int) -> str:
-    left = text_format.plural(progress.total_batches, "batch")
-    going_on = f", going on from {begins_at}" if begins_at else ""
-    samples = text_format.plural(progress.batch_samples, "sample")
-    return f"trial {progress.trial}: {left} of {samples}{going_on}"
-
-
 def display_for_stdout(is_quiet: bool, preferred: tuple[str, ...]) -> Display:
-    """The display that suits this process's standard output."""
+    """The display for this process's stdout."""
     if is_quiet:
         return Display(preferred)
     if is_interactive(sys.stdout):
@@ -244,5 +234,5 @@ def display_for_stdout(is_quiet: bool, preferred: tuple[str, ...]) -> Display:
 
 
 def is_interactive(file: IO[str], getenv: Callable[[str], str | None] = os.environ.get) -> bool:
-    """Whether lines of it can be redrawn."""
+    """Whether `file` is a terminal that can redraw lines."""
     return file.isatty() and getenv("TERM") not in ("dumb", "unknown", None)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a command in good order, once; asked again, it ends at once."""
+"""Ctrl-C and SIGTERM: the first signal lets a command clean up, the second ends it at once."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-# One Ctrl-C may arrive twice: from the terminal, and from a parent that hands it on.
+# One Ctrl-C may arrive twice: from the terminal, and from a parent process that forwards it.
 SAME_REQUEST_SECONDS = 1.0
 
 SHOW_CURSOR = b"\x1b[?25h\n"
 
 
 class Terminated(BaseException):
-    """SIGTERM was received. No Exception, as KeyboardInterrupt is none."""
+    """SIGTERM was received. Like KeyboardInterrupt, not an `Exception`."""
 
 
 @contextmanager
 def stoppable(on_stop: Callable[[str], None]) -> Iterator[None]:
-    """Inside the block SIGINT raises KeyboardInterrupt, and SIGTERM `Terminated`, once.
+    """Inside the block, the first SIGINT raises KeyboardInterrupt, the first SIGTERM `Terminated`.
 
-    Another signal later on ends the process without waiting: ranks and the embedded server go by
-    themselves when it is gone. While a flow runs, Prefect has SIGTERM; it hands it on afterwards.
+    A second signal ends the process at once; the ranks and the embedded server then end by
+    themselves. While a flow runs, Prefect handles SIGTERM and passes it on afterwards.
 
     Args:
-        on_stop: told which signal, in the signal handler.
+        on_stop: called in the signal handler with the signal's name.
     """
     received: list[float] = []
 

@@ -1,4 +1,4 @@
-"""Checkpoints as lines and tables of a terminal."""
+"""Tables on a terminal, and the `--json` option of commands that print one."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from cyclopts import Parameter
 from trial_core import text_format
 
 SHORT_UUID = 8
-# Output that is piped has no width: lines must not be cut for a terminal that is not there.
+# Piped output has no terminal width: lines are not cut.
 PIPED_WIDTH = 1000
 NUMBERS = ("batches", "size", "files", "rank")
 
-AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON, for programs.")]
+AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON.")]
 
 
 def local_time(created_at: str) -> str:
-    """A manifest's time as the user's clock shows it."""
-    # Python 3.10 does not read the Z.
+    """A manifest's UTC time in the local time zone."""
+    # Python 3.10 does not parse the Z.
     moment = datetime.fromisoformat(created_at.replace("Z", "+00:00"))
     return moment.astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def shortest_unique(uuids: Sequence[str]) -> int:
-    """How many characters of these uuids tell them apart; at least `SHORT_UUID`."""
+    """The number of leading characters that makes these uuids distinct; at least `SHORT_UUID`."""
     length = SHORT_UUID
     while len({uuid[:length] for uuid in uuids}) < len(set(uuids)):
         length += 1
@@ -35,7 +35,7 @@ def shortest_unique(uuids: Sequence[str]) -> int:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table to stdout. The last column may be folded, the others are never cut."""
+    """Print a table to stdout. The last column may wrap; the others are never cut."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""The notification that docs/deploying.md shows, against a webhook on this machine."""
+"""The notification that docs/guides/deploying.md shows, against a webhook on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.prefect import PrefectServer
 
 pytestmark = pytest.mark.server
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "deploying.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "guides" / "deploying.md"
 PATIENCE_SECONDS = 30.0
 
 

@@ -1,4 +1,4 @@
-"""Running `trialflow` as a shell does."""
+"""Runs `trialflow` as a process, as a shell does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRIALFLOW = (sys.executable, "-m", "trialflow.deployments.cli.main")
 
 
 def environment_in(folder: Path, variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a command that keeps its runs below `folder`."""
+    """The environment of a command whose runs are kept in `folder`."""
     return {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -30,7 +30,7 @@ def environment_in(folder: Path, variables: Mapping[str, str] | None = None) -> 
 def trialflow(
     folder: Path, *arguments: str, variables: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in `folder` to its end."""
+    """Run a command in `folder` and wait for its end."""
     return subprocess.run(
         [*TRIALFLOW, *arguments],
         cwd=folder, env=environment_in(folder, variables),
@@ -39,9 +39,9 @@ def trialflow(
 
 
 def write_experiment(folder: Path, **fields: Any) -> Path:
-    """An experiment file for the toy trial, on one slot; `fields` are over the usual ones."""
+    """Write an experiment file for the toy trial on one slot; `fields` override the defaults."""
     path = folder / "experiment.yaml"
-    usual = {
+    defaults = {
         "name": "toy",
         "entrypoint": "toy_trial:ToyTrial",
         "code": str(TOY),
@@ -49,5 +49,5 @@ def write_experiment(folder: Path, **fields: Any) -> Path:
         "max_restarts": 0,
         "searcher": {"metric": "loss", "max_length": {"batches": 8}},
     }
-    path.write_text(yaml.safe_dump({**usual, **fields}))
+    path.write_text(yaml.safe_dump({**defaults, **fields}))
     return path

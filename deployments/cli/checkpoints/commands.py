@@ -1,9 +1,8 @@
-"""`trialflow checkpoints`: list, show and download what is stored; the other commands' home."""
+"""`trialflow checkpoints`: the group of commands, with `list`, `show` and `download`."""
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from trial_core import text_format
+from trialflow.deployments.cli import console
 from trialflow.deployments.cli.checkpoints import pin, prune, verify
 from trialflow.deployments.cli.experiment_options import ConfigFile, Storage, open_store
-from trialflow.deployments.cli.run_display import is_interactive
 from trialflow.deployments.cli.tables import AsJson, local_time, print_table, shortest_unique
 
 if TYPE_CHECKING:
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
 
 app = App(
     name="checkpoints",
-    help="List, show, verify, download, pin and prune checkpoints. They are looked for where "
-    "--config or --storage says, else in the folder of runs.",
+    help="List, show, verify, download, pin and prune checkpoints. The storage is that of "
+    "--config or --storage; by default, the folder checkpoints in ./trialflow-runs.",
 )
 app.command(verify.verify)
 app.command(pin.pin)
@@ -35,7 +34,7 @@ app.command(prune.prune)
 @app.command(name="list")
 def list_(
     *,
-    trial: Annotated[str | None, Parameter(help="Only this trial's.")] = None,
+    trial: Annotated[str | None, Parameter(help="List only this trial.")] = None,
     config: ConfigFile = None,
     storage: Storage = None,
     json_: AsJson = False,
@@ -48,7 +47,7 @@ def list_(
     manifests = store.list(trial)
     pinned, held = pins(store), Registry(store).held()
     if json_:
-        said = [
+        shown = [
             {
                 **summary(store, manifest),
                 "is_pinned": manifest.uuid in pinned,
@@ -56,14 +55,14 @@ def list_(
             }
             for manifest in manifests
         ]
-        print(json.dumps(said, indent=2))
+        print(json.dumps(shown, indent=2))
     elif not manifests:
         of_trial = f" of trial {trial}" if trial else ""
         print(f"no checkpoints{of_trial} in {store.url}")
     else:
         kept = {uuid: ["pinned"] for uuid in pinned}
-        for uuid, of_one in held.items():
-            kept.setdefault(uuid, []).extend(map(_shortly, of_one))
+        for uuid, versions in held.items():
+            kept.setdefault(uuid, []).extend(map(_short_name, versions))
         _print_table(manifests, kept)
     return 0
 
@@ -72,12 +71,12 @@ def list_(
 def show(
     uuid: str, /, *, config: ConfigFile = None, storage: Storage = None, json_: AsJson = False
 ) -> int:
-    """Show all about a checkpoint; as JSON, its manifest as it is stored.
+    """Show a checkpoint in full; with --json, its stored manifest.
 
     Parameters
     ----------
     uuid
-        The checkpoint's uuid, or its beginning.
+        The checkpoint's uuid, or its first characters.
     """
     from trial_core.models.registry import Registry
     from trial_core.retention.pins import read_pin
@@ -99,40 +98,36 @@ def download(
     uuid: str,
     /,
     *,
-    to: Annotated[Path, Parameter(help="A new or empty folder, or a download to complete.")],
+    to: Annotated[
+        Path, Parameter(help="A new or empty folder, or one with an incomplete download.")
+    ],
     config: ConfigFile = None,
     storage: Storage = None,
     json_: AsJson = False,
 ) -> int:
-    """Bring a checkpoint's files and its manifest into a folder, every file verified.
+    """Download a checkpoint's files and manifest, and verify every file.
 
     Parameters
     ----------
     uuid
-        The checkpoint's uuid, or its beginning.
+        The checkpoint's uuid, or its first characters.
     """
     from trial_core.transfer.fetch import download as fetch
 
     store = open_store(config, storage)
-    if is_interactive(sys.stderr):
-        from rich.console import Console
-
-        with Console(stderr=True).status(f"downloading {uuid}"):
-            manifest = fetch(store, uuid, to)
-    else:
+    with console.status(f"downloading {uuid}"):
         manifest = fetch(store, uuid, to)
     if json_:
         print(json.dumps({**summary(store, manifest), "folder": str(to.absolute())}, indent=2))
     else:
         files = text_format.plural(len(manifest.files), "file")
-        print(
-            f"checkpoint {manifest.uuid}: {files}, {text_format.size(manifest.total_bytes)}, in {to}"
-        )
+        size = text_format.size(manifest.total_bytes)
+        print(f"checkpoint {manifest.uuid}: {files}, {size}, in {to}")
     return 0
 
 
 def summary(store: CheckpointStore, manifest: Manifest) -> dict[str, Any]:
-    """What a program wants of a checkpoint in a list."""
+    """A checkpoint's entry in `list --json`."""
     stored = json.loads(manifest.to_json())
     copied = ("uuid", "trial", "experiment", "created_at", "metrics")
     return {
@@ -144,10 +139,10 @@ def summary(store: CheckpointStore, manifest: Manifest) -> dict[str, Any]:
 
 
 def description(store: CheckpointStore, manifest: Manifest, kept: list[str]) -> list[str]:
-    """All about a checkpoint, as lines.
+    """A checkpoint in full, as lines.
 
     Args:
-        kept: why no rule deletes it.
+        kept: the reasons why no rule deletes it.
     """
     topology = manifest.topology
     facts = {
@@ -174,14 +169,14 @@ def description(store: CheckpointStore, manifest: Manifest, kept: list[str]) -> 
     return lines + [f"  {size:>{margin}}  rank {file.rank}  {file.path}" for size, file in files]
 
 
-def _shortly(held: HeldVersion) -> str:
+def _short_name(held: HeldVersion) -> str:
     alias = f" ({held.alias})" if held.alias else ""
     return f"{held.model} v{held.version}{alias}"
 
 
 def _print_table(manifests: list[Manifest], kept: dict[str, list[str]]) -> None:
     length = shortest_unique([manifest.uuid for manifest in manifests])
-    are_kept = any(manifest.uuid in kept for manifest in manifests)
+    has_kept = any(manifest.uuid in kept for manifest in manifests)
     columns = ["uuid", "trial", "batches", "saved", "size"]
     rows = []
     for manifest in manifests:
@@ -192,7 +187,7 @@ def _print_table(manifests: list[Manifest], kept: dict[str, list[str]]) -> None:
             local_time(manifest.created_at),
             text_format.size(manifest.total_bytes),
         ]
-        if are_kept:
+        if has_kept:
             cells.append(", ".join(kept.get(manifest.uuid, [])))
         rows.append([*cells, text_format.metrics_line(manifest.metrics.get("validation", {}))])
-    print_table([*columns, *(["kept"] if are_kept else []), "validation"], rows)
+    print_table([*columns, *(["kept"] if has_kept else []), "validation"], rows)

@@ -1,4 +1,4 @@
-"""`trialflow checkpoints pin` and `unpin`: what stays whatever the rules are."""
+"""`trialflow checkpoints pin` and `unpin`: protect checkpoints from pruning."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ if TYPE_CHECKING:
 
 def pin(
     *uuids: str,
-    reason: Annotated[str, Parameter(help="Why, for those who see the pin.")] = "",
+    reason: Annotated[
+        str, Parameter(help="Why the checkpoints are pinned; shown with the pin.")
+    ] = "",
     config: ConfigFile = None,
     storage: Storage = None,
     json_: AsJson = False,
 ) -> int:
-    """Keep checkpoints whatever the rules for old ones say, until they are unpinned.
+    """Protect checkpoints from pruning until they are unpinned.
 
     Parameters
     ----------
     uuids
-        The checkpoints' uuids, or how they begin.
+        The checkpoints' uuids, or their first characters.
     """
     from trial_core.retention import pins
 
@@ -43,12 +45,12 @@ def pin(
 def unpin(
     *uuids: str, config: ConfigFile = None, storage: Storage = None, json_: AsJson = False
 ) -> int:
-    """Leave checkpoints to the rules again. What the registry holds stays all the same.
+    """Remove the pins of checkpoints. Checkpoints held by the registry stay protected.
 
     Parameters
     ----------
     uuids
-        The checkpoints' uuids, or how they begin.
+        The checkpoints' uuids, or their first characters.
     """
     from trial_core.retention import pins
 
@@ -57,20 +59,22 @@ def unpin(
     _say(gone, "unpinned", json_)
     for each in gone:
         if why := pins.why_kept(store, each.uuid):
-            console.note(f"{each.uuid} stays, {text_format.one_line(why)}: {pins.WHAT_FREES}")
+            console.note(
+                f"{each.uuid} is still kept, {text_format.one_line(why)}: {pins.WHAT_FREES}"
+            )
     return 0
 
 
 def _store_for(uuids: tuple[str, ...], config: Path | None, storage: str | None) -> CheckpointStore:
     if not uuids:
-        raise ConfigError("give the uuid of a checkpoint, or how it begins")
+        raise ConfigError("give the uuid of a checkpoint, or its first characters")
     return open_store(config, storage)
 
 
 def _say(pins: list[Pin], done: str, as_json: bool) -> None:
     if as_json:
-        said = [{"uuid": p.uuid, "reason": p.reason, "by": p.by, "at": p.at} for p in pins]
-        print(json.dumps(said, indent=2))
+        shown = [{"uuid": p.uuid, "reason": p.reason, "by": p.by, "at": p.at} for p in pins]
+        print(json.dumps(shown, indent=2))
         return
     for each in pins:
         reason = f" ({text_format.one_line(each.reason)})" if each.reason else ""

@@ -1,11 +1,9 @@
-"""`trialflow checkpoints verify`: whether stored checkpoints are what was committed."""
+"""`trialflow checkpoints verify`: compares stored checkpoints with their manifests."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +18,6 @@ from trial_core.errors import (
 )
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import ConfigFile, Storage, open_store
-from trialflow.deployments.cli.run_display import is_interactive
 from trialflow.deployments.cli.tables import AsJson, print_table, shortest_unique
 
 if TYPE_CHECKING:
@@ -32,12 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verified:
-    """What was found of a checkpoint.
+    """The result for one checkpoint.
 
     Attributes:
-        manifest: None where it cannot be read.
-        problem: why it cannot.
-        damage: files that are not what the manifest promises.
+        manifest: None if it cannot be read.
+        problem: why the manifest cannot be read.
+        damage: files that differ from the manifest.
     """
 
     name: ManifestName
@@ -47,32 +44,32 @@ class Verified:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it can be restored."""
+        """Whether the checkpoint is intact."""
         return self.problem is None and not self.damage
 
 
 def verify(
     *uuids: str,
-    trial: Annotated[str | None, Parameter(help="All checkpoints of this trial.")] = None,
+    trial: Annotated[str | None, Parameter(help="Verify all checkpoints of this trial.")] = None,
     all_: Annotated[
-        bool, Parameter(name="--all", help="All checkpoints there are, or all of --trial.")
+        bool, Parameter(name="--all", help="Verify all checkpoints, or all of --trial.")
     ] = False,
     config: ConfigFile = None,
     storage: Storage = None,
     json_: AsJson = False,
 ) -> int:
-    """Read every byte of checkpoints again, and compare size and digest of every file.
+    """Read every file of checkpoints; compare sizes and digests with the manifest.
 
-    The exit code is 0 when all are whole, 1 when one is damaged: each file that is, is named. What
-    is deleted meanwhile is not damaged; where it was asked for by its uuid, the exit code is 2.
+    Exits with 0 if all are intact, 1 if any is damaged (every damaged file is named). A checkpoint
+    that is deleted meanwhile is not damaged; if it was named by its uuid, the exit code is 2.
 
     Parameters
     ----------
     uuids
-        Checkpoints: uuids, or how they begin; or give --trial or --all.
+        Uuids of checkpoints, or their first characters. Otherwise give --trial or --all.
     """
     if bool(uuids) == (all_ or trial is not None):
-        raise ConfigError("give either checkpoints or --trial or --all")
+        raise ConfigError("give either uuids, or --trial or --all")
     store = open_store(config, storage)
     names = _named(store, uuids) if uuids else _all(store, trial)
     found = [*_verify(store, names)]
@@ -83,12 +80,12 @@ def verify(
     if not all(each.is_whole for each in found):
         return console.FAILED
     if uuids and (gone := {name.uuid for name in names} - {each.name.uuid for each in found}):
-        raise CheckpointNotFound(f"{', '.join(sorted(gone))} has been deleted meanwhile")
+        raise CheckpointNotFound(f"{', '.join(sorted(gone))} was deleted meanwhile")
     return 0
 
 
 def summary(found: Verified) -> dict[str, Any]:
-    """What a program wants to know."""
+    """A checkpoint's entry in the output of --json."""
     manifest = found.manifest
     return {
         "uuid": found.name.uuid,
@@ -113,19 +110,19 @@ def summary(found: Verified) -> dict[str, Any]:
 
 
 def _named(store: CheckpointStore, uuids: tuple[str, ...]) -> list[ManifestName]:
-    """The checkpoints of those uuids, each once.
+    """The checkpoints with those uuids, each once.
 
     Raises:
-        CheckpointNotFound: none, or several, are called so.
+        CheckpointNotFound: no checkpoint, or more than one, has that uuid.
     """
     return [*dict.fromkeys(store.open(uuid).name for uuid in uuids)]
 
 
 def _all(store: CheckpointStore, trial: str | None) -> list[ManifestName]:
-    """All that is committed, also where the manifest cannot be read any more.
+    """All committed checkpoints, including those whose manifest cannot be read.
 
     Raises:
-        CheckpointNotFound: the trial has none.
+        CheckpointNotFound: the trial has no checkpoint.
     """
     from trial_core.checkpoint import layout
 
@@ -140,7 +137,7 @@ def _all(store: CheckpointStore, trial: str | None) -> list[ManifestName]:
 def _verify(store: CheckpointStore, names: list[ManifestName]) -> Iterator[Verified]:
     for count, name in enumerate(names, start=1):
         try:
-            with _telling(f"verifying {name.uuid} ({count} of {len(names)})"):
+            with console.status(f"verifying {name.uuid} ({count} of {len(names)})"):
                 manifest = store.open(name.uuid)
                 damage = store.find_damage(manifest.uuid, manifest.files)
                 if damage:
@@ -148,19 +145,11 @@ def _verify(store: CheckpointStore, names: list[ManifestName]) -> Iterator[Verif
         except StorageError:
             raise
         except CheckpointNotFound:
-            continue  # deleted since it was listed
+            continue  # deleted after it was listed
         except CheckpointError as error:
             yield Verified(name, None, str(error))
         else:
             yield Verified(name, manifest, damage=tuple(damage))
-
-
-def _telling(what: str) -> AbstractContextManager[object]:
-    if not is_interactive(sys.stderr):
-        return nullcontext()
-    from rich.console import Console
-
-    return Console(stderr=True).status(what)
 
 
 def _print(store: CheckpointStore, found: list[Verified]) -> None:

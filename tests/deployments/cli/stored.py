@@ -1,4 +1,4 @@
-"""Checkpoints in a folder, for the commands that look after them: see the fixtures."""
+"""Runs commands of `trialflow checkpoints` on the storage of the fixtures in conftest.py."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ UUIDS = ("aaaaaaaa-0000-4000-8000-000000000001", "aaaaaaab-0000-4000-8000-000000
 
 
 def run(tmp_path: Path, *arguments: str) -> int:
-    """A command of `trialflow checkpoints` on that storage; its exit code."""
+    """Run a command of `trialflow checkpoints` on that storage; return its exit code."""
     return main(["checkpoints", *arguments, "--storage", str(tmp_path / "storage")])

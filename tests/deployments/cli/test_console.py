@@ -1,4 +1,4 @@
-"""What is said of failures, and their exit codes."""
+"""How errors are printed, and their exit codes."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def rank_failed(**fields: Any) -> RankFailed:
     ],
 )
 def test_exit_codes(failure: TrialflowError, before_training: int, afterwards: int) -> None:
-    """2 is for what the user must change first; what breaks while training is 1."""
+    """Exit code 2: the user must change something first; 1: a failure, also while training."""
     assert exit_code(failure) == before_training
     assert exit_code(failure, has_trained=True) == afterwards
 
 
-def test_a_trial_that_breaks_a_rule_is_told_its_place(capsys: pytest.CaptureFixture[str]) -> None:
-    """The message, the line of the user's own code, the log: none of our frames."""
+def test_a_trial_error_names_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """A rule that a trial breaks: the message, the line in the user's code and the log's path."""
     failure = rank_failed(
         error_type="TrialError", error_message="no engine", is_ours=True, rank_traceback=TRACEBACK
     )
@@ -74,7 +74,7 @@ def test_a_trial_that_breaks_a_rule_is_told_its_place(capsys: pytest.CaptureFixt
 def test_a_trial_that_raises_shows_its_traceback(
     capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    """An exception of the user's code is shown as Python would, also one named like one of ours."""
+    """An exception of the user's code is printed with its traceback, whatever its name."""
     failure = rank_failed(error_type=name, error_message="by zero", rank_traceback=TRACEBACK)
     report(failure)
     printed = capsys.readouterr().err
@@ -82,8 +82,8 @@ def test_a_trial_that_raises_shows_its_traceback(
     assert 'File "/home/me/model/trial.py", line 12' in printed
 
 
-def test_a_rank_that_died_shows_its_log(capsys: pytest.CaptureFixture[str]) -> None:
-    """There is no traceback of a killed process; the end of its log may tell."""
+def test_a_killed_rank_shows_its_log(capsys: pytest.CaptureFixture[str]) -> None:
+    """A killed rank has no traceback; the end of its log is printed without control characters."""
     report(rank_failed(signal_name="SIGKILL", log_tail="out of\x1b[31m memory"))
     printed = capsys.readouterr().err
     assert "was ended by SIGKILL" in printed

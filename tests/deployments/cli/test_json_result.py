@@ -1,4 +1,4 @@
-"""`trialflow train --json`: the last line of stdout is a JSON object, whatever the end."""
+"""`trialflow train --json`: the last line of stdout is a JSON object, however the run ended."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from trialflow.flows.train import TrialResult
 FIELDS = {field.name for field in dataclasses.fields(TrialResult)}
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """The one line of stdout."""
-    (line,) = capsys.readouterr().out.splitlines()
-    outcome: dict[str, Any] = json.loads(line)
+def printed_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The only line of stdout, parsed."""
+    (text,) = capsys.readouterr().out.splitlines()
+    outcome: dict[str, Any] = json.loads(text)
     assert outcome.keys() == FIELDS | {"status", "error_type", "error"}
     return outcome
 
 
-def test_a_run_that_returns(capsys: pytest.CaptureFixture[str]) -> None:
-    """All that the flow returned; numbers that JSON does not have are null."""
+def test_a_completed_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """The line holds the flow's result; NaN is null."""
     with JsonResult(is_printed=True) as outcome:
         outcome.completed(TrialResult("toy-1", 8, False, validation_metrics={"loss": float("nan")}))
-    told = said(capsys)
-    assert (told["status"], told["trial"], told["batches_trained"]) == ("completed", "toy-1", 8)
-    assert told["validation_metrics"] == {"loss": None}
+    line = printed_line(capsys)
+    assert (line["status"], line["trial"], line["batches_trained"]) == ("completed", "toy-1", 8)
+    assert line["validation_metrics"] == {"loss": None}
 
 
-def test_a_run_that_was_stopped_by_its_budget(capsys: pytest.CaptureFixture[str]) -> None:
-    """Completed for Prefect, stopped for a program that has to start it again."""
+def test_a_run_stopped_by_its_time_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    """The status is stopped, so that a program starts the run again."""
     with JsonResult(is_printed=True) as outcome:
         outcome.completed(TrialResult("toy-1", 8, True, stop_reason="time budget"))
-    assert said(capsys)["status"] == "stopped"
+    assert printed_line(capsys)["status"] == "stopped"
 
 
 @pytest.mark.parametrize(
@@ -51,35 +51,28 @@ def test_a_run_that_was_stopped_by_its_budget(capsys: pytest.CaptureFixture[str]
         (Stopped("in Prefect"), 1, "stopped"),
     ],
 )
-def test_a_run_that_fails(
+def test_a_failed_run(
     failure: TrialflowError, code: int, status: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What went wrong, by name and in a line; whether to change something first."""
+    """The line names the error; the status tells failed from refused and stopped."""
     with JsonResult(is_printed=True) as outcome:
         outcome.failed(failure, code)
-    told = said(capsys)
-    assert (told["status"], told["error_type"]) == (status, type(failure).__name__)
-    assert told["error"] == str(failure)
+    line = printed_line(capsys)
+    assert (line["status"], line["error_type"]) == (status, type(failure).__name__)
+    assert line["error"] == str(failure)
 
 
 def test_a_bug(capsys: pytest.CaptureFixture[str]) -> None:
-    """What nobody foresaw is an end too, and goes on to whoever reports bugs."""
+    """An unexpected exception is a failed run, and is raised again."""
     with pytest.raises(ZeroDivisionError), JsonResult(is_printed=True):
         _ = 1 / 0
-    assert said(capsys)["status"] == "failed"
+    assert printed_line(capsys)["status"] == "failed"
 
 
-def test_a_mistaken_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is wrong with it is in the line as well as on stderr; the exit code is 2 as ever."""
+def test_a_refused_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mistake in the experiment is in the line; the exit code is 2."""
     path = write_experiment(tmp_path, max_restarts=-1)
     assert main(["train", str(path), "--json"]) == 2
-    told = said(capsys)
-    assert (told["status"], told["error_type"]) == ("refused", "ConfigError")
-    assert "max_restarts" in told["error"]
-
-
-def test_without_json_nothing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """People are not shown JSON that they have not asked for."""
-    path = write_experiment(tmp_path, max_restarts=-1)
-    assert main(["train", str(path)]) == 2
-    assert capsys.readouterr().out == ""
+    line = printed_line(capsys)
+    assert (line["status"], line["error_type"]) == ("refused", "ConfigError")
+    assert "max_restarts" in line["error"]

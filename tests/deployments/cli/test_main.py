@@ -1,4 +1,4 @@
-"""`trialflow`: help, usage, users' mistakes and their exit codes."""
+"""`trialflow`: help, usage errors, users' mistakes and exit codes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from tests.support.cli import ROOT, TRIALFLOW, environment_in, trialflow, write_experiment
+from tests.support.cli import ROOT, TRIALFLOW, environment_in, write_experiment
 from trial_core.config import ExperimentConfig, load_config
-from trialflow.deployments.cli import experiment_options
-from trialflow.deployments.cli.main import main
+from trialflow.deployments.cli import config
+from trialflow.deployments.cli.main import app, main
 
 HEAVY = ("torch", "deepspeed", "prefect", "fsspec", "s3fs", "numpy", "pydantic")
 
 
-def test_help_loads_nothing_heavy() -> None:
-    """Help answers at once because it loads neither torch nor Prefect nor a storage library."""
+def test_help_imports_nothing_heavy() -> None:
+    """`--help` imports neither torch nor Prefect nor a storage library."""
     program = (
         "import sys\n"
         "from trialflow.deployments.cli.main import main\n"
@@ -32,15 +32,17 @@ def test_help_loads_nothing_heavy() -> None:
     assert done.stdout.splitlines()[-1] == "[0, 0, 0] []"
 
 
-@pytest.mark.parametrize("command", ["train", "config", "checkpoints", "doctor"])
-def test_help_names_every_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A newcomer finds every command in the help."""
+def test_help_shows_every_command_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--help` lists every command; a command's help shows the defaults of its options."""
     assert main(["--help"]) == 0
-    assert command in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert [name for name in app if name not in shown] == []
+    assert main(["checkpoints", "prune", "--help"]) == 0
+    assert "[default: 7.0]" in capsys.readouterr().out
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--version` says what is installed."""
+    """`--version` prints the installed version."""
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("trialflow 0.")
 
@@ -51,53 +53,41 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("trian x.yaml", 'Unknown command "trian". Did you mean "train"?'),
         ("train", "CONFIG requires an argument"),
         ("train x.yaml --sett a=1", "Unknown option: --sett. Did you mean --set?"),
-        ("train x.yaml --set a=1 b=2", "every key=value needs a --set of its own"),
+        ("train x.yaml --set a=1 b=2", "give --set once for each key=value"),
         ("train experiment.yml", "no such file; did you mean experiment.yaml?"),
-        (
-            "train experiment.yaml --set max_restarts",
-            "--set max_restarts: expected key=value",
-        ),
-        (
-            "train experiment.yaml --set name.first=x",
-            "--set name.first: name is not a mapping",
-        ),
-        (
-            "train experiment.yaml --set sercher=1",
-            'sercher: unknown field; did you mean "searcher"',
-        ),
-        (
-            "train experiment.yaml --storage s4://b/p",
-            '--storage: unknown kind of storage "s4"',
-        ),
-        (
-            "train experiment.yaml --storage experiment.yaml/x",
-            "part of the path is a file",
-        ),
-        (
-            "config experiment.yaml --set max_restarts=-1",
-            "max_restarts: expected an integer of at",
-        ),
-        ("checkpoints show 0123", "begins with '0123'; there is none at all"),
+        ("train experiment.yaml --set max_restarts", "--set max_restarts: expected key=value"),
+        ("train experiment.yaml --set name.first=x", "--set name.first: name is not a mapping"),
+        ("train experiment.yaml --set sercher=1", 'unknown field; did you mean "searcher"'),
+        ("train experiment.yaml --storage s4://b/p", '--storage: unknown kind of storage "s4"'),
+        ("config experiment.yaml --set max_restarts=-1", "max_restarts: expected an integer"),
+        ("checkpoints show 0123", "begins with '0123'"),
         ("checkpoints list --config nowhere.yaml", "nowhere.yaml: no such file"),
         ("checkpoints download 01", "parameter --to requires an argument"),
     ],
 )
-def test_a_mistake_has_a_message_and_exit_code_2(
-    arguments: str, message: str, tmp_path: Path
+def test_mistakes_are_refused(
+    arguments: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A user's mistake gives a message on stderr and exit code 2: no traceback, no output."""
+    """A mistake prints an error to stderr, without a traceback; the exit code is 2."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
     write_experiment(tmp_path)
-    done = trialflow(tmp_path, *arguments.split())
-    assert message in done.stderr
-    assert done.stderr.startswith("error: ")
-    assert "Traceback" not in done.stderr
-    assert (done.returncode, done.stdout) == (2, "")
+    code = main(arguments.split())
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.startswith("error: ")
+    assert "Traceback" not in printed.err
+    assert (code, printed.out) == (2, "")
 
 
-def test_every_mistake_in_an_experiment_is_told(
+def test_every_mistake_in_an_experiment_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Several mistakes are several lines: nobody wants to find them one by one."""
+    """Two mistakes in a file are two error lines."""
     path = write_experiment(tmp_path, scheduling_unit=0, max_restarts="many")
     assert main(["config", str(path)]) == 2
     lines = capsys.readouterr().err.splitlines()
@@ -105,8 +95,10 @@ def test_every_mistake_in_an_experiment_is_told(
     assert all(line.startswith(f"error: {path}: ") for line in lines)
 
 
-def test_ignored_fields_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A field of Determined's that has no effect is said on stderr, plainly; all else works."""
+def test_ignored_fields_are_warned_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A field of Determined's without effect is a warning on stderr; the command succeeds."""
     path = write_experiment(tmp_path, bind_mounts=[])
     assert main(["config", str(path)]) == 0
     printed = capsys.readouterr()
@@ -115,10 +107,10 @@ def test_ignored_fields_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixt
     json.loads(printed.out)
 
 
-def test_config_prints_parameters_of_the_flow(
+def test_config_prints_the_parameters_of_the_flow(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What `config` prints is the experiment, as a deployment's run takes it."""
+    """`config` prints the experiment, with overrides, as a deployment takes it."""
     path = write_experiment(tmp_path)
     assert main(["config", str(path), "--set", "hyperparameters.lr=1e-3"]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -127,11 +119,13 @@ def test_config_prints_parameters_of_the_flow(
     assert ExperimentConfig.model_validate(printed["config"]) == expected
 
 
-def test_storage_of_the_same_kind_keeps_its_options(
+def test_storage_keeps_its_options_for_the_same_scheme_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--storage` moves within a service with its credentials, and never takes them elsewhere; the
-    rules for old checkpoints come along everywhere."""
+    """`--storage` keeps credentials within a service and never sends them elsewhere.
+
+    Retention rules are kept for every storage.
+    """
     options = {"endpoint_url": "http://127.0.0.1:9", "secret": "only for S3"}
     storage = {"url": "s3://a/b", "options": options, "keep_every": {"batches": 7}}
     path = write_experiment(tmp_path, checkpoint_storage=storage)
@@ -146,20 +140,20 @@ def test_storage_of_the_same_kind_keeps_its_options(
     assert moved(str(tmp_path)) == elsewhere
 
 
-def break_(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    """Have every command that reads an experiment raise `error`."""
+def make_config_raise(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Have `trialflow config` raise `error`."""
 
     def fail(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr(experiment_options, "read_experiment", fail)
+    monkeypatch.setattr(config, "read_experiment", fail)
 
 
-def test_a_bug_is_written_down(
+def test_a_bug_is_written_to_a_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What nobody foresaw gives exit code 70 and a file with the traceback, not a traceback."""
-    break_(monkeypatch, KeyError("a mistake of ours"))
+    """An unexpected exception gives exit code 70 and a file with the traceback."""
+    make_config_raise(monkeypatch, KeyError("a mistake of ours"))
     assert main(["config", "x.yaml"]) == 70
     printed = capsys.readouterr().err
     assert "Traceback" not in printed
@@ -170,25 +164,25 @@ def test_a_bug_is_written_down(
     assert "KeyError: 'a mistake of ours'" in details
 
 
-def test_a_bug_is_shown_when_debugging(
+def test_a_bug_is_printed_when_debugging(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """TRIALFLOW_DEBUG=1 shows the traceback at once."""
+    """TRIALFLOW_DEBUG=1 prints the traceback."""
     monkeypatch.setenv("TRIALFLOW_DEBUG", "1")
-    break_(monkeypatch, KeyError("a mistake of ours"))
+    make_config_raise(monkeypatch, KeyError("a mistake of ours"))
     assert main(["config", "x.yaml"]) == 70
     assert "Traceback" in capsys.readouterr().err
 
 
 def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Any command ends quietly, with a shell's exit code for it, when it is interrupted."""
-    break_(monkeypatch, KeyboardInterrupt())
+    """An interrupted command prints one line; its exit code is 130."""
+    make_config_raise(monkeypatch, KeyboardInterrupt())
     assert main(["config", "x.yaml"]) == 130
     assert capsys.readouterr().err == "error: stopped by Ctrl-C\n"
 
 
-def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
-    """`trialflow … | head` says nothing of the pipe that was closed."""
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+    """`trialflow … | head` prints nothing about the closed pipe."""
     path = write_experiment(tmp_path)
     with subprocess.Popen(
         [*TRIALFLOW, "config", str(path)],

@@ -22,15 +22,15 @@ RULES = ("--save-trial-latest", "1", "--metric", "loss")
 
 
 def batches(tmp_path: Path) -> list[int]:
-    """What is there."""
+    """The batches of the checkpoints in the storage."""
     store = CheckpointStore(str(tmp_path / "storage"))
     return [manifest.progress.batches_trained for manifest in store.list()]
 
 
-def test_a_dry_run_shows_and_deletes_nothing(
+def test_dry_run(
     history: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A line for each checkpoint: what becomes of it, and why."""
+    """A row for each checkpoint, with action and reason; nothing is deleted."""
     assert run(tmp_path, "prune", *RULES, "--dry-run") == 0
     first, _, header, _, *rows, _, total = capsys.readouterr().out.splitlines()
     assert first == "keeping save_trial_best 1, save_trial_latest 1, save_experiment_best 0"
@@ -47,17 +47,16 @@ def test_a_dry_run_shows_and_deletes_nothing(
 
 
 def test_prune(history: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With --yes nobody is asked; what is gone is said."""
+    """`--yes` deletes without asking, and prints what was deleted."""
     assert run(tmp_path, "prune", *RULES, "--yes") == 0
     assert f"deleted {history[0].uuid}\ndeleted {history[2].uuid}\n" in capsys.readouterr().out
     assert batches(tmp_path) == [11, 17]
 
 
-def test_by_the_rules_of_an_experiment(
+def test_rules_of_an_experiment(
     history: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its rules, its metric and its direction; what is given besides is over them, and the
-    storage that is given has its rules still."""
+    """Rules, metric and direction come from `--config`; options and `--set` override them."""
     searcher = {"metric": "loss", "smaller_is_better": False, "max_length": 8}
     path = write_experiment(tmp_path, searcher=searcher, checkpoint_storage={"save_trial_best": 2})
     config = ("--config", str(path))
@@ -69,10 +68,10 @@ def test_by_the_rules_of_an_experiment(
     assert batches(tmp_path) == [17]
 
 
-def test_every_experiment_by_itself(
+def test_one_experiment_or_one_trial(
     history: list[Manifest], stored: list[Manifest], tmp_path: Path
 ) -> None:
-    """Without a name each is pruned, by the same rules; with one, the others are left alone."""
+    """`--experiment` and `--trial` leave the others alone."""
     rules = ("--save-trial-latest", "0", "--save-trial-best", "0", "--yes")
     assert run(tmp_path, "prune", "--experiment", "gpt", *rules) == 0
     assert batches(tmp_path) == [7, 11, 13, 17]
@@ -81,14 +80,14 @@ def test_every_experiment_by_itself(
 
 
 @pytest.mark.parametrize(("answer", "left"), [("y", [11, 17]), ("", [7, 11, 13, 17])])
-def test_it_asks(
+def test_confirmation(
     history: list[Manifest],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     answer: str,
     left: list[int],
 ) -> None:
-    """On a terminal; whatever is not a yes deletes nothing."""
+    """On a terminal the command asks; any answer but yes deletes nothing."""
     asked = []
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or answer)
@@ -100,7 +99,7 @@ def test_it_asks(
 def test_as_json(
     history: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The plan with its reasons, and what came of it."""
+    """`--json` prints the plan and what was deleted."""
 
     def pruned(how: str) -> Any:
         assert run(tmp_path, "prune", *RULES, how, "--json") == 0
@@ -119,7 +118,7 @@ def test_as_json(
 
 
 def test_pins(history: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A pin is shown, keeps its checkpoint, and can be taken back."""
+    """A pin is listed, protects its checkpoint, and can be removed."""
     assert run(tmp_path, "pin", "00000007", "00000013", "--reason", "figure 3") == 0
     assert f"pinned {history[0].uuid} (figure 3)\n" in capsys.readouterr().out
     assert run(tmp_path, "list") == 0
@@ -137,7 +136,7 @@ def test_pins(history: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_holds(history: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the registry holds is shown with its names, stays, and stays when a pin is taken off."""
+    """A held version is listed with its aliases and stays protected without a pin."""
     registry = Registry(CheckpointStore(str(tmp_path / "storage")))
     for number, manifest in enumerate((history[0], history[2]), start=1):
         registry.register("gpt", manifest, metric="loss", smaller_is_better=True, value=0.25)
@@ -156,7 +155,9 @@ def test_holds(history: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFi
     assert "held by model gpt, version 2 (champion)" in capsys.readouterr().out
 
     assert run(tmp_path, "unpin", "00000007") == 0
-    assert f"{history[0].uuid} stays, held by model gpt, version 1" in capsys.readouterr().err
+    assert (
+        f"{history[0].uuid} is still kept, held by model gpt, version 1" in capsys.readouterr().err
+    )
     assert run(tmp_path, "prune", "--save-trial-latest", "0", *RULES[2:], "--yes") == 0
     assert batches(tmp_path) == [7, 11, 13]
     assert run(tmp_path, "unpin", "00000013") == 2
@@ -166,7 +167,7 @@ def test_holds(history: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFi
 def test_pins_as_json(
     history: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What was pinned, why, by whom and when; and what is pinned in a list."""
+    """`--json` prints pins; `list --json` marks pinned checkpoints."""
     assert run(tmp_path, "pin", "00000007", "--reason", "figure 3", "--json") == 0
     (made,) = json.loads(capsys.readouterr().out)
     assert (made["uuid"], made["reason"]) == (history[0].uuid, "figure 3")
@@ -180,15 +181,15 @@ def test_pins_as_json(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["prune"], "nothing says which checkpoints to keep"),
+        (["prune"], "no rule says which checkpoints to keep"),
         (["prune", *RULES], "nothing was deleted: give --yes"),
-        (["prune", *RULES, "--json"], "--json asks no questions"),
+        (["prune", *RULES, "--json"], "--json cannot ask for confirmation"),
         (["prune", "--save-trial-best", "-1"], "save_trial_best: expected an integer of at least"),
         (
             ["prune", "--keep-every-batches", "2", "--keep-every-epochs", "1"],
             "keep_every: expected",
         ),
-        (["prune", *RULES, "--experiment", "tiy", "--yes"], "there is: toy"),
+        (["prune", *RULES, "--experiment", "tiy", "--yes"], "the storage has: toy"),
         (["prune", *RULES, "--trial", "toy-2", "--yes"], "trial 'toy-2' has no checkpoint"),
         (["prune", *RULES, "--set", "name=x"], "give --config as well"),
         (["prune", "--leftovers-only", "--leftovers-after-days", "0.5"], "at least 1 day, got 0.5"),
@@ -197,23 +198,21 @@ def test_pins_as_json(
         (["unpin", "00000007"], "none is pinned"),
     ],
 )
-def test_what_cannot_be_done_is_refused(
+def test_refusals(
     history: list[Manifest],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
     message: str,
 ) -> None:
-    """Exit code 2, the reason, and nothing is deleted."""
+    """The exit code is 2, the error says why, and nothing is deleted."""
     assert run(tmp_path, *arguments) == 2
     assert message in capsys.readouterr().err
     assert batches(tmp_path) == [7, 11, 13, 17]
 
 
-def test_an_empty_storage_has_nothing_to_prune(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """That is no error, so that it can be scheduled before the first run."""
+def test_empty_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An empty storage is no error, so that pruning can be scheduled before the first run."""
     storage = str(tmp_path / "nothing")
     assert main(["checkpoints", "prune", *RULES, "--yes", "--storage", storage]) == 0
     assert capsys.readouterr().out == f"no checkpoints in file://{storage}\n"
@@ -221,24 +220,24 @@ def test_an_empty_storage_has_nothing_to_prune(
 
 @pytest.fixture
 def leftovers(tmp_path: Path) -> list[str]:
-    """Of two trials that were killed in an upload, one of them a moment ago; sorted by trial."""
+    """Leftovers of two killed trials, an old one and a recent one."""
     store = CheckpointStore(str(tmp_path / "storage"))
     return [leave_an_upload(store, "toy-2"), leave_an_upload(store, "toy-3", utc_now())]
 
 
 def uploads(tmp_path: Path) -> set[str]:
-    """The checkpoints that have files."""
+    """The uuids that have files in the storage."""
     storage = CheckpointStore(str(tmp_path / "storage")).storage
     return {key.split("/")[1] for key in storage.sizes(layout.CHECKPOINTS)}
 
 
-def test_what_killed_runs_have_left_is_shown(
+def test_dry_run_shows_leftovers(
     history: list[Manifest],
     leftovers: list[str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In a dry run: a line for each, what becomes of it, and why; nothing is deleted."""
+    """A row for each leftover, with action and reason; nothing is deleted."""
     assert run(tmp_path, "prune", *RULES, "--dry-run") == 0
     shown = capsys.readouterr().out.partition("uploads that were never committed:\n")[2]
     _, header, _, *rows, _, total = shown.splitlines()
@@ -253,22 +252,22 @@ def test_what_killed_runs_have_left_is_shown(
     assert uploads(tmp_path) == {*leftovers}
 
 
-def test_what_killed_runs_have_left_goes(
+def test_leftovers_are_deleted(
     history: list[Manifest], leftovers: list[str], tmp_path: Path
 ) -> None:
-    """With the checkpoints that the rules do not keep; the upload under way stays."""
+    """Old leftovers are deleted with the checkpoints; a recent upload stays."""
     assert run(tmp_path, "prune", *RULES, "--yes") == 0
     assert batches(tmp_path) == [11, 17]
     assert uploads(tmp_path) == {leftovers[1]}
 
 
-def test_leftovers_alone(
+def test_leftovers_only(
     history: list[Manifest],
     leftovers: list[str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Need no rules, and no checkpoint of their trial; no checkpoint goes with them."""
+    """`--leftovers-only` needs no rules and deletes no checkpoint."""
     arguments = ("prune", "--leftovers-only", "--trial", "toy-2", "--json")
     assert run(tmp_path, *arguments, "--yes") == 0
     said = json.loads(capsys.readouterr().out)
@@ -279,10 +278,10 @@ def test_leftovers_alone(
     assert capsys.readouterr().out == f"no leftovers in file://{tmp_path}/storage\n"
 
 
-def test_a_trial_that_has_leftovers_alone_is_known(
+def test_a_trial_that_has_only_leftovers(
     history: list[Manifest], leftovers: list[str], tmp_path: Path
 ) -> None:
-    """Also with rules, by which it has nothing to keep."""
+    """A trial with leftovers and no checkpoint is no error."""
     assert run(tmp_path, "prune", *RULES, "--trial", "toy-2", "--yes") == 0
     assert uploads(tmp_path) == {leftovers[1]}
     assert batches(tmp_path) == [7, 11, 13, 17]

@@ -1,4 +1,4 @@
-"""What a run looks like: plain lines, and the live display."""
+"""The displays of a run: plain lines, and the live display."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
 
 class Clock:
-    """A clock that a test sets."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -25,7 +25,7 @@ class Clock:
 
 
 def train_a_little(display: Display, clock: Clock) -> None:
-    """A run up to the middle of its second workload, which began beside an upload."""
+    """Report a run up to the middle of its second workload, during an upload."""
     display.run_started("toy-0a", 30, 0, 16)
     display.stage_started("train-workload", "[0→10]")
     clock.now += 4
@@ -56,15 +56,15 @@ def live(width: int = 100) -> tuple[LiveDisplay, io.StringIO, Clock]:
 
 
 def rendered(display: LiveDisplay, width: int = 100) -> list[str]:
-    """The live lines, without what positions them."""
+    """The live lines, without cursor moves."""
     console = Console(file=io.StringIO(), width=width, color_system=None)
     with console.capture() as capture:
         console.print(display.render())
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
-def test_plain_lines_tell_every_stage_that_ended() -> None:
-    """A log file has a line for every stage, with its duration and its metrics."""
+def test_plain_lines_for_every_stage() -> None:
+    """Every stage that ended is a line, with its duration and its metrics."""
     display, out, clock = plain()
     train_a_little(display, clock)
     display.checkpoint_committed("1234-5678", 10, 3 * 2**20)
@@ -84,7 +84,7 @@ def test_plain_lines_tell_every_stage_that_ended() -> None:
 
 
 def test_plain_lines_hold_no_control_characters() -> None:
-    """Neither ours nor those that a trial's names and a rank's messages bring along."""
+    """Control characters in metric names and in messages of ranks are removed."""
     display, out, clock = plain()
     train_a_little(display, clock)
     display.metrics_reported("training", 20, {"\x1b[31mloss\x1b[0m": "a\rb\x07"})
@@ -94,8 +94,8 @@ def test_plain_lines_hold_no_control_characters() -> None:
     assert "rank 0 raised Boom: twice" in out.getvalue()
 
 
-def test_quick_callbacks_are_no_lines() -> None:
-    """A callback is worth a line once it costs time."""
+def test_short_callbacks_have_no_line() -> None:
+    """Callbacks have a line only if they took a second or more."""
     display, out, _ = plain()
     display.stage_ended("callbacks", "on_validation_end @10", 0.1)
     display.stage_ended("callbacks", "on_validation_end @20", 1.1)
@@ -103,15 +103,15 @@ def test_quick_callbacks_are_no_lines() -> None:
 
 
 def test_quiet_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    """A quiet run prints nothing before its summary."""
+    """The display of `--quiet` prints nothing."""
     with Display() as display:
         train_a_little(display, Clock())
         display.say("something")
     assert capsys.readouterr() == ("", "")
 
 
-def test_the_live_display_tells_where_the_run_is() -> None:
-    """Stage, batches, speed, training and validation metrics, time left, the upload beside it."""
+def test_the_live_display_shows_the_progress() -> None:
+    """Shows stage, batches, speed, metrics, time left and the upload."""
     display, _, clock = live()
     train_a_little(display, clock)
     head, facts = rendered(display)
@@ -126,8 +126,7 @@ def test_the_live_display_tells_where_the_run_is() -> None:
 
 @pytest.mark.parametrize("width", [20, 30, 60])
 def test_the_live_display_never_wraps(width: int) -> None:
-    """On a narrow terminal the two lines are cut, not wrapped: wrapped ones cannot be redrawn.
-    The stage's name gives way; how far it is stays."""
+    """On a narrow terminal the stage's name is cut and the batches stay; no line wraps."""
     display, _, clock = live(width)
     train_a_little(display, clock)
     lines = rendered(display, width)
@@ -135,26 +134,8 @@ def test_the_live_display_never_wraps(width: int) -> None:
     assert lines[0].endswith(" 15/30 0:02")
 
 
-def test_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With NO_COLOR set the two lines are still redrawn, without a colour."""
-
-    def drawn() -> str:
-        out, clock = io.StringIO(), Clock()
-        console = Console(file=out, force_terminal=True, width=100, color_system="truecolor")
-        with LiveDisplay(console, preferred=("loss",), clock=clock) as display:
-            train_a_little(display, clock)
-        return out.getvalue()
-
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert COLOUR.search(drawn())
-    monkeypatch.setenv("NO_COLOR", "1")
-    text = drawn()
-    assert "15/30" in text
-    assert not COLOUR.search(text)
-
-
 def test_the_live_display_before_the_first_batch() -> None:
-    """While Prefect and the ranks start there is no bar, but one sees that something goes on."""
+    """While Prefect and the ranks start, the display shows what it waits for and how long."""
     display, _, clock = live()
     display.waiting_for("starting Prefect")
     clock.now += 65
@@ -162,8 +143,8 @@ def test_the_live_display_before_the_first_batch() -> None:
     assert line.endswith("starting Prefect 1:05")
 
 
-def test_the_live_display_leaves_only_what_is_worth_keeping() -> None:
-    """At the end the live lines are gone from the terminal, and the cursor is back."""
+def test_the_live_display_cleans_up() -> None:
+    """At the end the live lines are erased, and the cursor is visible."""
     display, out, clock = live()
     with display:
         train_a_little(display, clock)
@@ -176,14 +157,14 @@ def test_the_live_display_leaves_only_what_is_worth_keeping() -> None:
 
 
 class Tty(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
-def test_which_output_is_redrawn() -> None:
-    """Only that of a terminal which can move its cursor."""
+def test_is_interactive() -> None:
+    """Only a terminal that can move its cursor is interactive."""
     assert is_interactive(Tty(), {"TERM": "xterm"}.get)
     assert not is_interactive(Tty(), {"TERM": "dumb"}.get)
     assert not is_interactive(Tty(), {}.get)

@@ -21,7 +21,7 @@ NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
     ("number", "expected"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)]
 )
 def test_a_signal_ends_the_block(number: signal.Signals, expected: type[BaseException]) -> None:
-    """The first signal is told, and raises where the program is."""
+    """The first signal calls the callback and raises."""
     told: list[str] = []
     with pytest.raises(expected), stoppable(told.append):
         os.kill(os.getpid(), number)
@@ -40,16 +40,16 @@ with stoppable(print):
 """
 
 
-def test_one_request_may_come_twice() -> None:
-    """A shell and a parent may both pass on one Ctrl-C: that does not cut the good order short."""
+def test_a_repeated_signal_within_a_second_is_one_request() -> None:
+    """Ctrl-C may arrive twice, from terminal and parent: the second does not end the cleanup."""
     done = subprocess.run(
         [sys.executable, "-c", ECHOED], cwd=ROOT, text=True, capture_output=True, check=False
     )
     assert done.stdout == "Ctrl-C\ntidied up\n"
 
 
-def test_handlers_are_put_back() -> None:
-    """After the block signals mean what they meant before."""
+def test_handlers_are_restored() -> None:
+    """After the block, the signal handlers are those from before."""
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with stoppable(lambda why: None):
         assert signal.getsignal(signal.SIGTERM) is not before[1]
@@ -73,7 +73,7 @@ with signals.stoppable(lambda why: print(why, flush=True)):
 
 @contextmanager
 def stuck() -> Iterator[subprocess.Popen[str]]:
-    """A program that runs until a signal, and then takes for ever to tidy up."""
+    """A program that waits for a signal, and whose cleanup never ends."""
     with subprocess.Popen(
         [sys.executable, "-c", STUCK], cwd=ROOT, text=True, stdout=subprocess.PIPE
     ) as process:
@@ -82,7 +82,7 @@ def stuck() -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_second_request_ends_at_once() -> None:
-    """Who asks twice does not wait for anything."""
+    """A second signal ends a command whose cleanup hangs."""
     with stuck() as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "running\n"

@@ -1,4 +1,4 @@
-"""`trialflow checkpoints verify` finds whatever differs from what was committed, and names it."""
+"""`trialflow checkpoints verify` names every file that differs from the manifest."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def flip_a_bit(path: Path) -> None:
 
 
 def verified(tmp_path: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    """The exit code, and what is printed for programs."""
+    """The exit code, and the output of --json."""
     code = run(tmp_path, "verify", *arguments, "--json")
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_whole_checkpoints(
+def test_intact_checkpoints(
     stored: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 0, and a line for each."""
+    """Exit code 0, and a line for each checkpoint."""
     assert run(tmp_path, "verify", "--all") == 0
     header, _, *rows = capsys.readouterr().out.splitlines()
     assert header.split() == ["state", "uuid", "trial", "batches", "files", "size"]
@@ -46,7 +46,7 @@ def test_whole_checkpoints(
 def test_a_flipped_bit(
     stored: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 1; the file, its rank, the digest expected and the one seen."""
+    """Exit code 1; the output names the file, its rank, the expected and the seen digest."""
     victim = stored[0].files[1]
     flip_a_bit(path_of(tmp_path, stored[0], 1))
     assert run(tmp_path, "verify", *UUIDS) == 1
@@ -60,7 +60,7 @@ def test_a_flipped_bit(
 def test_damage_as_json(
     stored: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every damaged file of every checkpoint, with what was expected and what was seen."""
+    """The output lists every damaged file, with expected and seen size and digest."""
     flipped, cut = path_of(tmp_path, stored[0], 1), path_of(tmp_path, stored[0], 2)
     flip_a_bit(flipped)
     cut.write_bytes(cut.read_bytes()[:-1])
@@ -77,10 +77,10 @@ def test_damage_as_json(
     assert damage[third.path, 3]["seen_bytes"] == third.size_bytes - 1
 
 
-def test_a_manifest_that_cannot_be_read_is_damage(
+def test_an_unreadable_manifest_is_damage(
     stored: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No list shows that checkpoint any more, so this must."""
+    """`list` cannot show such a checkpoint, so `verify` must."""
     (tmp_path / "storage" / stored[0].name.key).write_text("{}")
     code, found = verified(tmp_path, capsys, "--all")
     assert code == 1
@@ -94,7 +94,7 @@ def test_a_manifest_that_cannot_be_read_is_damage(
 def test_all_of_a_trial(
     stored: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The others are not read."""
+    """`--trial` reads no other trial's checkpoints."""
     flip_a_bit(path_of(tmp_path, stored[0], 1))
     code, found = verified(tmp_path, capsys, "--trial", "gpt-11", "--all")
     assert (code, [each["uuid"] for each in found]) == (0, [UUIDS[1]])
@@ -103,29 +103,29 @@ def test_all_of_a_trial(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give either checkpoints or --trial or --all"),
-        (["aaaaaaaa", "--all"], "give either checkpoints or --trial or --all"),
+        ([], "give either uuids, or --trial or --all"),
+        (["aaaaaaaa", "--all"], "give either uuids, or --trial or --all"),
         (["abc"], "begins with 'abc'"),
         (["--trial", "gpt-8"], "trial 'gpt-8' has no checkpoint"),
     ],
 )
-def test_what_cannot_be_verified_is_refused(
+def test_refusals(
     stored: list[Manifest],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
     message: str,
 ) -> None:
-    """Exit code 2: that nothing was read must not look like nothing is damaged."""
+    """Exit code 2: a command that read nothing must not look like an intact storage."""
     assert run(tmp_path, "verify", *arguments) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.fixture
-def pruned_meanwhile(
+def deleted_meanwhile(
     stored: list[Manifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Manifest:
-    """The checkpoint that is deleted as soon as a command begins to look at its files."""
+    """The checkpoint that is deleted as soon as a command reads its files."""
     store = CheckpointStore(str(tmp_path / "storage"))
     find = CheckpointStore.find_damage
 
@@ -138,22 +138,22 @@ def pruned_meanwhile(
     return stored[0]
 
 
-def test_what_is_pruned_meanwhile_is_not_damaged(
+def test_a_checkpoint_deleted_meanwhile_is_not_damaged(
     stored: list[Manifest],
-    pruned_meanwhile: Manifest,
+    deleted_meanwhile: Manifest,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Beside runs that prune, to verify all is no false alarm."""
+    """`verify --all` beside a run that prunes gives no false alarm."""
     code, found = verified(tmp_path, capsys, "--all")
     assert (code, [each["uuid"] for each in found]) == (0, [UUIDS[1]])
 
 
-def test_one_that_was_asked_for_and_is_pruned_meanwhile(
-    pruned_meanwhile: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_named_checkpoint_deleted_meanwhile(
+    deleted_meanwhile: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Is not there, which is neither whole nor damaged: exit code 2."""
+    """Exit code 2: the checkpoint is neither intact nor damaged."""
     assert run(tmp_path, "verify", *UUIDS) == 2
     printed = capsys.readouterr()
-    assert f"{UUIDS[0]} has been deleted meanwhile" in printed.err
+    assert f"{UUIDS[0]} was deleted meanwhile" in printed.err
     assert UUIDS[1][:8] in printed.out

@@ -1,6 +1,6 @@
 """Each way to run the flow, and each way to end it: real server, worker, ranks.
 
-`docs/stopping.md` has the same table for people. Rows, and what holds them:
+`docs/guides/stopping.md` has the same table for people. Rows, and what holds them:
 
 - Cancel, a worker's own command: `test_stopping.test_a_cancelled_run_saves_first`
 - Cancel, ``flow.serve()``, an explicit command, a worker that was killed and started again:

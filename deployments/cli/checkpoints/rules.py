@@ -1,0 +1,74 @@
+"""The retention rules of `trialflow checkpoints prune`: its options over those of --config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from trial_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trial_core.config import ExperimentConfig
+    from trial_core.retention.policy import RetentionPolicy
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Rules:
+    """Retention rules; they override those of --config.
+
+    Attributes:
+        save_trial_best: Keep the N best checkpoints of each trial (default 1 if any rule is set).
+        save_trial_latest: Keep the N latest checkpoints of each trial (default 1 if any rule is
+            set).
+        save_experiment_best: Keep the N best checkpoints of all trials together (default 0).
+        keep_every_batches: Keep the first checkpoint at or after each multiple of N batches.
+        keep_every_epochs: Keep the first checkpoint at or after each multiple of N epochs.
+        metric: The validation metric that decides which checkpoint is best.
+        smaller_is_better: Whether a smaller value of the metric is better (the default).
+    """
+
+    save_trial_best: int | None = None
+    save_trial_latest: int | None = None
+    save_experiment_best: int | None = None
+    keep_every_batches: int | None = None
+    keep_every_epochs: int | None = None
+    metric: str | None = None
+    smaller_is_better: Annotated[bool | None, Parameter(negative="--larger-is-better")] = None
+
+    def policy(self, experiment: ExperimentConfig | None) -> RetentionPolicy | None:
+        """The policy of these rules over those of an experiment; None if neither sets a rule.
+
+        Raises:
+            ConfigError: a rule is wrong.
+        """
+        from pydantic import ValidationError
+
+        from trial_core.config import StorageConfig, explain
+
+        metric, smaller_is_better = self.metric, self.smaller_is_better
+        of_experiment: dict[str, Any] = {}
+        if experiment is not None:
+            of_experiment = experiment.checkpoint_storage.model_dump(exclude_none=True)
+            metric = metric or experiment.searcher.metric
+            if smaller_is_better is None:
+                smaller_is_better = experiment.searcher.smaller_is_better
+        try:
+            merged = StorageConfig.model_validate({**of_experiment, **self._as_fields()})
+        except ValidationError as error:
+            raise ConfigError("\n".join(f"rules: {line}" for line in explain(error))) from None
+        return merged.retention(metric, smaller_is_better is not False)
+
+    def _as_fields(self) -> dict[str, Any]:
+        """The rules that are set, as fields of `checkpoint_storage`."""
+        units = {"batches": self.keep_every_batches, "epochs": self.keep_every_epochs}
+        every = {unit: number for unit, number in units.items() if number is not None}
+        fields = {
+            "save_trial_best": self.save_trial_best,
+            "save_trial_latest": self.save_trial_latest,
+            "save_experiment_best": self.save_experiment_best,
+            "keep_every": every or None,
+        }
+        return {name: value for name, value in fields.items() if value is not None}

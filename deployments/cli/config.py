@@ -1,0 +1,24 @@
+"""`trialflow config`: checks an experiment and prints it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from trialflow.deployments.cli.experiment_options import Overrides, Storage, read_experiment
+
+
+def config(config: Path, /, *, set_: Overrides = None, storage: Storage = None) -> int:
+    """Check an experiment and print it as JSON parameters for a deployment.
+
+    For example: prefect deployment run train/train --params "$(trialflow config experiment.yaml)".
+    The output includes any credentials in the experiment.
+
+    Parameters
+    ----------
+    config
+        The experiment file (YAML).
+    """
+    experiment = read_experiment(config, set_ or [], storage)
+    print(json.dumps({"config": experiment.model_dump(mode="json")}, indent=2))
+    return 0

@@ -1,0 +1,75 @@
+"""MkDocs hook: fills reference/configuration.md with tables made from the pydantic models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from trial_core.config import ExperimentConfig
+
+PAGE = "reference/configuration.md"
+MARKER = "<!-- fields -->"
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Part of MkDocs' hook interface."""
+    if page.file.src_uri != PAGE:
+        return markdown
+    return markdown.replace(MARKER, "\n".join(tables()))
+
+
+def tables() -> Iterator[str]:
+    """A table for the top level of the experiment file, and one for each section."""
+    schema = ExperimentConfig.model_json_schema()
+    sections = {
+        name: schema["$defs"][section]
+        for name, field in schema["properties"].items()
+        if (section := _section(field))
+    }
+    yield from _table("Top level", schema, schema["$defs"])
+    for name, section in sections.items():
+        yield from _table(f"`{name}`", section, schema["$defs"])
+        for inner, field in section["properties"].items():
+            if of_inner := _section(field):
+                yield from _table(f"`{name}.{inner}`", schema["$defs"][of_inner], schema["$defs"])
+
+
+def _table(title: str, section: dict[str, Any], definitions: dict[str, Any]) -> Iterator[str]:
+    yield f"\n## {title}\n\n{section.get('description', '')}\n"
+    yield "| field | type | default | meaning |\n|---|---|---|---|"
+    required = section.get("required", [])
+    for name, field in section["properties"].items():
+        default = "required" if name in required else f"`{json.dumps(field.get('default'))}`"
+        text = field.get("description", "")
+        if section_name := _section(field):
+            default = "see below"
+            text = text or definitions[section_name].get("description", "").partition("\n")[0]
+        text = text.replace("|", "\\|").replace("\n", " ")
+        yield f"| `{name}` | {_type(field, definitions)} | {default} | {text} |"
+
+
+def _section(field: dict[str, Any]) -> str | None:
+    """The name of the model that a field holds, if it holds one."""
+    for each in (field, *field.get("anyOf", []), *field.get("allOf", [])):
+        if "$ref" in each:
+            return str(each["$ref"]).rpartition("/")[2]
+    return None
+
+
+def _type(field: dict[str, Any], definitions: dict[str, Any]) -> str:
+    if choices := field.get("anyOf"):
+        return ", ".join(dict.fromkeys(_type(each, definitions) for each in choices))
+    if "$ref" in field:
+        return "section"
+    if "enum" in field:
+        return ", ".join(f"`{value}`" for value in field["enum"])
+    if "const" in field:
+        return f"`{field['const']}`"
+    if field.get("type") == "object" and "properties" in field:
+        return " or ".join(f"`{{{key}: …}}`" for key in field["properties"])
+    if field.get("type") == "array" and "items" in field:
+        return f"list of {_type(field['items'], definitions)}"
+    names = {"object": "mapping", "array": "list", "boolean": "boolean"}
+    kind = field.get("type", "any")
+    return names.get(kind, kind)

@@ -1,0 +1,116 @@
+"""Running a flow in a command: exit codes and errors, without ranks."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from trial_core.errors import CheckpointDamaged, Stopped, TrialflowError
+from trialflow.deployments.cli.flow_run import FlowRun, StateHook
+from trialflow.deployments.cli.run_display import PlainLines
+from trialflow.flows.server import embedded
+
+API = embedded.PrefectApi("http://server/api", "http://server", Path("/server.log"))
+
+
+@pytest.fixture
+def out() -> io.StringIO:
+    """What the display prints to."""
+    return io.StringIO()
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, out: io.StringIO) -> FlowRun[str]:
+    """A flow run with a fake Prefect server."""
+
+    @contextmanager
+    def prefect_api() -> Iterator[embedded.PrefectApi]:
+        yield API
+
+    monkeypatch.setattr(embedded, "prefect_api", prefect_api)
+    return FlowRun(PlainLines(out), Path("/code"))
+
+
+def test_a_flow_that_returns(run: FlowRun[str], out: io.StringIO) -> None:
+    """The exit code is 0; the result, the flow run's id and its page are known."""
+
+    def call(on_running: StateHook) -> str:
+        on_running(None, SimpleNamespace(id="1234"), None)
+        return "result"
+
+    assert run.run(call) == 0
+    assert (run.result, run.flow_run_id) == ("result", "1234")
+    assert run.later_ui is not None
+    assert run.later_ui.startswith("prefect server start, then http://127.0.0.1:4200/")
+    assert "watch it at http://server/v2/runs/flow-run/1234\n" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "exit_code"),
+    [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGTERM, "SIGTERM", 143)],
+)
+def test_a_signal(
+    run: FlowRun[str],
+    number: signal.Signals,
+    name: str,
+    exit_code: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A signal ends the flow with the shell's exit code for it."""
+
+    def call(on_running: StateHook) -> str:
+        os.kill(os.getpid(), number)
+        signal.pause()
+        return "not reached"
+
+    assert run.run(call) == exit_code
+    assert (run.result, run.stopped_by) == (None, name)
+    assert f"error: stopped by {name}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("raised", "failure", "message"),
+    [
+        (CheckpointDamaged("bad.pt"), CheckpointDamaged, "error: bad.pt"),
+        (
+            httpx.ConnectError("refused"),
+            embedded.PrefectServerError,
+            "the Prefect server at http://server/api failed during the run "
+            "(ConnectError: refused); its log: /server.log",
+        ),
+    ],
+)
+def test_an_error(
+    run: FlowRun[str],
+    raised: Exception,
+    failure: type[TrialflowError],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An error is printed; an error of Prefect's client names the server and its log."""
+
+    def call(on_running: StateHook) -> str:
+        raise raised
+
+    assert run.run(call) != 0
+    assert isinstance(run.failure, failure)
+    assert message in capsys.readouterr().err
+
+
+def test_a_cancelled_flow(run: FlowRun[str]) -> None:
+    """A run that is cancelled in Prefect counts as stopped."""
+    from prefect.exceptions import CancelledRun
+
+    def call(on_running: StateHook) -> str:
+        raise CancelledRun
+
+    assert run.run(call) != 0
+    assert isinstance(run.failure, Stopped)
