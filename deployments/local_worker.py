@@ -105,7 +105,7 @@ class LocalWorker:
                 worker.resume()
 
 
-def put_back_interrupted(client: SyncPrefectClient, pool: str) -> int:
+def requeue_interrupted_starts(client: SyncPrefectClient, pool: str) -> int:
     """Schedule runs of a work pool again whose start was interrupted, by the end of the worker that
     was at it; how many. Only for a pool that has no worker now.
     """

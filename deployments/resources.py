@@ -45,7 +45,7 @@ class Change:
     """
 
     verb: Verb
-    thing: str
+    resource: str
     detail: str = ""
 
 

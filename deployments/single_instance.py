@@ -19,7 +19,7 @@ LOCK = "trialflow-up.lock"
 
 
 @contextmanager
-def only_one(home: Path) -> Iterator[Callable[[str], None]]:
+def single_instance(home: Path) -> Iterator[Callable[[str], None]]:
     """Be the only one in the folder `home` for the length of the block.
 
     The kernel's lock, which goes with its holder, SIGKILL included.

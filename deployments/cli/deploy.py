@@ -95,8 +95,8 @@ def deploy(
             ours = list(all_of(each.model for each in retrainings))
             _print(take_down(reversed(ours), client, dry_run), dry_run)
             return 0
-        pool_type, pool_name = settle(client, type_, pool)
-        things = wanted_things(
+        pool_type, pool_name = resolve_pool(client, type_, pool)
+        things = wanted_resources(
             pool_type,
             pool_name,
             gpus,
@@ -111,7 +111,7 @@ def deploy(
             _print(take_down(reversed(things), client, dry_run), dry_run)
             return 0
         _print(set_up(things, client, dry_run), dry_run)
-        _print(take_back(retrainings, client, dry_run), dry_run)
+        _print(remove_withdrawn(retrainings, client, dry_run), dry_run)
         # Whether GPUs are counted or not: limits of deployments have leases as well.
         if problem := lease_problem(client):
             console.warning(problem)
@@ -121,7 +121,7 @@ def deploy(
     return 0
 
 
-def settle(
+def resolve_pool(
     client: SyncPrefectClient, pool_type: PoolType | None, pool: str | None
 ) -> tuple[PoolType, str]:
     """Type and name of the work pool: as asked for, else as they are, else as they are at first.
@@ -144,7 +144,7 @@ def settle(
     return pool_type, pool
 
 
-def wanted_things(
+def wanted_resources(
     pool_type: PoolType,
     pool: str,
     gpus: int | None,
@@ -195,7 +195,7 @@ def read_retrainings(files: Sequence[Path]) -> list[RetrainingRequest]:
     return retrainings({path: read_experiment(path, []) for path in files})
 
 
-def take_back(
+def remove_withdrawn(
     retrainings: Sequence[RetrainingRequest], client: SyncPrefectClient, dry_run: bool
 ) -> Iterator[Change]:
     """Remove what files have asked for before, and ask for no more."""
@@ -242,4 +242,4 @@ def _print(done: Iterator[Change], dry_run: bool) -> None:
     for each in done:
         would = "would be " if dry_run and each.verb in ("created", "changed", "removed") else ""
         detail = f" ({each.detail})" if each.detail else ""
-        print(f"{would}{each.verb}: {each.thing}{detail}", flush=True)
+        print(f"{would}{each.verb}: {each.resource}{detail}", flush=True)

@@ -18,9 +18,9 @@ from trialflow.deployments.cli import console
 from trialflow.deployments.cli.deploy import (
     DEFAULT_POOL,
     read_retrainings,
-    settle,
-    take_back,
-    wanted_things,
+    remove_withdrawn,
+    resolve_pool,
+    wanted_resources,
 )
 from trialflow.deployments.cli.signals import Terminated, stoppable
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from trialflow.flows.server.local_server import LocalServer
 
 DEFAULT_PORT = 4200
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 # What a run has to save, by default 25 s, and to start and end.
 STOP_RUNS_SECONDS = 60.0
 
 
-class PartEnded(TrialflowError):
+class ServiceEnded(TrialflowError):
     """The server or the worker that `trialflow up` started has ended by itself."""
 
 
@@ -90,7 +90,7 @@ def up(
             "sets it)"
         )
     try:
-        with stoppable(say_stopping):
+        with stoppable(announce_stop):
             limit_seconds = settings.server.ephemeral.startup_timeout_seconds
             _serve(port, pool, retrainings, settings.home, limit_seconds)
     except KeyboardInterrupt:
@@ -100,7 +100,7 @@ def up(
     return 0
 
 
-def say_stopping(how: str) -> None:
+def announce_stop(how: str) -> None:
     """Say what a signal leads to. Called in the signal handler."""
     # Not with print: the signal may have come in the middle of one.
     os.write(2, f"{how}: runs save, then all ends (again: at once)\n".encode())
@@ -115,24 +115,24 @@ def _serve(
 ) -> None:
     """Start all, and stay until a signal, or the end of one of them, ends it."""
     from trialflow.deployments.local_worker import LocalWorker
-    from trialflow.deployments.single_instance import only_one
+    from trialflow.deployments.single_instance import single_instance
     from trialflow.flows.server.local_server import LocalServer, log_tail
 
     print("starting Prefect…", flush=True)
     server_log, worker_log = home / "trialflow-server.log", home / "trialflow-worker.log"
-    with only_one(home) as say, LocalServer(port, server_log, start_limit_seconds) as server:
+    with single_instance(home) as say, LocalServer(port, server_log, start_limit_seconds) as server:
         say(server.api_url)
         served = _set_up(pool, retrainings)
         with LocalWorker(served, worker_log) as worker:
             print("\n".join(_welcome(server, port, worker_log)), flush=True)
             try:
                 while not (server.has_ended or worker.has_ended):
-                    time.sleep(LOOK_SECONDS)
+                    time.sleep(POLL_SECONDS)
             finally:
                 if not worker.has_ended:
                     worker.stop_runs(STOP_RUNS_SECONDS)
         ended, log = ("server", server_log) if server.has_ended else ("worker", worker_log)
-        raise PartEnded(f"the {ended} has ended by itself, so all has; {log_tail(log)}")
+        raise ServiceEnded(f"the {ended} has ended by itself, so all has; {log_tail(log)}")
 
 
 def _set_up(asked_pool: str | None, retrainings: Sequence[RetrainingRequest]) -> str:
@@ -141,15 +141,15 @@ def _set_up(asked_pool: str | None, retrainings: Sequence[RetrainingRequest]) ->
 
     from trial_core.slots.accelerators import count_accelerators
     from trialflow.deployments.flow_deployment import models_on_server
-    from trialflow.deployments.local_worker import put_back_interrupted
+    from trialflow.deployments.local_worker import requeue_interrupted_starts
     from trialflow.deployments.resources import set_up
 
     with get_client(sync_client=True) as client:
-        pool_type, pool = settle(client, None, asked_pool)
+        pool_type, pool = resolve_pool(client, None, asked_pool)
         if asked_pool is None and pool_type != "process":
             pool = DEFAULT_POOL
         gpus = count_accelerators() or None
-        things = wanted_things(
+        things = wanted_resources(
             "process",
             pool,
             gpus,
@@ -158,13 +158,15 @@ def _set_up(asked_pool: str | None, retrainings: Sequence[RetrainingRequest]) ->
             retrainings=retrainings,
             models=models_on_server(client),
         )
-        done_now = chain(set_up(things, client, False), take_back(retrainings, client, False))
+        done_now = chain(
+            set_up(things, client, False), remove_withdrawn(retrainings, client, False)
+        )
         for done in done_now:
             if done.verb != "unchanged":
-                print(f"{done.verb}: {done.thing}", flush=True)
+                print(f"{done.verb}: {done.resource}", flush=True)
         for problem in elsewhere(client, pool):
             console.warning(problem)
-        if count := put_back_interrupted(client, pool):
+        if count := requeue_interrupted_starts(client, pool):
             again = "scheduled again, because their start was interrupted"
             print(f"{again}: {text_format.plural(count, 'run')}", flush=True)
     return pool

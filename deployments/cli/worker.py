@@ -11,7 +11,12 @@ from trial_core.errors import ConfigError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.deploy import DEFAULT_POOL, configured_client
 from trialflow.deployments.cli.signals import Terminated, stoppable
-from trialflow.deployments.cli.up import LOOK_SECONDS, STOP_RUNS_SECONDS, PartEnded, say_stopping
+from trialflow.deployments.cli.up import (
+    POLL_SECONDS,
+    STOP_RUNS_SECONDS,
+    ServiceEnded,
+    announce_stop,
+)
 
 
 def worker(
@@ -39,10 +44,10 @@ def worker(
         )
     _refuse_wrong_pool(pool)
     try:
-        with stoppable(say_stopping), LocalWorker(pool, None, options) as running:
+        with stoppable(announce_stop), LocalWorker(pool, None, options) as running:
             try:
                 while not running.has_ended:
-                    time.sleep(LOOK_SECONDS)
+                    time.sleep(POLL_SECONDS)
             finally:
                 if not running.has_ended:
                     running.stop_runs(STOP_RUNS_SECONDS)
@@ -50,7 +55,7 @@ def worker(
         return console.INTERRUPTED
     except Terminated:
         return console.TERMINATED
-    raise PartEnded("the worker has ended by itself")
+    raise ServiceEnded("the worker has ended by itself")
 
 
 def _refuse_wrong_pool(pool: str) -> None:

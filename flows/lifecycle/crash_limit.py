@@ -22,7 +22,7 @@ class CrashedTooOften(TrialflowError):
     """A run has crashed more often than its experiment allows."""
 
 
-def refuse_if_crashed_too_often(max_restarts: int) -> None:
+def check_crash_limit(max_restarts: int) -> None:
     """Called at the beginning of a flow run, in its thread.
 
     Only what the automation has scheduled counts: whoever retries the run by hand, once its cause

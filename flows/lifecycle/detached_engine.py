@@ -5,7 +5,7 @@ process worker ends what it has started by SIGKILL as soon as it is stopped itse
 flows could not save. As the `command` of a deployment, or of its work pool, this module stands
 between: it is what the worker starts, signals and kills, while the engine runs in a session of its
 own. Signals are handed on; and an engine whose keeper is gone knows that its worker was stopped:
-`trialflow.flows.lifecycle.stop_watch` then saves, and puts the run back into its queue.
+`trialflow.flows.lifecycle.stop_monitor` then saves, and puts the run back into its queue.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from trial_core.config import ExperimentConfig
 from trial_core.errors import LaunchError
 from trial_core.slots.accelerators import count_accelerators, slots_to_launch
 from trial_core.slots.device_locks import devices_of_its_own
-from trialflow.flows.lifecycle.leases import holding
-from trialflow.flows.lifecycle.requeue import waiting_for
+from trialflow.flows.lifecycle.leases import concurrency_slots
+from trialflow.flows.lifecycle.requeue import requeue_if_stopped
 
 GPU_LIMIT = "gpu"
 LEASE_LABEL = "trialflow.gpu-lease"
@@ -53,7 +53,7 @@ def gpu_slots(config: ExperimentConfig) -> Iterator[dict[str, str]]:
         LaunchError: there are not so many.
     """
     with ExitStack() as taken:
-        with waiting_for("GPUs"):
+        with requeue_if_stopped("GPUs"):
             devices = _take(config, taken)
         yield devices
 
@@ -63,7 +63,7 @@ def _take(config: ExperimentConfig, taken: ExitStack) -> dict[str, str]:
     count = gpus_of(config)
     if count == 0 or not _are_counted(count):
         return {}
-    taken.enter_context(holding(GPU_LIMIT, count, LEASE_LABEL))
+    taken.enter_context(concurrency_slots(GPU_LIMIT, count, LEASE_LABEL))
     return taken.enter_context(devices_of_its_own(count, _environment(config), _say_they_are_taken))
 
 

@@ -16,7 +16,7 @@ LEASE_SECONDS = 60.0
 
 
 @contextmanager
-def holding(
+def concurrency_slots(
     limit: str, places: int, label: str, max_retries: int | None = None, is_strict: bool = False
 ) -> Iterator[None]:
     """Hold so many places of a limit for the length of the block, after waiting for them.

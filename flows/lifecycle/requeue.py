@@ -49,7 +49,7 @@ def is_back_in_its_queue(why: str) -> bool:
 
 
 @contextmanager
-def waiting_for(what: str) -> Iterator[None]:
+def requeue_if_stopped(what: str) -> Iterator[None]:
     """For a block that waits in the flow's thread, before signals are taken: a run that is stopped
     meanwhile has nothing to save, and goes back into its queue where it came from one."""
     try:

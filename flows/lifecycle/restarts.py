@@ -20,7 +20,7 @@ class Restarts:
         self.count = 0
         self._last_cause: tuple[object, ...] | None = None
 
-    def has_another(self, failure: RankFailed | Stalled, run: TrialRun) -> bool:
+    def grant(self, failure: RankFailed | Stalled, run: TrialRun) -> bool:
         """Whether to start again after `failure`; that restart is counted."""
         cause = _cause(failure, run)
         if self.count == self.limit or cause == self._last_cause:

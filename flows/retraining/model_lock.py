@@ -37,8 +37,8 @@ from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound, PrefectExcep
 from prefect.logging import get_run_logger
 
 from trial_core.errors import TrialflowError
-from trialflow.flows.lifecycle.leases import holding
-from trialflow.flows.lifecycle.requeue import waiting_for
+from trialflow.flows.lifecycle.leases import concurrency_slots
+from trialflow.flows.lifecycle.requeue import requeue_if_stopped
 
 FLOW = "retrain"
 LEASE_LABEL = "trialflow.retrain-lease"
@@ -84,7 +84,7 @@ def alone(model: str, waits: bool) -> Iterator[None]:
             is_counted = _takes_places_back(client)
         if is_counted:
             _say(model, has_place=False)  # an attempt that was killed has said that it has one
-            with waiting_for("another retraining"):
+            with requeue_if_stopped("another retraining"):
                 _take(taken, model, waits)
         yield
 
@@ -124,7 +124,7 @@ def _has_taken(taken: ExitStack, model: str) -> bool:
     with ExitStack() as place:
         try:
             place.enter_context(
-                holding(limit_of(model), 1, LEASE_LABEL, max_retries=0, is_strict=True)
+                concurrency_slots(limit_of(model), 1, LEASE_LABEL, max_retries=0, is_strict=True)
             )
         except ConcurrencySlotAcquisitionError as error:
             cause = error.__cause__

@@ -27,7 +27,7 @@ from tests.support.cli import trialflow
 from tests.support.prefect import PrefectServer
 from tests.support.slots import toy_config
 from trial_core.errors import ConfigError
-from trialflow.deployments.cli.deploy import settle, wanted_things
+from trialflow.deployments.cli.deploy import resolve_pool, wanted_resources
 from trialflow.deployments.cli.up import elsewhere
 from trialflow.deployments.desired_state import (
     CRASHED_RUNS_GO_ON,
@@ -37,12 +37,12 @@ from trialflow.deployments.desired_state import (
     lost_starts_have_crashed,
 )
 from trialflow.deployments.flow_deployment import working_folder
-from trialflow.deployments.local_worker import put_back_interrupted
+from trialflow.deployments.local_worker import requeue_interrupted_starts
 from trialflow.deployments.resources import Change, lease_problem, set_up, take_down
 from trialflow.flows.lifecycle.crash_limit import (
     SCHEDULED_AGAIN,
     CrashedTooOften,
-    refuse_if_crashed_too_often,
+    check_crash_limit,
 )
 
 pytestmark = pytest.mark.server
@@ -77,20 +77,20 @@ def client(prefect_server: PrefectServer) -> Iterator[SyncPrefectClient]:
     """Of a server on which nothing is left of what a test has set up."""
     with prefect_server.configured(), get_client(sync_client=True) as client:
         yield client
-        for _ in take_down(reversed(wanted_things("process", POOL, 4, None)), client, False):
+        for _ in take_down(reversed(wanted_resources("process", POOL, 4, None)), client, False):
             pass
 
 
 def deploy(client: SyncPrefectClient, dry_run: bool = False, **asked: Any) -> dict[str, str]:
     """What was done about each thing; as a rule with four GPUs."""
     arguments = {"gpus": 4, "directory": Path("/srv/runs"), **asked}
-    things = wanted_things("process", POOL, arguments.pop("gpus"), **arguments)
-    return {done.thing: done.verb for done in set_up(things, client, dry_run)}
+    things = wanted_resources("process", POOL, arguments.pop("gpus"), **arguments)
+    return {done.resource: done.verb for done in set_up(things, client, dry_run)}
 
 
 def remove(client: SyncPrefectClient, dry_run: bool = False) -> dict[str, str]:
-    things = wanted_things("process", POOL, 4, None)
-    return {done.thing: done.verb for done in take_down(reversed(things), client, dry_run)}
+    things = wanted_resources("process", POOL, 4, None)
+    return {done.resource: done.verb for done in take_down(reversed(things), client, dry_run)}
 
 
 def change_rule(client: SyncPrefectClient, name: str, **fields: Any) -> None:
@@ -146,13 +146,13 @@ def test_what_is_not_given_stays(client: SyncPrefectClient) -> None:
     """Neither pool nor folder is changed by a run without them, nor is the pool `local` made; what
     is given is."""
     deploy(client)
-    assert settle(client, None, None) == ("process", POOL)
+    assert resolve_pool(client, None, None) == ("process", POOL)
     client.create_work_pool(WorkPoolCreate(name="mine", type="process"))
     try:
-        mine = wanted_things("process", "mine", None, None)
-        moved = {done.thing: done.detail for done in set_up(mine, client, False)}
+        mine = wanted_resources("process", "mine", None, None)
+        moved = {done.resource: done.detail for done in set_up(mine, client, False)}
         assert moved["deployment train/train"] == "work pool"
-        assert settle(client, None, None) == ("process", "mine")
+        assert resolve_pool(client, None, None) == ("process", "mine")
         done = {each.verb for each in again(client, POOL)}
         assert done == {"unchanged"}
         found = client.read_deployment_by_name("train/train")
@@ -166,7 +166,7 @@ def test_what_is_not_given_stays(client: SyncPrefectClient) -> None:
 
 def again(client: SyncPrefectClient, pool: str) -> list[Change]:
     """What is done when neither pool nor folder is given."""
-    return list(set_up(wanted_things("process", pool, 4, None, keeps_pool=True), client, False))
+    return list(set_up(wanted_resources("process", pool, 4, None, keeps_pool=True), client, False))
 
 
 def test_a_folder_of_this_machine_is_not_an_images(client: SyncPrefectClient) -> None:
@@ -174,9 +174,9 @@ def test_a_folder_of_this_machine_is_not_an_images(client: SyncPrefectClient) ->
     deploy(client)
     client.create_work_pool(WorkPoolCreate(name="boxes", type="docker"))
     try:
-        list(set_up(wanted_things("docker", "boxes", None, None), client, False))
+        list(set_up(wanted_resources("docker", "boxes", None, None), client, False))
         assert client.read_deployment_by_name("train/train").pull_steps == []
-        assert settle(client, None, None) == ("docker", "boxes")
+        assert resolve_pool(client, None, None) == ("docker", "boxes")
     finally:
         client.delete_work_pool("boxes")
 
@@ -185,11 +185,11 @@ def test_what_others_have_made_is_kept(client: SyncPrefectClient) -> None:
     """A deployment of ours by name alone is refused, both ways, before anything has changed; so is
     removing with a wrong type. The limit stays unless --gpus is given, and a dry run says so."""
     deploy(client)
-    asked_nothing = wanted_things("process", POOL, None, None, is_removal=True)
-    would = {done.thing: done.detail for done in take_down(asked_nothing, client, True)}
+    asked_nothing = wanted_resources("process", POOL, None, None, is_removal=True)
+    would = {done.resource: done.detail for done in take_down(asked_nothing, client, True)}
     assert would["concurrency limit gpu"] == "was not asked for: --gpus"
     with pytest.raises(ConfigError, match="give --type process"):
-        list(take_down(reversed(wanted_things("docker", POOL, 4, None)), client, False))
+        list(take_down(reversed(wanted_resources("docker", POOL, 4, None)), client, False))
 
     found = client.read_deployment_by_name("prune/prune")
     client.update_deployment(found.id, DeploymentUpdate(entrypoint="theirs.py:prune"))
@@ -207,8 +207,8 @@ def test_queued_runs_that_go_are_counted(client: SyncPrefectClient, tmp_path: Pa
     for run in [a_run(client, tmp_path) for _ in range(3)][:1]:
         report(client, run, "Running")
         report(client, run, "Scheduled")
-    things = wanted_things("process", POOL, 4, None)
-    details = {done.thing: done.detail for done in take_down(things, client, dry_run=True)}
+    things = wanted_resources("process", POOL, 4, None)
+    details = {done.resource: done.detail for done in take_down(things, client, dry_run=True)}
     assert details["deployment train/train"] == "and 2 runs that had not started yet"
 
 
@@ -216,7 +216,7 @@ def test_queued_runs_that_go_are_counted(client: SyncPrefectClient, tmp_path: Pa
 def test_names_that_prefect_does_not_take(client: SyncPrefectClient, name: str) -> None:
     """Refused as a mistake of whoever gave them."""
     with pytest.raises(ConfigError, match="cannot be the name of a work pool"):
-        settle(client, None, name)
+        resolve_pool(client, None, name)
 
 
 def test_up_says_what_is_elsewhere(client: SyncPrefectClient) -> None:
@@ -244,8 +244,8 @@ def test_an_interrupted_start_is_made_again(client: SyncPrefectClient, tmp_path:
     interrupted, running = a_run(client, tmp_path), a_run(client, tmp_path)
     report(client, interrupted, "Pending")
     report(client, running, "Running")
-    assert put_back_interrupted(client, "another") == 0
-    assert put_back_interrupted(client, POOL) == 1
+    assert requeue_interrupted_starts(client, "another") == 0
+    assert requeue_interrupted_starts(client, POOL) == 1
     found = client.read_flow_run(interrupted)
     assert (found.state_name, found.next_scheduled_start_time is None) == ("AwaitingRetry", False)
     assert client.read_flow_run(running).state_name == "Running"
@@ -271,19 +271,19 @@ def test_a_pool_of_somebody_else(client: SyncPrefectClient) -> None:
     assert client.read_work_pool(POOL).base_job_template == template
     assert remove(client)[ALL[0]] == "kept"
     with pytest.raises(ConfigError, match=r"of type process, not docker: give --type process"):
-        list(set_up(wanted_things("docker", POOL, None, None), client, False))
+        list(set_up(wanted_resources("docker", POOL, None, None), client, False))
     client.delete_work_pool(POOL)
 
 
 @pytest.mark.parametrize("pool_type", ["docker", "kubernetes"])
 def test_pools_of_other_types(client: SyncPrefectClient, pool_type: Any) -> None:
     """The server takes their templates; their runs have no working folder but their image's."""
-    done = list(set_up(wanted_things(pool_type, POOL, None, None), client, False))
+    done = list(set_up(wanted_resources(pool_type, POOL, None, None), client, False))
     assert {each.verb for each in done} == {"created"}
     assert client.read_deployment_by_name("train/train").pull_steps == []
-    done = list(set_up(wanted_things(pool_type, POOL, None, None), client, False))
+    done = list(set_up(wanted_resources(pool_type, POOL, None, None), client, False))
     assert {each.verb for each in done} == {"unchanged"}
-    for _ in take_down(reversed(wanted_things(pool_type, POOL, None, None)), client, False):
+    for _ in take_down(reversed(wanted_resources(pool_type, POOL, None, None)), client, False):
         pass
 
 
@@ -320,11 +320,11 @@ def test_a_run_that_crashes_again_and_again_is_given_up(
     for _ in range(3):
         schedule("AwaitingRetry", SCHEDULED_AGAIN)
         schedule("Late", None)
-    refuse_if_crashed_too_often(3)
+    check_crash_limit(3)
     with pytest.raises(CrashedTooOften, match="crashed 3 times in a row, and max_restarts is 2"):
-        refuse_if_crashed_too_often(2)
+        check_crash_limit(2)
     schedule("Scheduled", "Retried via CLI")
-    refuse_if_crashed_too_often(0)
+    check_crash_limit(0)
 
 
 def heartbeat(client: SyncPrefectClient, run: UUID) -> None:
@@ -430,9 +430,9 @@ def test_a_container_may_wait_for_its_image(
     client: SyncPrefectClient, pool_type: Any, is_watched: bool
 ) -> None:
     """Its start counts as lost at no time."""
-    list(set_up(wanted_things(pool_type, POOL, None, None), client, False))
+    list(set_up(wanted_resources(pool_type, POOL, None, None), client, False))
     assert bool(client.read_automations_by_name(lost_starts_have_crashed(POOL))) == is_watched
-    for _ in take_down(reversed(wanted_things(pool_type, POOL, None, None)), client, False):
+    for _ in take_down(reversed(wanted_resources(pool_type, POOL, None, None)), client, False):
         pass
 
 

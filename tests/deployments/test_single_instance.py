@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from trial_core.errors import ConfigError
-from trialflow.deployments.single_instance import only_one
+from trialflow.deployments.single_instance import single_instance
 
 HOLD = """
 import pathlib, sys
-from trialflow.deployments.single_instance import only_one
-with only_one(pathlib.Path(sys.argv[1])) as say:
+from trialflow.deployments.single_instance import single_instance
+with single_instance(pathlib.Path(sys.argv[1])) as say:
     say("http://127.0.0.1:4200/api")
     print("held", flush=True)
     sys.stdin.read()
@@ -32,11 +32,11 @@ def test_the_second_is_told_of_the_first_which_killed_is_gone(tmp_path: Path) ->
         assert first.stdout is not None
         first.stdout.readline()
         for _ in range(2):
-            with pytest.raises(ConfigError) as refused, only_one(tmp_path):
+            with pytest.raises(ConfigError) as refused, single_instance(tmp_path):
                 pass
             said = f"{tmp_path}: process {first.pid}, at http://127.0.0.1:4200/api. Use that one"
             assert said in str(refused.value)
         os.kill(first.pid, signal.SIGKILL)
         first.wait()
-    with only_one(tmp_path), only_one(tmp_path / "another"):
+    with single_instance(tmp_path), single_instance(tmp_path / "another"):
         pass

@@ -23,7 +23,7 @@ from tests.support.prefect import PrefectServer, process_worker
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines, toy_config
 from trial_core.checkpoint.store import CheckpointStore
-from trialflow.deployments.cli.deploy import wanted_things
+from trialflow.deployments.cli.deploy import wanted_resources
 from trialflow.deployments.desired_state import SILENT_RUNS_HAVE_CRASHED, lost_starts_have_crashed
 from trialflow.deployments.resources import set_up, take_down
 
@@ -150,7 +150,7 @@ class Deployed:
 def deployed(prefect_server: PrefectServer, tmp_path: Path) -> Iterator[Deployed]:
     pool = f"pool-{tmp_path.name}"
     with prefect_server.configured(), get_client(sync_client=True) as client:
-        things = wanted_things("process", pool, None, tmp_path)
+        things = wanted_resources("process", pool, None, tmp_path)
         list(set_up(things, client, dry_run=False))
         scene = Deployed(prefect_server, client, tmp_path, pool)
         yield scene

@@ -15,7 +15,7 @@ from selenium.webdriver.common.keys import Keys
 from tests.support.browser import Browser, chromium
 from tests.support.prefect import PrefectServer
 from trial_core.config import ExperimentConfig
-from trialflow.deployments.cli.deploy import wanted_things
+from trialflow.deployments.cli.deploy import wanted_resources
 from trialflow.deployments.resources import set_up, take_down
 
 pytestmark = [pytest.mark.server, pytest.mark.browser]
@@ -63,7 +63,7 @@ class Form:
 def form(prefect_server: PrefectServer) -> Iterator[Form]:
     """That of `train/train`; what a run cannot do without is filled in."""
     with prefect_server.configured(), get_client(sync_client=True) as client:
-        things = wanted_things("process", "form", None, Path("/srv/runs"))
+        things = wanted_resources("process", "form", None, Path("/srv/runs"))
         for _ in set_up(things, client, False):
             pass
         deployment = str(client.read_deployment_by_name("train/train").id)

@@ -19,7 +19,7 @@ from tests.support.cli import trialflow, write_experiment
 from tests.support.prefect import PrefectServer
 from tests.support.slots import toy_config
 from tests.support.waiting import until
-from trialflow.deployments.cli.deploy import take_back, wanted_things
+from trialflow.deployments.cli.deploy import remove_withdrawn, wanted_resources
 from trialflow.deployments.flow_deployment import models_on_server
 from trialflow.deployments.resources import set_up, take_down
 from trialflow.deployments.retraining.model_resources import SLUG, all_of
@@ -41,7 +41,7 @@ def client(prefect_server: PrefectServer) -> Iterator[SyncPrefectClient]:
         models = models_on_server(client)
         for _ in take_down(list(all_of(models))[::-1], client, False):
             pass
-        general = wanted_things("process", POOL, None, None)
+        general = wanted_resources("process", POOL, None, None)
         for _ in take_down(reversed(general), client, False):
             pass
 
@@ -62,9 +62,9 @@ def deploy(
 ) -> dict[str, str]:
     """What was done about each thing that is a model's."""
     models = models_on_server(client)
-    things = wanted_things("process", pool, None, None, retrainings=wanted, models=models)
-    done = [*set_up(things, client, dry_run), *take_back(wanted, client, dry_run)]
-    return {each.thing: each.verb for each in done if "gpt" in each.thing}
+    things = wanted_resources("process", pool, None, None, retrainings=wanted, models=models)
+    done = [*set_up(things, client, dry_run), *remove_withdrawn(wanted, client, dry_run)]
+    return {each.resource: each.verb for each in done if "gpt" in each.resource}
 
 
 def found(client: SyncPrefectClient) -> DeploymentResponse:
@@ -85,7 +85,7 @@ def test_the_second_time_changes_nothing(client: SyncPrefectClient) -> None:
     assert found(client) == deployment
     assert client.read_automations_by_name(rule_name("gpt")) == rules
 
-    gone = {each.thing: each.verb for each in take_down(all_of(["gpt"]), client, False)}
+    gone = {each.resource: each.verb for each in take_down(all_of(["gpt"]), client, False)}
     assert gone == {DEPLOYMENT: "removed", RULE: "removed"}
     assert models_on_server(client) == []
 
@@ -126,8 +126,8 @@ def test_a_file_need_not_be_given_again(client: SyncPrefectClient) -> None:
     moved = found(client)
     assert moved.work_pool_name == "elsewhere"
     assert (moved.parameters, moved.schedules) == (before.parameters, before.schedules)
-    things = wanted_things("process", "elsewhere", None, None, is_removal=True, models=["gpt"])
-    gone = {each.thing: each.verb for each in take_down(reversed(things), client, False)}
+    things = wanted_resources("process", "elsewhere", None, None, is_removal=True, models=["gpt"])
+    gone = {each.resource: each.verb for each in take_down(reversed(things), client, False)}
     assert gone[DEPLOYMENT] == gone["deployment train/train"] == "removed"
 
 

@@ -12,7 +12,7 @@ from prefect.client.orchestration import get_client
 from prefect.flow_runs import resume_flow_run
 from prefect.states import Suspended
 
-import trialflow.flows.lifecycle.stop_watch
+import trialflow.flows.lifecycle.stop_monitor
 from tests.support.flow import train
 from tests.support.prefect_worker import (
     ENDLESS,
@@ -66,7 +66,7 @@ def test_a_suspended_run_stays_so_until_it_is_resumed(scene: Scene) -> None:
 def test_a_time_budget_that_is_over(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run saves and ends as one that has completed, to be resumed; before there is anything
     to save, it ends at once and says so."""
-    monkeypatch.setattr(trialflow.flows.lifecycle.stop_watch, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(trialflow.flows.lifecycle.stop_monitor, "POLL_SECONDS", 0.1)
 
     def within(seconds: float) -> Any:
         return toy_config(

@@ -36,7 +36,7 @@ from trialflow.flows.lifecycle.requeue import came_from_a_queue, is_back_in_its_
 
 T = TypeVar("T")
 
-LOOK_SECONDS = 5.0
+POLL_SECONDS = 5.0
 # One Ctrl-C may arrive twice: from the terminal, and from a parent that hands it on.
 SAME_REQUEST_SECONDS = 1.0
 
@@ -49,7 +49,7 @@ _IS_DECLARED_OVER = (
 )  # fmt: skip
 
 
-class StopWatch:
+class StopMonitor:
     """For the length of the block, has signals, the flow run's state and the time budget ask
     `stopping`. A second signal asks for an end at once.
 
@@ -83,7 +83,7 @@ class StopWatch:
         self._budget = threading.Timer(time_budget_seconds or 0, self._budget_is_over)
         self._budget.daemon = True
 
-    def __enter__(self) -> StopWatch:
+    def __enter__(self) -> StopMonitor:
         if threading.current_thread() is threading.main_thread():
             self._take_signals()
         if self._suspension is not None:
@@ -108,7 +108,7 @@ class StopWatch:
         if self._suspension is not None:
             vars(self._suspension).pop("raise_if_requested", None)
 
-    def concluding(self, work: Callable[[], T]) -> T | State[Any]:
+    def run(self, work: Callable[[], T]) -> T | State[Any]:
         """Do the run's work; what comes of it, or the state that a run gets that was stopped.
 
         Raises:
@@ -188,7 +188,7 @@ class StopWatch:
         has_warned = is_alone = False
         pause = 0.0  # the first look is to learn which attempt this is
         while not self._is_over.wait(pause):
-            pause = LOOK_SECONDS
+            pause = POLL_SECONDS
             if has_lost_its_keeper() and not is_alone:
                 is_alone = True
                 if self._stopping.asked is not None:  # and its worker would not wait any longer

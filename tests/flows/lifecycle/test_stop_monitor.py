@@ -19,7 +19,7 @@ from prefect.exceptions import Abort, CancelledRun, Pause, TerminationSignal
 from prefect.flow_engine import run_flow
 from prefect.states import Cancelling, Crashed, Failed, Scheduled, Suspended
 
-import trialflow.flows.lifecycle.stop_watch
+import trialflow.flows.lifecycle.stop_monitor
 import trialflow.flows.train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import toy_config
@@ -88,7 +88,7 @@ def stage(
 ) -> Iterator[Stage]:
     stage = Stage(prefect_server, tmp_path)
     monkeypatch.setattr(trialflow.flows.train, "train_trial", stage.train_trial)
-    monkeypatch.setattr(trialflow.flows.lifecycle.stop_watch, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(trialflow.flows.lifecycle.stop_monitor, "POLL_SECONDS", 0.1)
     # Prefect hands the signal on, in the end, to whoever had it before: here, these tests.
     before = signal.signal(signal.SIGTERM, lambda number, frame: None)
     with prefect_server.configured():
@@ -209,7 +209,7 @@ def test_the_time_budget_needs_no_server(stage: Stage, monkeypatch: pytest.Monke
     def out_of_time(flow_run: UUID, stopping: Stopping) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                trialflow.flows.lifecycle.stop_watch.StopWatch,
+                trialflow.flows.lifecycle.stop_monitor.StopMonitor,
                 "_look",
                 lambda self: stopping.wait(WAIT),
             )
