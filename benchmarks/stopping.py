@@ -213,12 +213,13 @@ def prefect(folder: Path) -> Iterator[str]:
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import WorkPoolCreate
 
-    from trialflow.deployments.desired_state import automations, job_template
+    from trialflow.deployments.automations import automations
+    from trialflow.deployments.desired_state import job_template
     from trialflow.deployments.local_worker import LocalWorker
-    from trialflow.flows.server.local_server import LocalServer
+    from trialflow.flows.server.local_server import local_server
 
     template = job_template("process")
-    with LocalServer(0, folder / "server.log", PATIENCE_SECONDS) as server:
+    with local_server(0, folder / "server.log", PATIENCE_SECONDS) as server:
         with get_client(sync_client=True) as client:
             client.create_work_pool(
                 WorkPoolCreate(name=POOL, type="process", base_job_template=template)

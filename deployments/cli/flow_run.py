@@ -18,7 +18,8 @@ def run_flow(display: Display, call: Callable[[], Result]) -> Result:
         Stopped: somebody has stopped it in Prefect.
         TrialflowError: whatever made it fail.
     """
-    from trialflow.flows.server.embedded import PrefectServerError, prefect_api
+    from trialflow.flows.server.embedded import prefect_api
+    from trialflow.flows.server.prefect_server import PrefectServerError
 
     display.waiting_for("starting Prefect")
     with display, prefect_api() as api:

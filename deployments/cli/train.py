@@ -124,7 +124,7 @@ class _Command:
 
         from trial_core.run.observer import observing
         from trial_core.run.run_dirs import trial_id
-        from trialflow.flows.server.embedded import PrefectServerError
+        from trialflow.flows.server.prefect_server import PrefectServerError
         from trialflow.flows.train import TrialResult
         from trialflow.flows.train import train as train_flow
 

@@ -24,7 +24,7 @@ from tests.support.slots import lines, toy_config
 from tests.support.waiting import PATIENCE_SECONDS, ask, patiently, until
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
-from trialflow.deployments.desired_state import TAG
+from trialflow.deployments.automations import TAG
 
 # What is promised: however a run ends, no process is left so long after it.
 GONE_SECONDS = 10.0
