@@ -12,8 +12,8 @@ from trialflow.tasks.rank_logs import (
     BURST_LINES,
     LINES_PER_SECOND,
     SMALL_BYTES,
-    LogCap,
-    LogCaps,
+    LogLimit,
+    LogLimits,
     StoredLogs,
 )
 
@@ -54,44 +54,44 @@ def stored(store: CheckpointStore) -> dict[str, int]:
 def test_a_burst_of_lines_passes_then_a_few_a_second() -> None:
     """Prefect's database is not for every line; how many are left out is known."""
     clock = Clock()
-    cap = LogCap(clock)
-    assert sum(cap.admits() for _ in range(100_000)) == BURST_LINES
-    assert cap.left_out() == 100_000 - BURST_LINES
+    cap = LogLimit(clock)
+    assert sum(cap.allows() for _ in range(100_000)) == BURST_LINES
+    assert cap.dropped() == 100_000 - BURST_LINES
     clock.now += 2
-    assert sum(cap.admits() for _ in range(100)) == 2 * LINES_PER_SECOND
+    assert sum(cap.allows() for _ in range(100)) == 2 * LINES_PER_SECOND
     clock.now += 10_000
-    assert sum(cap.admits() for _ in range(10_000)) == BURST_LINES
+    assert sum(cap.allows() for _ in range(10_000)) == BURST_LINES
 
 
 @pytest.mark.parametrize("flood_alarms", [False, True])
 def test_a_chatty_rank_0_keeps_no_warning_away(flood_alarms: bool) -> None:
     """It prints 20 lines a second, or as many warnings: each warning of the others is shown."""
     clock = Clock()
-    caps = LogCaps(clock)
+    caps = LogLimits(clock)
     shown = 0
     for second in range(600):
         clock.now += 1
         for _ in range(20):
-            caps.admits(0, flood_alarms)
+            caps.allows(0, flood_alarms)
         if second % 7 == 0:
-            shown += caps.admits(3, True)
+            shown += caps.allows(3, True)
     assert shown == 86
-    assert caps.left_out() == 600 * 20 - BURST_LINES - 599 * LINES_PER_SECOND
+    assert caps.dropped() == 600 * 20 - BURST_LINES - 599 * LINES_PER_SECOND
 
 
 def test_what_alarms_in_rank_0_is_not_lost_in_its_output() -> None:
     """An error of the rank that prints most is shown as well."""
-    caps = LogCaps(Clock())
-    while caps.admits(0, False):
+    caps = LogLimits(Clock())
+    while caps.allows(0, False):
         pass
-    assert caps.admits(0, True)
+    assert caps.allows(0, True)
 
 
 def test_logs_and_report_are_stored(store: CheckpointStore, tmp_path: Path) -> None:
     """Every rank's log below the run's folder, where the report says; the report beside it."""
     logs = logs_of(store, tmp_path / "run", **{"rank-0": "one\n", "rank-1": "two, three\n"})
     logs.store_changed()
-    place = logs.places()["Logs"].removeprefix(f"{store.url}/runs/{TRIAL}/")
+    place = logs.locations()["Logs"].removeprefix(f"{store.url}/runs/{TRIAL}/")
     assert stored(store) == {f"{place}/rank-0.log": 4, f"{place}/rank-1.log": 11, "report.md": 8}
     assert logs.stored("report.md") == b"# report"
     assert logs.stored("report.json") is None
@@ -114,7 +114,7 @@ def test_a_large_log_is_not_sent_with_every_checkpoint(
     assert grow(SMALL_BYTES // 2) == 2 * SMALL_BYTES
     assert grow(SMALL_BYTES // 2) == 3 * SMALL_BYTES
     assert grow(10) == 3 * SMALL_BYTES
-    logs.store_last(is_in_a_hurry=False)
+    logs.store_final(is_urgent=False)
     assert grow(0) == 3 * SMALL_BYTES + 10
 
 
@@ -148,8 +148,8 @@ def test_what_takes_too_long_at_the_end_is_left_out(
     monkeypatch.setattr(
         "trialflow.tasks.rank_logs.shutil.copyfile", lambda source, to: os.link(source, to) or to
     )
-    monkeypatch.setattr("trialflow.tasks.rank_logs.HURRIED_SECONDS", 0.2)
-    logs.store_last(is_in_a_hurry=True)
+    monkeypatch.setattr("trialflow.tasks.rank_logs.URGENT_TIMEOUT_SECONDS", 0.2)
+    logs.store_final(is_urgent=True)
     assert stored(store) == {"report.md": 8}
 
 
@@ -157,9 +157,9 @@ def test_memory_keeps_no_logs(tmp_path: Path) -> None:
     """A storage that ends with this process is no place for them; where they are is said."""
     store = CheckpointStore("memory://logs-of-a-test")
     logs = logs_of(store, tmp_path / "run", **{"rank-0": "one\n"})
-    logs.store_last(is_in_a_hurry=False)
+    logs.store_final(is_urgent=False)
     assert stored(store) == {}
-    assert list(logs.places().values()) == [str(tmp_path / "run" / "logs")]
+    assert list(logs.locations().values()) == [str(tmp_path / "run" / "logs")]
 
 
 def test_tensorboard_is_where_something_is(store: CheckpointStore, tmp_path: Path) -> None:

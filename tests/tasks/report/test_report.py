@@ -30,7 +30,7 @@ def facts() -> TrialFacts:
 def told(facts: TrialFacts, losses: list[float], every: int = 10) -> str:
     """The report once training has reported `losses`, one every so many batches."""
     for i, loss in enumerate(losses, 1):
-        facts.story.add_point("training", every * i, {"loss": loss})
+        facts.history.add_point("training", every * i, {"loss": loss})
         facts.last["training"] = (every * i, {"loss": loss})
     return facts.render()
 
@@ -86,7 +86,7 @@ def test_values_that_cannot_be_drawn_are_left_out(facts: TrialFacts) -> None:
 def test_a_long_curve_is_thinned_evenly_and_keeps_its_ends(facts: TrialFacts) -> None:
     """Of 10 000 points a few hundred are remembered, from all over the run, and some 60 drawn."""
     text = told(facts, [float(i) for i in range(10_000)], every=1)
-    points = [point.batches for point in facts.story.curves["training"]]
+    points = [point.batches for point in facts.history.curves["training"]]
     assert (len(points), points[0], points[-1]) == (400, 1, 10_000)
     assert max(b - a for a, b in pairwise(points)) <= 60
     line = next(row for row in text.splitlines() if row.startswith("  line"))
@@ -98,7 +98,7 @@ def test_a_long_curve_is_thinned_evenly_and_keeps_its_ends(facts: TrialFacts) ->
 def test_best_and_latest(facts: TrialFacts) -> None:
     """By the searcher's metric; what was not validated cannot be the best."""
     for each in (saved(10, 0.5), saved(20, 0.25), saved(30)):
-        facts.story.add_checkpoint(each, smaller_is_better=True)
+        facts.history.add_checkpoint(each, smaller_is_better=True)
     text = facts.render()
     assert "- best: loss 0.25 at batch 20, checkpoint `uuid-20`" in text
     assert "- latest: batch 30, checkpoint `uuid-30`" in text
@@ -107,9 +107,9 @@ def test_best_and_latest(facts: TrialFacts) -> None:
 
 def test_what_was_deleted_is_counted_not_listed(facts: TrialFacts) -> None:
     """A checkpoint that the rules did not keep is gone from the list."""
-    facts.story.add_checkpoint(saved(10), smaller_is_better=True)
-    facts.story.add_checkpoint(saved(20), smaller_is_better=True)
-    facts.story.drop_checkpoint("uuid-10")
+    facts.history.add_checkpoint(saved(10), smaller_is_better=True)
+    facts.history.add_checkpoint(saved(20), smaller_is_better=True)
+    facts.history.drop_checkpoint("uuid-10")
     text = facts.render()
     assert "uuid-10" not in text
     assert "1 more deleted, since the experiment's rules did not keep them" in text
@@ -118,8 +118,8 @@ def test_what_was_deleted_is_counted_not_listed(facts: TrialFacts) -> None:
 def test_the_best_of_very_many_checkpoints_is_listed(facts: TrialFacts) -> None:
     """The list is bounded, and never loses the best."""
     for i in range(1, 1001):
-        facts.story.add_checkpoint(saved(i, abs(i - 7)), smaller_is_better=True)
-    assert len(facts.story.checkpoints) == MAX_CHECKPOINTS
+        facts.history.add_checkpoint(saved(i, abs(i - 7)), smaller_is_better=True)
+    assert len(facts.history.checkpoints) == MAX_CHECKPOINTS
     text = facts.render()
     assert "| **0** (best) |" in text
     assert f"{1000 - 16} more not listed here" in text
@@ -138,7 +138,7 @@ def test_the_rank_that_the_others_wait_for(facts: TrialFacts) -> None:
 def test_restarts_are_listed(facts: TrialFacts) -> None:
     """Why the run was started again, and after how many batches; the last ones of many."""
     for i in range(100):
-        facts.story.add_event(i, f"rank 1 was ended by SIGKILL, time {i}\nmore")
+        facts.history.add_event(i, f"rank 1 was ended by SIGKILL, time {i}\nmore")
     text = facts.render()
     assert "| 99 | rank 1 was ended by SIGKILL, time 99 |" in text
     assert "… 70 before" in text

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trialflow.tasks.report import Report
-from trialflow.tasks.report.live_report import STORY
+from trialflow.tasks.report.live_report import HISTORY
 
 pytestmark = pytest.mark.usefixtures("no_artifact")
 
@@ -25,7 +25,7 @@ def train(report: Report, begin: int, until: int) -> None:
 
 def curve(report: Report) -> list[int]:
     """The batches at which the report has a training loss."""
-    return [point.batches for point in report._facts.story.curves["training"]]
+    return [point.batches for point in report._facts.history.curves["training"]]
 
 
 def test_a_resumed_run_has_the_curves_of_all(new_report: Callable[[], Report]) -> None:
@@ -104,7 +104,7 @@ def test_a_damaged_story_is_left_alone(
     """A report that cannot be read is a warning; the run goes on with what it has itself."""
     with new_report() as first:
         train(first, 0, 40)
-    first.path.with_name(STORY).write_text("{half")
+    first.path.with_name(HISTORY).write_text("{half")
     shutil.rmtree(tmp_path / "checkpoints")
     with new_report() as second:
         train(second, 40, 60)
