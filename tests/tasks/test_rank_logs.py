@@ -129,7 +129,9 @@ def test_machines_do_not_overwrite_each_others_logs(store: CheckpointStore, tmp_
     assert sizes == {5, 10}
 
 
-def test_successive_runs_on_a_machine_share_a_stored_log(store: CheckpointStore, tmp_path: Path) -> None:
+def test_successive_runs_on_a_machine_share_a_stored_log(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
     """The log of one folder is one object, whichever run wrote it."""
     logs_of(store, tmp_path / "run", **{"rank-0": "one\n"}).store_changed()
     logs_of(store, tmp_path / "run", **{"rank-0": "one\ntwo\n"}).store_changed()
