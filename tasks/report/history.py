@@ -1,6 +1,6 @@
 """What a report remembers of a trial over all its runs, in bounded size.
 
-It is stored as JSON beside the report, on this machine and in the storage. A run that resumes from a
+It is stored as JSON beside the report, here and in the storage. A run that resumes from a
 checkpoint reads it and drops what is later than that checkpoint, because it is trained again.
 Manifests are not enough: they know only saved batches, and are deleted with old checkpoints.
 """

@@ -276,7 +276,7 @@ class Report(Observer):
         return None if asked is None else str(asked)
 
     def _read_history(self) -> ReportHistory | None:
-        """The history of the trial's earlier runs: the newest of this machine's and the stored one."""
+        """The history of the trial's earlier runs: the local or the stored one, if newer."""
         found: list[ReportHistory] = []
 
         def read(source: Callable[[], bytes | None]) -> None:

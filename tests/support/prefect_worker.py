@@ -65,14 +65,15 @@ class Scene:
         return {"config": self.config.model_dump(mode="json")}
 
     def deploy(self, pool: str, parent: int, **job_variables: Any) -> None:
-        """Create a deployment for this run alone, in a worker's `pool`, as `prefect deploy` does."""
+        """Create a deployment for this run alone, as `prefect deploy` does."""
         flow = ask(self.server, "flows/", {"name": "train"})
         folder = {"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}
         variables = {**self.variables, "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
         self.parent = parent
         self._deployment_id = ask(self.server, "deployments/",
             {
-                "name": self.config.name, "flow_id": flow["id"], "entrypoint": "trialflow.flows.train.train",
+                "name": self.config.name, "flow_id": flow["id"],
+                "entrypoint": "trialflow.flows.train.train",
                 "work_pool_name": pool, "pull_steps": [folder], "enforce_parameter_schema": False,
                 "tags": [TAG], "job_variables": {"env": variables, **job_variables},
             },

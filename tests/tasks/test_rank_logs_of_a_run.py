@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slots, pytest.mark.server, pytest.mark.long]
 
 
 def test_a_rank_that_prints_100_000_lines(prefect_server: PrefectServer, here: Path) -> None:
-    """All are in its log file and in the storage; Prefect has some, and the number of the others."""
+    """All are in its log file and in the storage; Prefect has some, and counts the others."""
     code = Path(__file__).with_name("toy")
     environment = {"environment_variables": {"PYTHONPATH": str(TOY)}}
     result = train(

@@ -192,7 +192,7 @@ def test_the_commands_take_files(
     assert f"created: {DEPLOYMENT}\ncreated: {AT_THREE}\n" in told.stdout
     told = trialflow(tmp_path, "deploy", "--remove", "experiment.yaml", variables=variables)
     rule, deployment = told.stdout.splitlines()
-    assert rule == f"not there: {RULE}"
+    assert rule == f"not found: {RULE}"
     # How many runs go with it is the scheduler's doing.
     assert deployment.startswith(f"removed: {DEPLOYMENT}")
     assert client.read_deployment_by_name("train/train").work_pool_name == POOL

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.slots, pytest.mark.server]
 
 
 def test_a_cancelled_run_saves_first(scene: Scene) -> None:
-    """After Cancel in the UI the last batch is saved, the state is Cancelled, no process is left."""
+    """After Cancel the last batch is saved, the state is Cancelled, and no process is left."""
     ports = scene.ports()
     scene.cancel()
     scene.until_state("Cancelled")
