@@ -1,4 +1,4 @@
-"""Prefect's engine in a session of its own, so that a flow survives its worker long enough to save.
+"""Runs Prefect's engine in a separate session, so that a flow can save after its worker ended.
 
 A process worker that is stopped kills its child processes with SIGKILL at once. With ``python -m
 trialflow.flows.lifecycle.detached_engine`` as the `command` of a deployment or a work pool, the

@@ -78,7 +78,7 @@ class StopMonitor:
         self._thread = threading.Thread(
             target=lambda: here.run(self._poll), name="stop-monitor", daemon=True
         )
-        # A timer of its own: a slow server may block the polling thread.
+        # A separate timer: a slow server may block the polling thread.
         self._budget = threading.Timer(time_budget_seconds or 0, self._budget_exceeded)
         self._budget.daemon = True
 

@@ -23,7 +23,7 @@ def start_child(
     log_path: Path | None,
     fds: tuple[int, ...] = (),
 ) -> subprocess.Popen[bytes]:
-    """Run a Python script in a session of its own, out of reach of the terminal's Ctrl-C.
+    """Run a Python script in a new session, so that the terminal's Ctrl-C does not reach it.
 
     Args:
         command: the script's path and its arguments.

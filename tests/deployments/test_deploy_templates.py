@@ -98,7 +98,7 @@ def test_a_docker_run_has_gpus_and_shared_memory() -> None:
 
 
 def test_docker_runs_of_a_host_lock_gpus_in_one_place() -> None:
-    """In a volume of its own, whose path the runs know. Its permissions come from the image, whose
+    """In a separate volume, whose path the runs know. Its permissions come from the image, whose
     user is not root."""
     template = rendered("docker", volumes=["/data:/data:ro"])
     (mount,) = template["container_create_kwargs"]["mounts"]

@@ -17,7 +17,7 @@ from tests.support.processes import wait_until_gone
 from tests.support.waiting import until
 from trialflow.deployments import process_reaper
 
-# Starts a process in a session of its own, as the engine of a run is, and prints its pid.
+# Starts a process in a new session, as the engine of a run is, and prints its pid.
 WORKER = """
 import subprocess, sys, time
 sleep = [sys.executable, "-c", "import time; time.sleep(600)"]

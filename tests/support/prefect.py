@@ -1,7 +1,7 @@
 """A real Prefect server and a real process worker for tests, stopped by pid.
 
 Tests that use them carry the marker ``server``. Prefect reads its settings when it is imported, so
-a test talks to the server either from a process of its own (``server.environment``) or inside
+a test talks to the server either from another process (``server.environment``) or inside
 ``with server.configured():``.
 """
 

@@ -115,7 +115,7 @@ def worker(stage: Stage) -> Iterator[Scene]:
 
 @contextmanager
 def worker_with_a_command(stage: Stage) -> Iterator[Scene]:
-    """With a command of its own, the worker signals a process, not its group."""
+    """If the job has a command, the worker signals its process, not a group."""
     job = {"command": f"{sys.executable} -m prefect.engine"}
     with on_a_worker(stage.server, stage.worker, stage.folder, job) as scene:
         scene.until_trained()

@@ -31,7 +31,7 @@ def test_a_machine_that_can_train(tmp_path: Path) -> None:
 
 
 def test_a_failed_check(tmp_path: Path) -> None:
-    """The exit code is 1. For people there is one line per check, with the reason and what to do."""
+    """The exit code is 1. The text has one line per check, with the reason and the advice."""
     (tmp_path / "file").touch()
     storage = str(tmp_path / "file" / "folder")
     variables = {"PREFECT_API_URL": "", **isolated(tmp_path / "prefect")}
