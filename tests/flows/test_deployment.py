@@ -16,7 +16,7 @@ from prefect.server.events.schemas.events import ReceivedEvent
 
 from tests.support.cli import TRIALFLOW, environment_in
 from tests.support.prefect import PrefectServer, process_worker
-from tests.support.prefect_worker import Scene
+from tests.support.prefect_worker import Scene, assert_closed
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines, toy_config
 from tests.support.waiting import PATIENCE_SECONDS, until
@@ -95,8 +95,8 @@ def heartbeats(scene: Scene) -> list[ReceivedEvent]:
 
 @pytest.mark.long
 def test_a_killed_run_resumes_as_the_same_run(deployed: Scene) -> None:
-    """After SIGKILL of its driver the automation restarts it from its last checkpoint. The
-    automations match the heartbeats of a living run."""
+    """After SIGKILL of its driver no process is left within 10 s, and the automation restarts the
+    run from its last checkpoint. The automations match the heartbeats of a living run."""
     pool = pool_of(deployed.folder)
     with process_worker(deployed.server, pool, deployed.variables) as worker:
         deployed.parent = worker
@@ -108,10 +108,14 @@ def test_a_killed_run_resumes_as_the_same_run(deployed: Scene) -> None:
             trigger = EventTrigger.model_validate(automation.trigger.model_dump())
             assert trigger.covers(heartbeat)
             assert trigger.expects(heartbeat.event)
+        before, ports = deployed.processes(), deployed.ports()
         os.kill(deployed.driver(), signal.SIGKILL)
+        assert wait_until_gone(before, 10) == []
+        assert_closed(ports)
         trained = len(deployed.seen())
         deployed.until_trained(trained + 30)
         assert deployed.state() == "Running"
+        assert "Crashed" in deployed.history()
         resumed = deployed.seen()[trained:]
         begin = next(i for i in range(1, len(resumed)) if resumed[i] < resumed[i - 1])
         assert resumed[begin] % 10 == 0

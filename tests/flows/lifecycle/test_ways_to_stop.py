@@ -1,7 +1,7 @@
 """Each way to run the flow, with each way to end it: real server, worker and ranks.
 
-`docs/stopping.md` has the same table for users. All but one of these tests are long; the default
-suite also has `test_stopped_runs.test_a_cancelled_run_saves_first`,
+`docs/stopping.md` has the same table for users. All of these tests are long. The default suite has
+`test_stopped_runs.test_a_cancelled_run_saves_first`,
 `test_deployment.test_a_stopped_worker_requeues_its_run` and, without ranks, `test_stop_monitor`.
 """
 
@@ -22,7 +22,6 @@ from prefect.client.orchestration import get_client
 from tests.support.prefect import PrefectServer, process_worker
 from tests.support.prefect_worker import (
     Scene,
-    assert_closed,
     assert_nothing_left,
     assert_saved_where_it_ended,
 )
@@ -48,7 +47,7 @@ from tests.support.ways_to_stop import (
 )
 from trialflow.deployments import automations
 
-pytestmark = [pytest.mark.slots, pytest.mark.server]
+pytestmark = [pytest.mark.slots, pytest.mark.server, pytest.mark.long]
 
 # ------------------------------------------------------------------------------- ways to end
 
@@ -109,16 +108,9 @@ ROWS = {
     "stuck_upload-cancelled": Row(stuck_upload, cancelled, "Cancelled", saves=False),
     "worker-marked_crashed": Row(worker, marked_crashed, "Crashed"),
 }
-QUICK = {"command-cancelled"}
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(row, id=name, marks=[] if name in QUICK else pytest.mark.long)
-        for name, row in ROWS.items()
-    ],
-)
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_a_stopped_run(
     row: Row, prefect_server: PrefectServer, shared_worker: Worker, tmp_path: Path
 ) -> None:
@@ -135,7 +127,6 @@ def test_a_stopped_run(
         assert (assert_saved_where_it_ended(scene) if row.saves else scene.saved()) > 0
 
 
-@pytest.mark.long
 def test_a_deleted_run(
     prefect_server: PrefectServer, shared_worker: Worker, tmp_path: Path
 ) -> None:
@@ -146,19 +137,6 @@ def test_a_deleted_run(
         until(lambda: not scene.processes(), "no process")
         assert_nothing_left(scene, ports)
         assert assert_saved_where_it_ended(scene) > 0
-
-
-@pytest.mark.long
-def test_a_cancelled_trial_can_be_resumed(
-    prefect_server: PrefectServer, shared_worker: Worker, tmp_path: Path
-) -> None:
-    """A new run of the deployment resumes where the cancelled run saved."""
-    with worker(Stage(prefect_server, shared_worker, tmp_path)) as scene:
-        scene.cancel()
-        scene.until_state("Cancelled")
-        saved = assert_saved_where_it_ended(scene)
-        scene.create_run(trial=scene.trial)
-        scene.until_resumed(saved, saved)
 
 
 # ------------------------------------------------------------- restarts by automations
@@ -176,28 +154,6 @@ def automated(server: PrefectServer, pool: str) -> Iterator[None]:
                 client.delete_automation(each)
 
 
-@pytest.mark.long
-def test_a_killed_driver_is_restarted(
-    prefect_server: PrefectServer, shared_worker: Worker, tmp_path: Path
-) -> None:
-    """After SIGKILL the ranks are gone within 10 s, the run is Crashed, and then resumes from its
-    last checkpoint."""
-    with (
-        automated(prefect_server, shared_worker.pool),
-        on_a_worker(prefect_server, shared_worker, tmp_path, **SAVING) as scene,
-    ):
-        until(scene.store.list, "a checkpoint")
-        before, ports = scene.processes(), scene.ports()
-        scene.signal_driver(signal.SIGKILL)
-        assert wait_until_gone(before, 10) == []
-        assert_closed(ports)
-        seen, saved = len(scene.seen()), scene.saved()
-        scene.until_resumed(saved, seen)
-        assert "Crashed" in scene.history()
-        assert scene.state() == "Running"
-
-
-@pytest.mark.long
 def test_a_second_signal_ends_a_run_at_once(
     prefect_server: PrefectServer, shared_worker: Worker, tmp_path: Path
 ) -> None:
@@ -222,7 +178,6 @@ def test_a_second_signal_ends_a_run_at_once(
         scene.until_resumed(saved, seen)
 
 
-@pytest.mark.long
 def test_a_stopped_worker(
     prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,7 +202,6 @@ def test_a_stopped_worker(
             scene.until_resumed(saved, seen)
 
 
-@pytest.mark.long
 def test_a_stopped_worker_with_detached_engines(
     prefect_server: PrefectServer, tmp_path: Path
 ) -> None:
@@ -268,7 +222,6 @@ def test_a_stopped_worker_with_detached_engines(
             scene.until_resumed(saved, saved)
 
 
-@pytest.mark.long
 def test_another_attempt_has_started(
     prefect_server: PrefectServer, shared_worker: Worker, tmp_path: Path
 ) -> None:

@@ -21,7 +21,6 @@ import uvicorn
 
 from tests.support.browser import chromium
 from tests.support.prefect import PrefectServer, isolated
-from tests.support.processes import wait_until_gone
 from trialflow.flows.server.embedded import prefect_api
 from trialflow.flows.server.prefect_server import PrefectServerError, PrefectServerProcess
 from trialflow.flows.server.prefect_settings import environment
@@ -112,13 +111,6 @@ def test_the_terminal_shows_the_commands_own_lines_alone(used_home: Path) -> Non
     assert (used_home / "shown").read_text().splitlines() == OUTPUT
 
 
-@pytest.mark.long
-def test_a_later_run_shows_its_own_lines_alone(used_home: Path) -> None:
-    """With an existing database, too."""
-    command = [sys.executable, str(SCRIPT), str(TASKS)]
-    assert terminal_output(command, newcomer(used_home)) == OUTPUT
-
-
 def test_the_database_has_all_of_a_run(used_home: Path) -> None:
     """Every task run is stored as completed, and every log line."""
     with closing(sqlite3.connect(used_home / "prefect.db")) as database:
@@ -149,17 +141,6 @@ def test_one_server_starts_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with environment(isolated(tmp_path)):
         asyncio.run(RunServer(uvicorn.Config("no.such:app"), os.getpid()).startup())
     assert is_locked == [True]
-
-
-@pytest.mark.long  # test_killed_run has ranks besides
-def test_the_server_ends_with_a_killed_driver(used_home: Path) -> None:
-    """10 s after a SIGKILL of the process that runs the flow, its server is gone."""
-    with waiting_flow(used_home) as (driver, _):
-        servers = servers_of(driver.pid)
-        driver.kill()
-        driver.wait()
-        assert len(servers) == 1
-        assert wait_until_gone(servers, timeout_seconds=10) == []
 
 
 def test_ctrl_c_interrupts_the_flow_alone(used_home: Path) -> None:
