@@ -1,9 +1,9 @@
-"""Does the driver's memory stay flat over 10 000 workloads?
+"""Measures whether the driver's memory stays constant over 10,000 workloads.
 
-The real flow's schedule, tasks and report drive a slot group that answers at once, on a real
-Prefect server in a process of its own (embedded, with a temporary database, or the one at
-PREFECT_API_URL). Every workload reports a dozen metrics; now and then a validation and a checkpoint
-come, whose files are stored and pruned as ever. What is measured is this very process.
+The real flow's schedule, tasks and report drive a fake slot group that answers at once. The Prefect
+server is another process: embedded, with a temporary database, or the one at PREFECT_API_URL.
+Every workload reports 12 metrics; periodic validations and checkpoints are stored and pruned as
+usual. The measured process is this one.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ from trial_core.messages import (
 )
 from trial_core.units import EpochLength
 
-# What the first workloads allocate for good (caches, pools, compiled models) is no leak.
+# What the first workloads allocate permanently (caches, pools, compiled models) is no leak.
 SETTLED_AT = 1000
 TARGET_GROWTH_MIB = 10.0
 METRICS = 12
-# Workloads of no time at all would outrun the server: what waits to be sent to it is no leak.
+# Without this pause workloads would outrun the server, and the backlog would look like a leak.
 WORKLOAD_SECONDS = 0.02
 DATA = b"x" * 1000
 
 R = TypeVar("R", bound=Result)
 
 
-class AnswersAtOnce:
-    """Stands for a slot group whose ranks need no time. Notes the memory of this process.
+class InstantSlots:
+    """A fake slot group whose ranks answer at once. It records this process's memory.
 
     Args:
-        every: after how many workloads to look.
-        counts_objects: whether to note how many objects of which types there are.
+        every: workloads between two measurements.
+        counts_objects: whether to record the number of objects of each type.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class AnswersAtOnce:
             return LoadersBuilt(epoch=EpochLength(100 * self.world_size, self.world_size))
         if isinstance(request, TrainBatches):
             if rank == 0:
-                self._look()
+                self._measure()
                 time.sleep(WORKLOAD_SECONDS)
             metrics = {f"metric_{i}": request.until / (i + 1) for i in range(METRICS)}
             return Trained(
@@ -118,7 +118,7 @@ class AnswersAtOnce:
         digest = f"sha256:{hashlib.sha256(DATA).hexdigest()}"
         return FileEntry(path=path, size_bytes=len(DATA), digest=digest, rank=rank)
 
-    def _look(self) -> None:
+    def _measure(self) -> None:
         self._workloads += 1
         if self._workloads % self._every == 0:
             gc.collect()
@@ -130,10 +130,8 @@ class AnswersAtOnce:
             print(f"{self._workloads}: {self.mib_at[self._workloads]:.1f} MiB", flush=True)
 
 
-def measure(
-    workloads: int, every: int, folder: Path, counts_objects: bool = False
-) -> AnswersAtOnce:
-    """Drive that many workloads through the flow's own tasks; what was seen meanwhile."""
+def measure(workloads: int, every: int, folder: Path, counts_objects: bool = False) -> InstantSlots:
+    """Run that many workloads through the flow's tasks; the fake with its measurements."""
     from prefect import flow  # Prefect reads its settings when it is imported
 
     from trial_core.run.observer import Observer
@@ -154,7 +152,7 @@ def measure(
         min_checkpoint_period={"batches": 100},
     )
     store = CheckpointStore(config.checkpoint_storage.url)
-    slots = AnswersAtOnce(store, 4, every, counts_objects)
+    slots = InstantSlots(store, 4, every, counts_objects)
     run_dir = folder / "run"
     run_dir.mkdir()
 
@@ -162,7 +160,7 @@ def measure(
     def drive() -> None:
         with Report(config, "memory-00000000", run_dir, Observer(), store) as report:
             run = TrialRun(config, "memory-00000000", run_dir, store, report)
-            run.slots = slots  # type: ignore[assignment]  # answers what the tasks ask
+            run.slots = slots  # type: ignore[assignment]  # it has the methods that the tasks use
             with Uploads(run) as uploads:
                 follow_schedule(run, uploads)
             report.ended("completed")
@@ -175,25 +173,29 @@ def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(prog="benchmarks.driver_memory", description=__doc__)
     parser.add_argument("--workloads", type=int, default=10_000)
-    parser.add_argument("--every", type=int, default=1000, help="workloads between two looks")
-    parser.add_argument("--objects", action="store_true", help="also say which objects get more")
+    parser.add_argument(
+        "--every", type=int, default=1000, help="workloads between two measurements"
+    )
+    parser.add_argument(
+        "--objects", action="store_true", help="also print which types have more objects"
+    )
     arguments = parser.parse_args()
     with temporary_homes() as folder:
         from trialflow.flows.server.embedded import prefect_api
 
         with prefect_api():
             seen = measure(arguments.workloads, arguments.every, folder, arguments.objects)
-    looks = sorted(seen.mib_at)
-    settled = next((at for at in looks if at >= SETTLED_AT), looks[0])
-    growth = seen.mib_at[looks[-1]] - seen.mib_at[settled]
+    measured = sorted(seen.mib_at)
+    settled = next((at for at in measured if at >= SETTLED_AT), measured[0])
+    growth = seen.mib_at[measured[-1]] - seen.mib_at[settled]
     if arguments.objects:
-        more = seen.objects_at[looks[-1]] - seen.objects_at[settled]
+        more = seen.objects_at[measured[-1]] - seen.objects_at[settled]
         for name, count in more.most_common(15):
             print(f"{count:8d} more of {name}")
     conclude(
         {
             f"rss_mib_at_{settled}": seen.mib_at[settled],
-            f"rss_mib_at_{looks[-1]}": seen.mib_at[looks[-1]],
+            f"rss_mib_at_{measured[-1]}": seen.mib_at[measured[-1]],
             "growth_mib": growth,
         },
         {"growth_mib": TARGET_GROWTH_MIB},

@@ -1,9 +1,9 @@
-"""What the live report and the forwarding of logs cost a run whose batch takes 50 ms.
+"""Measures the cost of the live report and of log forwarding, for batches of 50 ms.
 
-The same ranks train in turns of the flow's own tasks, on a real Prefect server: in one turn a
-`Report` watches and every batch prints a line, which goes all the way to Prefect; in the other
-nobody watches and nothing is printed. A turn is as long as an update period, so each watched one
-has its share of the artifact's updates. Between turns the report is left to finish, untimed.
+The same ranks train in alternating turns of the flow's tasks, on a real Prefect server. In a
+reported turn a `Report` is updated, and every batch prints a line that reaches Prefect. In a bare
+turn there is no report and no output. A turn is as long as an update period, so each reported turn
+contains updates of the artifact. Between turns the report finishes, untimed.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ PAUSE_SECONDS = 6.0
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured.
+    """The size of the benchmark.
 
     Attributes:
-        pairs: of turns; one more warms up.
-        workloads: in a turn, and `batches` in each of them.
-        pause_seconds: after a turn that is watched.
+        pairs: number of pairs of turns; one more warms up.
+        workloads, batches: workloads per turn, and batches per workload.
+        pause_seconds: after a reported turn.
     """
 
     pairs: int
@@ -49,18 +49,18 @@ class Plan:
     pause_seconds: float
 
     @property
-    def batches_in_all(self) -> int:
-        """Of all turns."""
+    def total_batches(self) -> int:
+        """Batches of all turns."""
         return 2 * (self.pairs + 1) * self.workloads * self.batches
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Some train-workloads.
+    """The times of one turn.
 
     Attributes:
         seconds: wall time.
-        driver_seconds: processor time of the driver, all its threads.
+        driver_seconds: processor time of all threads of the driver.
     """
 
     seconds: float
@@ -69,31 +69,31 @@ class Turn:
 
 @dataclass(frozen=True)
 class Pair:
-    """A turn that is watched, and one that is not, right after each other."""
+    """A reported turn and a bare turn, one right after the other."""
 
-    watched: Turn
+    reported: Turn
     bare: Turn
 
 
 class Relay(Observer):
-    """Passes on what the ranks say to whoever watches at the moment."""
+    """Forwards what the ranks report to the present observer."""
 
     def __init__(self) -> None:
-        self.watching = Observer()
+        self.target = Observer()
 
     def batches_trained(self, batches: int) -> None:
-        self.watching.batches_trained(batches)
+        self.target.batches_trained(batches)
 
     def rank_logged(self, rank: int, line: str) -> None:
-        self.watching.rank_logged(rank, line)
+        self.target.rank_logged(rank, line)
 
 
 class Turns:
-    """A run whose turns are watched, or not.
+    """Runs reported and bare turns.
 
     Args:
-        relay: what the run's ranks talk to.
-        chatty: the file that has the trial print.
+        relay: the observer of the run's ranks.
+        chatty: the file that makes the trial print.
     """
 
     def __init__(
@@ -107,33 +107,33 @@ class Turns:
         self._trained = 0
 
     def pair(self, bare_first: bool) -> Pair:
-        """One turn of each."""
+        """A reported and a bare turn."""
         if bare_first:
-            bare = self._turn(is_watched=False)
-            return Pair(self._turn(is_watched=True), bare)
-        watched = self._turn(is_watched=True)
-        return Pair(watched, self._turn(is_watched=False))
+            bare = self._turn(is_reported=False)
+            return Pair(self._turn(is_reported=True), bare)
+        reported = self._turn(is_reported=True)
+        return Pair(reported, self._turn(is_reported=False))
 
-    def _turn(self, is_watched: bool) -> Turn:
+    def _turn(self, is_reported: bool) -> Turn:
         from trialflow.tasks.train_workload import train_workload
 
-        if is_watched:
+        if is_reported:
             self._chatty.touch()
-        self._run.observer = self._relay.watching = self._report if is_watched else Observer()
+        self._run.observer = self._relay.target = self._report if is_reported else Observer()
         process = psutil.Process()
         began, used = time.perf_counter(), sum(process.cpu_times()[:2])
         for _ in range(self._plan.workloads):
             until = self._trained + self._plan.batches
             self._trained = train_workload(self._run, self._trained, until)
         turn = Turn(time.perf_counter() - began, sum(process.cpu_times()[:2]) - used)
-        if is_watched:
+        if is_reported:
             self._chatty.unlink()
-            time.sleep(self._plan.pause_seconds)  # its last update, and the last lines of the log
+            time.sleep(self._plan.pause_seconds)  # for the last update and the last log lines
         return turn
 
 
 def measure(world_size: int, plan: Plan, folder: Path) -> list[Pair]:
-    """Train in turns; the first pair warms up and is not counted."""
+    """Train all pairs of turns; the first pair warms up and is not counted."""
     from prefect import flow  # Prefect reads its settings when it is imported
 
     from trial_core.checkpoint.resume_point import ResumePoint
@@ -146,7 +146,7 @@ def measure(world_size: int, plan: Plan, folder: Path) -> list[Pair]:
     name = case_name(world_size)
     trial, run_dir, chatty = f"report-{name}", folder / name, folder / f"{name}-chatty"
     run_dir.mkdir()
-    config = _experiment(world_size, plan.batches_in_all, chatty, folder)
+    config = _experiment(world_size, plan.total_batches, chatty, folder)
     store = CheckpointStore(config.checkpoint_storage.url)
 
     @flow(name="report-in-turns")
@@ -156,10 +156,10 @@ def measure(world_size: int, plan: Plan, folder: Path) -> list[Pair]:
             with launch_slots(run) as run.slots:
                 build_trial(run)
                 build_loaders(run, ResumePoint())
-                report.run_started(trial, plan.batches_in_all, 0, run.batch_samples)
+                report.run_started(trial, plan.total_batches, 0, run.batch_samples)
                 in_turns = Turns(run, relay, report, chatty, plan)
                 in_turns.pair(bare_first=True)
-                # Who goes first alternates: a drift of the machine's speed cancels as well.
+                # The order alternates, so that a drift of the machine's speed cancels out.
                 measured = [in_turns.pair(bare_first=bool(i % 2)) for i in range(plan.pairs)]
             report.ended("completed")
         return measured
@@ -183,19 +183,19 @@ def _experiment(world_size: int, batches: int, chatty: Path, folder: Path) -> Ex
 
 
 def figures_of(pairs: list[Pair], batches: int, case: str) -> dict[str, float]:
-    """What `pairs` come to, printed as well.
+    """Compute and print the figures of `pairs`.
 
     Args:
-        batches: in a turn.
+        batches: per turn.
     """
-    ratio = Estimate.of([pair.watched.seconds / pair.bare.seconds for pair in pairs])
+    ratio = Estimate.of([pair.reported.seconds / pair.bare.seconds for pair in pairs])
     seconds, used = attrgetter("seconds"), attrgetter("driver_seconds")
     batch_ms = Estimate.of([seconds(pair.bare) / batches * 1e3 for pair in pairs])
-    driver = [(used(pair.watched) - used(pair.bare)) / seconds(pair.bare) for pair in pairs]
+    driver = [(used(pair.reported) - used(pair.bare)) / seconds(pair.bare) for pair in pairs]
     share = Estimate.of([100 * each for each in driver])
     print(
-        f"{case}: batch {batch_ms.shown(1)} ms; watched, {ratio.shown(4)} times that; "
-        f"the driver's processor busier by {share.shown(2)} % of one core",
+        f"{case}: batch {batch_ms.shown(1)} ms; with the report {ratio.shown(4)} times as long; "
+        f"the driver uses {share.shown(2)} % of a core more",
         flush=True,
     )
     return {
@@ -210,10 +210,10 @@ def figures_of(pairs: list[Pair], batches: int, case: str) -> dict[str, float]:
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(prog="benchmarks.report", description=__doc__)
-    parser.add_argument("--pairs", type=int, default=20, help="of turns, in each case")
-    parser.add_argument("--workloads", type=int, default=5, help="in a turn")
-    parser.add_argument("--batches", type=int, default=20, help="in a workload")
-    parser.add_argument("--pause", type=float, default=PAUSE_SECONDS, help="between turns, in s")
+    parser.add_argument("--pairs", type=int, default=20, help="pairs of turns in each case")
+    parser.add_argument("--workloads", type=int, default=5, help="workloads per turn")
+    parser.add_argument("--batches", type=int, default=20, help="batches per workload")
+    parser.add_argument("--pause", type=float, default=PAUSE_SECONDS, help="seconds between turns")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1])
     arguments = parser.parse_args()
     plan = Plan(arguments.pairs, arguments.workloads, arguments.batches, arguments.pause)

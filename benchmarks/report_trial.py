@@ -1,4 +1,4 @@
-"""The trial that `benchmarks.report` trains: batches of about 50 ms, and a line of log for each."""
+"""The trial of `benchmarks.report`: batches of about 50 ms, each with a log line."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ WARM_UP_PRODUCTS = 200
 
 
 class ReportedTrial(LoopTrial):
-    """Also multiplies matrices until a batch takes `batch_seconds`; their number is found once, so
-    that whatever slows the machine down makes batches longer.
+    """Multiplies matrices so that a batch takes `batch_seconds`.
 
-    Hyperparameters: those of `LoopTrial`, batch_seconds, chatty (a file: while it is there, every
+    The number of products is measured once, so that a slower machine makes batches longer.
+
+    Hyperparameters: those of `LoopTrial`, batch_seconds, chatty (a file: while it exists, every
     batch prints a line).
     """
 

@@ -1,13 +1,17 @@
-"""How soon accelerators are free once a run is cancelled, and how soon it trains again after a
-crash.
+"""Measures how soon a cancelled run frees its accelerators, and a crashed run trains again.
 
-A real server, work pool, automations and worker run the deployment's flow: what `trialflow up`
-has, with a database of its own. A run is cancelled through the API, as the UI does it, in the
-middle of training; and once more while it loads its data, when there is nothing to save yet. Then
-a rank is ended by SIGKILL: until the next batch has been trained the ranks are started again,
-build the model and restore the last checkpoint. Of another run the driver is: all of it is gone,
-and it is the server that finds out and schedules it again. What the model takes to start by itself
-is measured beside it, in processes with nothing of ours in them, and taken off.
+A real server, work pool, automations and worker run the deployment's flow, as under `trialflow up`,
+with a new database. Through the API, as the UI does it, a run is cancelled
+
+- during training;
+- while it loads its data, so that there is nothing to save.
+
+With SIGKILL,
+
+- a rank is killed: the ranks start again, build the model and restore the last checkpoint;
+- the driver is killed: the server notices and schedules the run again.
+
+The model's own start is measured in processes without trialflow, and subtracted.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from trial_core.slots.accelerators import count_accelerators
 
 POOL = "benchmark"
 ENDLESS = 10**6
-PATIENCE_SECONDS = 300.0
+TIMEOUT_SECONDS = 300.0
 TARGETS = {
     "cancel_and_save_seconds": 25.0,
     "cancel_with_nothing_to_save_seconds": 3.0,
@@ -45,22 +49,22 @@ TARGETS = {
 }
 
 
-def until(is_so: Callable[[], Any], what: str) -> Any:
-    """Wait until it is so; what it then is. Looked at 100 times a second.
+def until(condition: Callable[[], Any], what: str) -> Any:
+    """Poll `condition` 100 times per second until it is true; its value.
 
     Raises:
-        TimeoutError: it never is.
+        TimeoutError: it did not become true within 5 minutes.
     """
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (found := is_so()):
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not (found := condition()):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"within {PATIENCE_SECONDS:g} s there was never {what}")
+            raise TimeoutError(f"{what} was not seen within {TIMEOUT_SECONDS:g} s")
         time.sleep(0.01)
     return found
 
 
 def answered(ask: Callable[[], httpx.Response]) -> dict[str, Any]:
-    """What the server answers, when it can: SQLite may be locked for a while."""
+    """The server's answer; repeats the request while SQLite is locked."""
 
     def unless_busy() -> httpx.Response | None:
         response = ask()
@@ -71,12 +75,12 @@ def answered(ask: Callable[[], httpx.Response]) -> dict[str, Any]:
 
 
 class Run:
-    """A flow run in the hands of a worker below this process.
+    """A flow run of a worker below this process.
 
     Args:
-        folder: keeps all that it writes.
-        waits: whether it never comes to train.
-        saves_every: so many batches; by default at its end.
+        folder: for everything that it writes.
+        waits: whether it loads data for ever and never trains.
+        saves_every: batches between checkpoints; by default only at the end.
     """
 
     def __init__(
@@ -87,9 +91,9 @@ class Run:
         name = uuid.uuid4().hex[:8]
         self._record = folder / f"{name}.txt"
         config = experiment(
-            "SayingTrial", ranks, f"file://{folder}/{name}",
+            "TimestampTrial", ranks, f"file://{folder}/{name}",
             name=name,
-            entrypoint="benchmarks.stopping_trial:SayingTrial",
+            entrypoint="benchmarks.stopping_trial:TimestampTrial",
             hyperparameters={
                 "model": model, "bare_batches": 1, "record": str(self._record), "waits": waits,
             },
@@ -112,13 +116,13 @@ class Run:
         self._id: str = self._post(path, {"parameters": parameters})["id"]
 
     def trained(self) -> list[float]:
-        """When each batch was, in seconds since the epoch."""
+        """When each batch ended, in seconds since the epoch."""
         if not self._record.exists():
             return []
         return [float(line) for line in self._record.read_text().splitlines()]
 
     def has_begun(self) -> bool:
-        """Whether it trains, or waits as it was told."""
+        """Whether it trains, or waits if it is told to."""
         return self._record.exists()
 
     def ranks(self) -> list[psutil.Process]:
@@ -130,7 +134,7 @@ class Run:
         ]
 
     def cancel(self) -> float:
-        """Cancel it; how many seconds later none of its ranks was left."""
+        """Cancel it; seconds until none of its ranks is left."""
         ranks, began = self.ranks(), time.monotonic()
         state = {"type": "CANCELLING", "name": "Cancelling"}
         self._post(f"/flow_runs/{self._id}/set_state", {"state": state})
@@ -139,12 +143,12 @@ class Run:
         until(lambda: self._state() == "Cancelled", "the state Cancelled")
         return taken
 
-    def crash(self, is_drivers: bool) -> float:
-        """Kill a rank, or the driver; how many seconds later another batch has been trained."""
+    def crash(self, kills_driver: bool) -> float:
+        """Kill a rank, or the driver; seconds until another batch is trained."""
         ranks = self.ranks()
-        (psutil.Process(ranks[-1].ppid()) if is_drivers else ranks[-1]).kill()
+        (psutil.Process(ranks[-1].ppid()) if kills_driver else ranks[-1]).kill()
         killed_at = time.time()
-        # A batch of which all ranks had done their part may still end.
+        # A batch that all ranks had finished may still be recorded.
         until(lambda: not any(_runs(rank) for rank in ranks), "an end of the ranks")
         before = len(self.trained())
         until(lambda: len(self.trained()) > before, "training again")
@@ -159,31 +163,33 @@ class Run:
 
 
 def cancel_and_save(run: Run) -> float:
-    """Seconds from a Cancel to the end of the ranks of a run that has to save."""
+    """Seconds from Cancel to the end of the ranks, for a run that saves."""
     until(lambda: len(run.trained()) > 7, "training")
     taken = run.cancel()
     saved, trained = run.store.list()[-1].progress.batches_trained, len(run.trained())
     if saved != trained:
-        raise RuntimeError(f"the run trained {trained} batches, and saved after {saved}")
+        raise RuntimeError(
+            f"the run trained {trained} batches, but its checkpoint is of batch {saved}"
+        )
     return taken
 
 
 def cancel_with_nothing_to_save(run: Run) -> float:
-    """The same of one that has not begun to train."""
+    """Seconds from Cancel to the end of the ranks, for a run that has not trained."""
     until(run.has_begun, "data being loaded")
     return run.cancel()
 
 
-def crash_to_training(run: Run, is_drivers: bool = False) -> float:
-    """Seconds from SIGKILL of a rank, or of the driver, to the next batch trained by new ones."""
+def crash_to_training(run: Run, kills_driver: bool = False) -> float:
+    """Seconds from SIGKILL of a rank, or of the driver, to the next batch of new ranks."""
     until(run.store.list, "a checkpoint")
-    taken = run.crash(is_drivers)
+    taken = run.crash(kills_driver)
     run.cancel()
     return taken
 
 
 def own_start(model: str, ranks: int) -> float:
-    """Seconds until processes that know nothing of us have trained a batch of the model."""
+    """Seconds until processes without trialflow have trained a batch of the model."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     environment = {
@@ -201,24 +207,27 @@ def own_start(model: str, ranks: int) -> float:
         )
         for rank in range(ranks)
     ]  # fmt: skip
-    printed = [process.communicate(timeout=PATIENCE_SECONDS)[0] for process in processes]
+    printed = [process.communicate(timeout=TIMEOUT_SECONDS)[0] for process in processes]
     if any(process.returncode for process in processes):
-        raise RuntimeError(f"bare ranks ended so: {[p.returncode for p in processes]}, {printed}")
+        raise RuntimeError(
+            f"bare ranks ended with exit codes {[p.returncode for p in processes]}: {printed}"
+        )
     return float(printed[0].splitlines()[-1]) - began
 
 
 @contextmanager
 def prefect(folder: Path) -> Iterator[str]:
-    """A server and a worker that keep what they write below `folder`; the API's address."""
+    """A server and a worker with their logs in `folder`; the API's address."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import WorkPoolCreate
 
-    from trialflow.deployments.desired_state import automations, job_template
+    from trialflow.deployments.automations import automations
+    from trialflow.deployments.desired_state import job_template
     from trialflow.deployments.local_worker import LocalWorker
-    from trialflow.flows.server.local_server import LocalServer
+    from trialflow.flows.server.local_server import local_server
 
     template = job_template("process")
-    with LocalServer(0, folder / "server.log", PATIENCE_SECONDS) as server:
+    with local_server(0, folder / "server.log", TIMEOUT_SECONDS) as server:
         with get_client(sync_client=True) as client:
             client.create_work_pool(
                 WorkPoolCreate(name=POOL, type="process", base_job_template=template)
@@ -234,7 +243,7 @@ def prefect(folder: Path) -> Iterator[str]:
 
 
 def measure(folder: Path, model: str, ranks: int, rounds: int) -> dict[str, list[float]]:
-    """All that is measured, by name, in seconds: so many values each."""
+    """All measurements in seconds, by name: one value per round."""
     from trialflow.flows.server.prefect_settings import prepare_prefect
 
     prepare_prefect()
@@ -252,14 +261,14 @@ def measure(folder: Path, model: str, ranks: int, rounds: int) -> dict[str, list
             note("cancel_and_save_seconds", cancel_and_save(started()))
             idle = started(waits=True)
             note("cancel_with_nothing_to_save_seconds", cancel_with_nothing_to_save(idle))
-            again = crash_to_training(started(saves_every=5))
-            anew = crash_to_training(started(saves_every=5), is_drivers=True)
+            rank_crash = crash_to_training(started(saves_every=5))
+            driver_crash = crash_to_training(started(saves_every=5), kills_driver=True)
             own = own_start(model, ranks)
             note("own_start_seconds", own)
-            note("crash_to_training_seconds", again)
-            note("crash_to_training_besides_own_start_seconds", again - own)
-            note("driver_crash_to_training_seconds", anew)
-            note("driver_crash_to_training_besides_own_start_seconds", anew - own)
+            note("crash_to_training_seconds", rank_crash)
+            note("crash_to_training_besides_own_start_seconds", rank_crash - own)
+            note("driver_crash_to_training_seconds", driver_crash)
+            note("driver_crash_to_training_besides_own_start_seconds", driver_crash - own)
     return taken
 
 
@@ -270,10 +279,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--model", default="medium")
     arguments = parser.parse_args()
-    os.environ.pop("PREFECT_API_URL", None)  # it makes deployments, and does not tidy them up
+    os.environ.pop("PREFECT_API_URL", None)  # it creates deployments and does not remove them
     with temporary_homes() as folder:
         taken = measure(folder, arguments.model, arguments.ranks, arguments.rounds)
-    # The worst of all rounds: a cluster's grace period knows no median.
+    # The worst of all rounds: a cluster's grace period is a hard limit.
     conclude({name: max(values) for name, values in taken.items()}, TARGETS)
 
 

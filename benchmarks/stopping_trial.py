@@ -1,5 +1,7 @@
-"""What `benchmarks.stopping` stops: a trial that says when it trains; and the same model's start
-with nothing of ours around it: ``python -m benchmarks.stopping_trial MODEL`` in every rank."""
+"""The trial of `benchmarks.stopping`, which records when it trains.
+
+``python -m benchmarks.stopping_trial MODEL`` starts the same model without trialflow, in one rank.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from benchmarks.trial import BareLoop, LoopTrial, new_engine
 from trial_core.pytorch import DataLoader
 
 
-class SayingTrial(LoopTrial):
-    """Notes when each batch has been trained, a line each: seconds since the epoch.
+class TimestampTrial(LoopTrial):
+    """Writes one line per trained batch: seconds since the epoch.
 
-    Hyperparameters: those of `LoopTrial`; record (rank 0's file); waits (true: instead of training
-    it loads data for ever, and says so by making the file).
+    Hyperparameters: those of `LoopTrial`; record (rank 0's file); waits (true: it creates the file,
+    then loads data for ever instead of training).
     """
 
     def build_training_data_loader(self) -> DataLoader:
@@ -38,13 +40,13 @@ class SayingTrial(LoopTrial):
 
 
 def main() -> None:
-    """Build a model and an engine, and train a batch, as any script does; rank 0 says when."""
+    """Build a model and an engine, and train a batch; rank 0 prints the time."""
     model = MODELS[sys.argv[1]]
     deepspeed.init_distributed(verbose=False)
     BareLoop(new_engine(model(), model.micro_batch_size), model).run(1)
     if os.environ["RANK"] == "0":
         print(time.time(), flush=True)
-    os._exit(0)  # gloo may abort when the other rank has gone before
+    os._exit(0)  # gloo may abort if the other rank has ended
 
 
 if __name__ == "__main__":

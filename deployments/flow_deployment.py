@@ -1,4 +1,4 @@
-"""Deployments of our flows on a Prefect server, as `Resource`s."""
+"""Deployments of our flows on a Prefect server, as resources of `trialflow deploy`."""
 
 from __future__ import annotations
 
@@ -26,23 +26,22 @@ class FlowDeployment(Resource):
     """A deployment of one of our flows.
 
     Args:
-        wanted: the deployment.
-        place: where its runs are to be.
+        target: where its runs execute.
     """
 
-    def __init__(self, wanted: DesiredDeployment, place: DeploymentTarget) -> None:
+    def __init__(self, wanted: DesiredDeployment, target: DeploymentTarget) -> None:
         module, _, name = wanted.entrypoint.rpartition(".")
         self._flow: Flow[..., Any] = getattr(importlib.import_module(module), name)
         self._wanted = wanted
-        self._place = place
+        self._target = target
         self._name = f"{self._flow.name}/{wanted.name}"
         self.title = f"deployment {self._name}"
         self._ours: dict[str, Any] = {
             "entrypoint": wanted.entrypoint,
-            "work_pool_name": place.pool,
-            # None at all: an image has its own working folder.
+            "work_pool_name": target.pool,
+            # No pull step: an image has its own working folder.
             "pull_steps": (
-                [{WORKING_FOLDER: {"directory": place.directory}}] if place.directory else []
+                [{WORKING_FOLDER: {"directory": target.directory}}] if target.directory else []
             ),
             "parameter_openapi_schema": self._flow.parameters.model_dump(mode="json"),
             "enforce_parameter_schema": True,
@@ -54,16 +53,16 @@ class FlowDeployment(Resource):
             return False, ""
         if found.entrypoint != self._wanted.entrypoint:
             raise ConfigError(
-                f"{self.title} is there, and is somebody else's: it runs {found.entrypoint}, not "
-                f"{self._wanted.entrypoint}. Delete it first (`prefect deployment delete "
-                f"{self._name}`), or make it again under another name"
+                f"{self.title} exists and is not trialflow's: its entrypoint is "
+                f"{found.entrypoint}, not {self._wanted.entrypoint}. Delete it (`prefect "
+                f"deployment delete {self._name}`), or deploy it again under another name"
             )
-        return True, ", ".join(_WORDS.get(name, name) for name in self._changes(found))
+        return True, ", ".join(_FIELD_TITLES.get(name, name) for name in self._changes(found))
 
     def put(self, client: SyncPrefectClient) -> None:
         found = self.read(client)
         if found is not None:
-            # Not Prefect's upsert, which would delete the schedules.
+            # An update: Prefect's upsert would delete the schedules.
             client.update_deployment(found.id, DeploymentUpdate(**self._changes(found)))
             return
         client.create_deployment(
@@ -81,11 +80,11 @@ class FlowDeployment(Resource):
         if found is not None:
             client.delete_deployment(found.id)
 
-    def goes_with_it(self, client: SyncPrefectClient) -> str:
+    def side_effect_of_removal(self, client: SyncPrefectClient) -> str:
         found = self.read(client)
         if found is None:
             return ""
-        # Prefect deletes them with their deployment.
+        # Prefect deletes queued runs with their deployment.
         queued = {
             "deployments": {"id": {"any_": [str(found.id)]}},
             "flow_runs": {
@@ -93,17 +92,17 @@ class FlowDeployment(Resource):
             },
         }  # fmt: skip
         count: int = client.request("POST", "/flow_runs/count", json=queued).json()
-        return f"and {plural(count, 'run')} that had not started yet" if count else ""
+        return f"with {plural(count, 'run')} that had not started" if count else ""
 
     def read(self, client: SyncPrefectClient) -> DeploymentResponse | None:
-        """What is there under its name."""
+        """The existing deployment of that name; None if there is none."""
         try:
             return client.read_deployment_by_name(self._name)
         except ObjectNotFound:
             return None
 
     def _changes(self, found: DeploymentResponse) -> dict[str, Any]:
-        """The fields that are to be another."""
+        """The fields to update, with their new values."""
         wanted = {name: ours for name, ours in self._ours.items() if not self._keeps(name, found)}
         wanted["tags"] = [*found.tags, *(set(self._wanted.tags) - set(found.tags))]
         variables = found.job_variables or {}
@@ -118,21 +117,21 @@ class FlowDeployment(Resource):
         }
 
     def _keeps(self, field: str, found: DeploymentResponse) -> bool:
-        """Whether a field stays as somebody has set it."""
-        keeps_pool = self._place.keeps_pool and found.work_pool_name is not None
+        """Whether a field keeps the value that people have set."""
+        keeps_pool = self._target.keeps_pool and found.work_pool_name is not None
         if field == "work_pool_name":
             return keeps_pool
-        if field != "pull_steps" or not self._place.keeps_directory:
+        if field != "pull_steps" or not self._target.keeps_directory:
             return False
-        if keeps_pool or found.work_pool_name == self._place.pool:
+        if keeps_pool or found.work_pool_name == self._target.pool:
             return True
-        # It moves. A folder of this machine is no folder of an image's, and the other way round.
-        is_own = bool(found.pull_steps) and working_folder(found) is None
-        return is_own or bool(found.pull_steps) == bool(self._place.directory)
+        # The pool changes: a folder of this machine does not exist in an image, nor vice versa.
+        is_custom = bool(found.pull_steps) and working_folder(found) is None
+        return is_custom or bool(found.pull_steps) == bool(self._target.directory)
 
 
 def found_deployments(client: SyncPrefectClient) -> list[DeploymentResponse]:
-    """Those of our deployments that are there: the general ones, then those of models."""
+    """Our existing deployments: first those of ``prefect.yaml``, then those of models."""
     nowhere = DeploymentTarget("", None)
     ours = [*deployments(), *map(base_deployment, models_on_server(client))]
     each = (FlowDeployment(wanted, nowhere).read(client) for wanted in ours)
@@ -140,7 +139,7 @@ def found_deployments(client: SyncPrefectClient) -> list[DeploymentResponse]:
 
 
 def models_on_server(client: SyncPrefectClient) -> list[str]:
-    """The models whose retraining is deployed."""
+    """The models that have a deployment of `retrain`."""
     general = {each.name for each in deployments()}
     named = FlowFilter(name=FlowFilterName(any_=[FLOW]))
     found: list[DeploymentResponse] = []
@@ -151,7 +150,7 @@ def models_on_server(client: SyncPrefectClient) -> list[str]:
 
 
 def deployment_of(client: SyncPrefectClient, model: str) -> DeploymentResponse | None:
-    """The deployment of a model's retraining, if there is one."""
+    """The deployment that retrains the model; None if there is none."""
     try:
         return client.read_deployment_by_name(f"{FLOW}/{model}")
     except ObjectNotFound:
@@ -159,18 +158,18 @@ def deployment_of(client: SyncPrefectClient, model: str) -> DeploymentResponse |
 
 
 def working_folder(deployment: DeploymentResponse) -> str | None:
-    """The working folder of its runs, if that is all that is done before they start."""
+    """The working folder of its runs; None if its pull steps do anything else."""
     match deployment.pull_steps:
         case [{"prefect.deployments.steps.set_working_directory": {"directory": str(folder)}}]:
             return folder
     return None
 
 
-_WORDS = {
+_FIELD_TITLES = {
     "work_pool_name": "work pool",
     "pull_steps": "working folder",
-    "parameter_openapi_schema": "parameters' schema",
-    "enforce_parameter_schema": "checking of parameters",
-    "job_variables": "environment of its runs",
+    "parameter_openapi_schema": "parameter schema",
+    "enforce_parameter_schema": "parameter check",
+    "job_variables": "environment",
     "parameters": "experiment",
 }

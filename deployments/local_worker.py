@@ -1,7 +1,7 @@
-"""A process worker on this machine whose runs save when it is stopped, and which goes when the
-process that started it goes, SIGKILL included.
+"""A process worker on this machine that saves its runs when it is stopped.
 
 Prefect's own worker kills its runs when it is stopped, and leaves them behind when it is killed.
+This one also ends when the process that started it ends, SIGKILL included.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -27,87 +28,88 @@ from prefect.client.schemas.objects import State, StateType
 from prefect.states import AwaitingRetry
 
 from trialflow.deployments import process_reaper
-from trialflow.flows.server.local_server import STOP_LIMIT_SECONDS, end, start
+from trialflow.flows.server.child_process import start_child, stop_child
 from trialflow.flows.server.prefect_settings import chosen_settings
 
 POLL_SECONDS = 0.1
-# Prefect's own 10 s are half of what a crashed run may take to train again; and where somebody
-# waits at the terminal for their run to start, they seem long.
+SERVE_POLL_SECONDS = 1.0
+# A run's grace period, by default 25 s, and time to start and end.
+STOP_RUNS_TIMEOUT_SECONDS = 60.0
+# Prefect's default of 10 s is half of what a crashed run may take to train again.
 SETTINGS = {"PREFECT_WORKER_QUERY_SECONDS": "2"}
 
 
 class LocalWorker:
-    """``prefect worker start``, for the length of a block.
+    """``prefect worker start`` below a process reaper, for the length of a block.
 
     Args:
         pool: its work pool, of type process.
-        log_path: where its log goes, and its runs' output (appended); None: where that of this
-            process goes.
-        options: more for ``prefect worker start``.
+        log_path: the file that its log and its runs' output are appended to; None: this process's
+            output.
+        options: more options of ``prefect worker start``.
     """
 
-    def __init__(
-        self,
-        pool: str,
-        log_path: Path | None,
-        options: tuple[str, ...] = (),
-    ) -> None:
-        command = [
-            *(
-                process_reaper.__file__,
-                str(os.getpid()),
-                sys.executable,
-                "-m",
-                "prefect",
-                "--no-prompt",
-            ),
-            *("worker", "start", "--pool", pool, "--type", "process", *options),
-        ]
-        # The job template's `command` begins with `python`: this one.
+    def __init__(self, pool: str, log_path: Path | None, options: tuple[str, ...] = ()) -> None:
+        worker = ["-m", "prefect", "--no-prompt", "worker", "start", "--pool", pool]
+        command = [process_reaper.__file__, str(os.getpid()), sys.executable, *worker]
+        # The job template's `command` begins with `python`, which must be this one.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-        self._keeper = start(command, {**SETTINGS, **chosen_settings(), "PATH": path}, log_path)
+        variables = {**SETTINGS, **chosen_settings(), "PATH": path}
+        self._reaper = start_child([*command, "--type", "process", *options], variables, log_path)
 
     def __enter__(self) -> LocalWorker:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """End the worker in good order, and with it whatever of its runs is left."""
+        """Terminate the worker; after its grace period, kill it and its remaining runs."""
         with contextlib.suppress(ProcessLookupError):
-            self._keeper.send_signal(signal.SIGTERM)
+            self._reaper.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._keeper.wait(process_reaper.GRACE_SECONDS)
-        end(self._keeper, STOP_LIMIT_SECONDS)
+            self._reaper.wait(process_reaper.GRACE_SECONDS)
+        stop_child(self._reaper)
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has ended by itself."""
-        return self._keeper.poll() is not None
+        """Whether the worker has ended by itself."""
+        return self._reaper.poll() is not None
 
-    def stop_runs(self, limit_seconds: float) -> None:
-        """Have its runs save and end, each back in its queue; wait for that. Then end the block."""
-        deadline = time.monotonic() + limit_seconds
-        below = _children(psutil.Process(self._keeper.pid))
-        workers = [process for process in below if "worker" in _command(process)]
-        # Those whose own keeper was killed save by themselves, below ours.
-        saving = [process for process in below if "prefect.engine" in _command(process)]
+    def serve(self, should_end: Callable[[], bool] = lambda: False) -> None:
+        """Return when the worker has ended, or should; in the latter case stop its runs first.
+
+        The runs are stopped as well if a signal raises an exception here.
+        """
+        try:
+            while not (self.has_ended or should_end()):
+                time.sleep(SERVE_POLL_SECONDS)
+        finally:
+            if not self.has_ended:
+                self.stop_runs(STOP_RUNS_TIMEOUT_SECONDS)
+
+    def stop_runs(self, timeout_seconds: float) -> None:
+        """Have the runs save, go back into their queue and end. The worker takes no more runs."""
+        deadline = time.monotonic() + timeout_seconds
+        children = _children(psutil.Process(self._reaper.pid))
+        workers = [process for process in children if "worker" in _command(process)]
+        # Engines whose supervisor was killed are the reaper's children, and save by themselves.
+        engines = [process for process in children if "prefect.engine" in _command(process)]
         for worker in workers:
-            # It would take its own runs out of the queue again.
-            worker.suspend()
+            worker.suspend()  # it would take its own runs from the queue again
         runs = [run for worker in workers for run in _children(worker)]
         for run in runs:
             with contextlib.suppress(psutil.NoSuchProcess):
                 run.terminate()
-        while any(map(_is_alive, [*runs, *saving])) and time.monotonic() < deadline:
+        while any(map(_is_running, [*runs, *engines])) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         for worker in workers:
             with contextlib.suppress(psutil.NoSuchProcess):
-                worker.terminate()  # first, so that it does nothing else when it wakes
+                worker.terminate()  # before it resumes, so that it does nothing else
                 worker.resume()
 
 
-def put_back_interrupted(client: SyncPrefectClient, pool: str) -> int:
-    """Schedule runs of a work pool again whose start was interrupted, by the end of the worker that
-    was at it; how many. Only for a pool that has no worker now.
+def requeue_interrupted_starts(client: SyncPrefectClient, pool: str) -> int:
+    """Schedule the runs again that a worker was starting when it ended; how many.
+
+    Call it only for a work pool that has no worker now.
     """
     interrupted = client.read_flow_runs(
         flow_run_filter=FlowRunFilter(
@@ -116,8 +118,8 @@ def put_back_interrupted(client: SyncPrefectClient, pool: str) -> int:
         work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])),
     )
     for run in interrupted:
-        again: State[None] = AwaitingRetry(message="its start was interrupted")
-        client.set_flow_run_state(run.id, again, force=True)
+        state: State[None] = AwaitingRetry(message="its start was interrupted")
+        client.set_flow_run_state(run.id, state, force=True)
     return len(interrupted)
 
 
@@ -135,8 +137,8 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def _is_alive(process: psutil.Process) -> bool:
-    """Whether it runs. A worker that is suspended buries nobody."""
+def _is_running(process: psutil.Process) -> bool:
+    """Whether it runs. A suspended worker leaves its ended runs as zombies."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -1,8 +1,8 @@
-"""The things that `trialflow deploy` keeps on a Prefect server: each can look whether it is there
-as it should be, put itself there, and remove itself. Deployments are in `trialflow.deployments.flow_deployment`.
+"""What `trialflow deploy` manages on a Prefect server: work pools, the GPU limit, automations.
 
-What a person has set there in the meantime stays: schedules, default parameters, job variables, a
-work pool's template, an automation that was paused.
+Deployments are in `trialflow.deployments.flow_deployment`. A resource never overwrites what people
+have changed on the server: schedules, default parameters, job variables, a work pool's template, a
+paused automation.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from prefect.exceptions import ObjectNotFound
 from trial_core.errors import ConfigError
 from trialflow.deployments.desired_state import PoolType, job_template
 from trialflow.flows.lifecycle.gpu_slots import GPU_LIMIT
+from trialflow.flows.server.local_server import PERSISTENT_LEASE_STORAGE
 
+# Marks our own pools: only a pool with this description is removed.
 POOL_DESCRIPTION = "Made by `trialflow deploy`, which removes it again."
-FORGETFUL_LEASE_STORAGE = "prefect.server.concurrency.lease_storage.memory"
-LASTING_LEASE_STORAGE = "prefect.server.concurrency.lease_storage.filesystem"
+MEMORY_LEASE_STORAGE = "prefect.server.concurrency.lease_storage.memory"
 
-Verb = Literal["created", "changed", "unchanged", "removed", "kept", "not there"]
+Verb = Literal["created", "changed", "unchanged", "removed", "kept", "not found"]
 
 
 @dataclass(frozen=True)
 class Change:
-    """What was done about one thing.
+    """What was done with one resource; in a dry run, what would be done.
 
     Attributes:
-        verb: what; in a dry run, what would be.
-        thing: about what.
-        detail: more about it, for people; may be empty.
+        resource: the resource's title.
+        detail: how, or why not; may be empty.
     """
 
     verb: Verb
-    thing: str
+    resource: str
     detail: str = ""
 
 
@@ -53,78 +53,78 @@ class Resource(ABC):
     """Something that the server should have.
 
     Attributes:
-        title: what it is called.
+        title: its name in the command's output.
     """
 
     title: str
 
     @abstractmethod
     def look(self, client: SyncPrefectClient) -> tuple[bool, str]:
-        """Whether it is there, and in what it differs from how it should be, in words.
+        """Whether it exists, and how it differs from what is wanted (empty: not at all).
 
         Raises:
-            ConfigError: something else is there under its name.
+            ConfigError: something else exists under its name.
         """
 
     @abstractmethod
     def put(self, client: SyncPrefectClient) -> None:
-        """Create it, or make it as it should be."""
+        """Create or update it."""
 
     @abstractmethod
     def remove(self, client: SyncPrefectClient) -> None:
-        """Remove it, which is there."""
+        """Remove it. It exists."""
 
-    def why_kept(self, client: SyncPrefectClient) -> str:
-        """Why it, which is there, is not to be removed, in words; empty: it is."""
+    def reason_to_keep(self, client: SyncPrefectClient) -> str:
+        """Why the existing resource is not removed; empty: it is removed."""
         return ""
 
-    def goes_with_it(self, client: SyncPrefectClient) -> str:
-        """What is removed together with it, which is there, in words; may be empty."""
+    def side_effect_of_removal(self, client: SyncPrefectClient) -> str:
+        """What else the server deletes with the existing resource; may be empty."""
         return ""
 
 
 def set_up(
-    things: Iterable[Resource], client: SyncPrefectClient, dry_run: bool
+    resources: Iterable[Resource], client: SyncPrefectClient, dry_run: bool
 ) -> Iterator[Change]:
-    """Put there what is not, one after the other; what was done (in a dry run: would be).
+    """Create or update the resources, in their order; yield each change once it is made.
 
     Raises:
-        ConfigError: something else is there under one of their names; nothing was done.
+        ConfigError: something else exists under one of their names; nothing was changed.
     """
-    for thing, (exists, difference) in [(thing, thing.look(client)) for thing in things]:
+    for each, (exists, difference) in [(each, each.look(client)) for each in resources]:
         if exists and not difference:
-            yield Change("unchanged", thing.title)
+            yield Change("unchanged", each.title)
             continue
         if not dry_run:
-            thing.put(client)
-        yield Change("changed" if exists else "created", thing.title, difference)
+            each.put(client)
+        yield Change("changed" if exists else "created", each.title, difference)
 
 
 def take_down(
-    things: Iterable[Resource], client: SyncPrefectClient, dry_run: bool
+    resources: Iterable[Resource], client: SyncPrefectClient, dry_run: bool
 ) -> Iterator[Change]:
-    """Remove what is there and ours; what was done (in a dry run: would be).
+    """Remove those resources that exist and are ours, in their order; yield each change.
 
     Raises:
-        ConfigError: something else is there under one of their names; nothing was done.
+        ConfigError: something else exists under one of their names; nothing was changed.
     """
-    for thing, (exists, _) in [(thing, thing.look(client)) for thing in things]:
+    for each, (exists, _) in [(each, each.look(client)) for each in resources]:
         if not exists:
-            yield Change("not there", thing.title)
-        elif why := thing.why_kept(client):
-            yield Change("kept", thing.title, why)
+            yield Change("not found", each.title)
+        elif reason := each.reason_to_keep(client):
+            yield Change("kept", each.title, reason)
         else:
-            gone_too = thing.goes_with_it(client)
+            side_effect = each.side_effect_of_removal(client)
             if not dry_run:
-                thing.remove(client)
-            yield Change("removed", thing.title, gone_too)
+                each.remove(client)
+            yield Change("removed", each.title, side_effect)
 
 
 class Pool(Resource):
     """A work pool with our job template.
 
     Args:
-        overwrite: whether a pool that is there already is given our template.
+        overwrite: whether an existing pool receives our template.
     """
 
     def __init__(self, name: str, pool_type: PoolType, overwrite: bool = False) -> None:
@@ -140,8 +140,8 @@ class Pool(Resource):
             return False, ""
         if found.type != self._type:
             raise ConfigError(
-                f"work pool {self._name!r} is there, and of type {found.type}, not {self._type}: "
-                f"give --type {found.type}, or another name with --pool"
+                f"work pool {self._name!r} exists with type {found.type}, not {self._type}: pass "
+                f"--type {found.type}, or another name with --pool"
             )
         differs = self._overwrite and found.base_job_template != self._template
         return True, "its job template" if differs else ""
@@ -162,7 +162,7 @@ class Pool(Resource):
     def remove(self, client: SyncPrefectClient) -> None:
         client.delete_work_pool(self._name)
 
-    def why_kept(self, client: SyncPrefectClient) -> str:
+    def reason_to_keep(self, client: SyncPrefectClient) -> str:
         found = self._read(client)
         is_ours = found is None or found.description == POOL_DESCRIPTION
         return "" if is_ours else "it was not made by `trialflow deploy`"
@@ -172,10 +172,10 @@ class Pool(Resource):
 
 
 class GpuLimit(Resource):
-    """The number of GPUs that runs share.
+    """The concurrency limit that counts the GPUs that runs share.
 
     Args:
-        count: how many; None: nobody has asked for one, and so one that is there stays.
+        count: how many; None: not given, so an existing limit is kept.
     """
 
     def __init__(self, count: int | None) -> None:
@@ -203,12 +203,12 @@ class GpuLimit(Resource):
     def remove(self, client: SyncPrefectClient) -> None:
         client.delete_global_concurrency_limit_by_name(GPU_LIMIT)
 
-    def why_kept(self, client: SyncPrefectClient) -> str:
-        return "" if self._count else "was not asked for: --gpus"
+    def reason_to_keep(self, client: SyncPrefectClient) -> str:
+        return "" if self._count else "--gpus was not given"
 
 
 def find_pool(client: SyncPrefectClient, name: str) -> WorkPool | None:
-    """The work pool of that name, if there is one."""
+    """The work pool of that name; None if there is none."""
     try:
         return client.read_work_pool(name)
     except ObjectNotFound:
@@ -216,7 +216,7 @@ def find_pool(client: SyncPrefectClient, name: str) -> WorkPool | None:
 
 
 class AutomationResource(Resource):
-    """An automation, which is known by its name."""
+    """An automation, identified by its name."""
 
     def __init__(self, name: str) -> None:
         self.title = f"automation {name!r}"
@@ -224,7 +224,7 @@ class AutomationResource(Resource):
 
     @abstractmethod
     def wanted(self, client: SyncPrefectClient) -> AutomationCore | None:
-        """The automation as it should be; None: what it is about is not there yet."""
+        """The automation that is wanted; None: its deployment does not exist yet."""
 
     def look(self, client: SyncPrefectClient) -> tuple[bool, str]:
         found, wanted = self._read(client), self.wanted(client)
@@ -234,7 +234,7 @@ class AutomationResource(Resource):
             getattr(found, name) == getattr(wanted, name, None)
             for name in ("description", "trigger", "actions")
         )
-        return True, "" if same else "what it does"
+        return True, "" if same else "trigger, action or description"
 
     def put(self, client: SyncPrefectClient) -> None:
         found, wanted = self._read(client), self.wanted(client)
@@ -243,7 +243,7 @@ class AutomationResource(Resource):
         if found is None:
             client.create_automation(wanted)
             return
-        # The server refuses a change of the owner, even to what it is.
+        # The server refuses any owner in an update, even the same one.
         ours = wanted.model_dump(exclude={"owner_resource", "enabled"})
         client.update_automation(found.id, AutomationCore(**ours, enabled=found.enabled))
 
@@ -269,14 +269,14 @@ class FixedAutomation(AutomationResource):
 
 
 def lease_problem(client: SyncPrefectClient) -> str | None:
-    """What is wrong with how the server keeps leases of GPUs; None when nothing is."""
+    """A warning if the server loses its leases when it restarts; else None."""
     settings = client.request("GET", "/admin/settings").json()
     storage = settings["server"]["concurrency"]["lease_storage"]
-    if storage != FORGETFUL_LEASE_STORAGE:
+    if storage != MEMORY_LEASE_STORAGE:
         return None
     return (
-        "the server keeps leases in its memory: when it is restarted, running trials lose their "
-        "GPUs' places in the queue, and others may start beside them; runs of a deployment with a "
-        "concurrency limit crash. Start it with "
-        f"PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE={LASTING_LEASE_STORAGE}"
+        "the server keeps leases in memory. When it restarts, running trials lose their slots of "
+        "the GPU limit, and other runs may start on the same GPUs; runs of a deployment with a "
+        "concurrency limit crash. Start the server with "
+        f"PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE={PERSISTENT_LEASE_STORAGE}"
     )

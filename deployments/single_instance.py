@@ -1,12 +1,11 @@
-"""One `trialflow up` of a PREFECT_HOME at a time.
+"""One `trialflow up` per PREFECT_HOME at a time.
 
-A second one would serve the same database on another port, take runs from the same queue, and put
-back what the first one's worker is just starting.
+A second one would serve the same database on another port, take runs from the same queue, and
+requeue runs that the first one's worker is starting.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterator
@@ -19,42 +18,34 @@ LOCK = "trialflow-up.lock"
 
 
 @contextmanager
-def only_one(home: Path) -> Iterator[Callable[[str], None]]:
-    """Be the only one in the folder `home` for the length of the block.
-
-    The kernel's lock, which goes with its holder, SIGKILL included.
+def single_instance(home: Path) -> Iterator[Callable[[str], None]]:
+    """Hold the folder's lock for the block. The kernel releases it if this process is killed.
 
     Returns:
-        Tells those who come later where the server is: its API's address.
+        Stores the API's address, for the message that a second instance shows.
 
     Raises:
-        ConfigError: there is one, or there can be no lock.
+        ConfigError: another process holds the lock, or the file system has no locks.
     """
     home.mkdir(parents=True, exist_ok=True)
-    # Not emptied: it may be the other one's.
-    with (home / LOCK).open("a+") as file:
+    with (home / LOCK).open("a+") as file:  # not truncated: the holder's description is in it
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"`trialflow up` already runs in {home}: {Path(file.name).read_text()}. Use that "
+                "server (set PREFECT_API_URL to its address), or stop it (Ctrl-C). For a second "
+                "server, set PREFECT_HOME to another folder"
+            ) from None
         except OSError as error:
-            raise ConfigError(_refusal(home, file.name, error)) from None
+            raise ConfigError(
+                f"{file.name} cannot be locked ({error}): set PREFECT_HOME to a folder on a local "
+                "disk"
+            ) from None
 
-        def say(api_url: str) -> None:
-            _write(file.fileno(), f"process {os.getpid()}, at {api_url}")
+        def describe(text: str) -> None:
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), f"process {os.getpid()}, {text}".encode())
 
-        _write(file.fileno(), f"process {os.getpid()}, which is starting")
-        yield say
-
-
-def _refusal(home: Path, lock: str, error: OSError) -> str:
-    if error.errno != errno.EWOULDBLOCK:
-        return f"{lock} cannot be locked ({error}): set PREFECT_HOME to a folder of a local disk"
-    return (
-        f"`trialflow up` runs already in {home}: {Path(lock).read_text()}. Use that one "
-        "(PREFECT_API_URL is its address), or stop it (Ctrl-C); for another one beside it, set "
-        "PREFECT_HOME to a folder of its own"
-    )
-
-
-def _write(fd: int, text: str) -> None:
-    os.ftruncate(fd, 0)
-    os.write(fd, text.encode())  # appended
+        describe("which is starting")
+        yield lambda api_url: describe(f"at {api_url}")

@@ -30,9 +30,9 @@ from trial_core.retention.claims import running
 from trial_core.run.observer import current_observer
 from trial_core.run.run_dirs import run_folder, slug, trial_id
 from trial_core.run.stop_request import Stopping
-from trialflow.flows.lifecycle.crash_limit import refuse_if_crashed_too_often
+from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.gpu_slots import gpu_slots
-from trialflow.flows.lifecycle.stop_watch import StopWatch
+from trialflow.flows.lifecycle.stop_monitor import StopMonitor
 from trialflow.flows.train import fetch, launch_slots, obeying, patience, refuse_missing_code
 from trialflow.tasks.build import build_loaders, build_trial
 from trialflow.tasks.run import TrialRun
@@ -80,14 +80,14 @@ def evaluate(
     """
     flow_run_id = str(runtime.flow_run.id)
     settings = config.stopping
-    refuse_if_crashed_too_often(config.max_restarts)
+    check_crash_limit(config.max_restarts)
     refuse_missing_code(config)
     with (
         gpu_slots(config) as devices,
         Stopping(settings.grace_seconds) as stopping,
-        StopWatch(stopping, settings.time_budget_seconds) as watch,
+        StopMonitor(stopping, settings.time_budget_seconds) as watch,
     ):
-        result = watch.concluding(
+        result = watch.run(
             lambda: evaluate_checkpoint(config, checkpoint, flow_run_id, stopping, devices)
         )
     if isinstance(result, State):

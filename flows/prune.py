@@ -21,7 +21,7 @@ from trial_core.retention.leftovers import GIVEN_UP_DAYS, Leftover
 from trial_core.retention.policy import RetentionDecision
 from trial_core.retention.pruning import PruningPlan
 from trial_core.run.run_dirs import slug
-from trialflow.flows.lifecycle.crash_limit import refuse_if_crashed_too_often
+from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.tasks.prune import delete_checkpoints, plan_prune, plan_sweep, sweep
 
 
@@ -66,7 +66,7 @@ def prune(
             given up so soon that an upload may take as long.
         StorageError: the storage failed.
     """
-    refuse_if_crashed_too_often(config.max_restarts)
+    check_crash_limit(config.max_restarts)
     policy = config.retention()
     if policy is None and not leftovers_only:
         raise ConfigError(

@@ -34,9 +34,9 @@ from trial_core.retention.claims import running
 from trial_core.run.searcher_metric import searcher_metric
 from trial_core.run.stop_request import Stopping
 from trialflow.flows.evaluate import EvaluateResult, evaluate_checkpoint
-from trialflow.flows.lifecycle.crash_limit import refuse_if_crashed_too_often
+from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.gpu_slots import gpu_slots
-from trialflow.flows.lifecycle.stop_watch import StopWatch
+from trialflow.flows.lifecycle.stop_monitor import StopMonitor
 from trialflow.flows.retraining.model_lock import FLOW, AlreadyRetraining, model_lock
 from trialflow.flows.retraining.outcome import (
     RetrainResult,
@@ -77,7 +77,7 @@ def retrain(
         CallbackFailed: a callback failed after the decision.
         RankFailed, Stalled, TrialError: as `train`.
     """
-    refuse_if_crashed_too_often(config.max_restarts)
+    check_crash_limit(config.max_restarts)
     refuse_missing_code(config)
     retraining = RetrainingRun(config, str(runtime.flow_run.id))
     existing_plan = retraining.journal.plan()
@@ -97,8 +97,8 @@ def retrain(
         devices = stack.enter_context(gpu_slots(config))
         stopping = stack.enter_context(Stopping(config.stopping.grace_seconds))
         budget_seconds = config.stopping.time_budget_seconds
-        watch = stack.enter_context(StopWatch(stopping, budget_seconds))
-        return watch.concluding(lambda: retrain_model(retraining, plan, stopping, devices))
+        watch = stack.enter_context(StopMonitor(stopping, budget_seconds))
+        return watch.run(lambda: retrain_model(retraining, plan, stopping, devices))
 
 
 # flow.serve() pickles the flow without this module's names, which the annotations need.

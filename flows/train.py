@@ -44,10 +44,10 @@ from trial_core.run.stop_request import Stopping
 from trial_core.slots.accelerators import slots_to_launch
 from trial_core.slots.group import SlotGroup
 from trial_core.units import in_batches
-from trialflow.flows.lifecycle.crash_limit import refuse_if_crashed_too_often
+from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.gpu_slots import gpu_slots
 from trialflow.flows.lifecycle.restarts import Restarts
-from trialflow.flows.lifecycle.stop_watch import LOOK_SECONDS, StopWatch
+from trialflow.flows.lifecycle.stop_monitor import POLL_SECONDS, StopMonitor
 from trialflow.flows.uploads import Uploads
 from trialflow.tasks.build import build_loaders, build_trial, fetch_checkpoint
 from trialflow.tasks.callbacks import run_callbacks
@@ -103,14 +103,14 @@ def train(config: ExperimentConfig, trial: str | None = None) -> TrialResult | S
     flow_run_id = str(runtime.flow_run.id)
     trial = trial or trial_id(config.name, flow_run_id)
     settings = config.stopping
-    refuse_if_crashed_too_often(config.max_restarts)
+    check_crash_limit(config.max_restarts)
     refuse_missing_code(config)
     with (
         gpu_slots(config) as devices,
         Stopping(settings.grace_seconds) as stopping,
-        StopWatch(stopping, settings.time_budget_seconds) as watch,
+        StopMonitor(stopping, settings.time_budget_seconds) as watch,
     ):
-        result = watch.concluding(lambda: train_trial(config, trial, stopping, devices))
+        result = watch.run(lambda: train_trial(config, trial, stopping, devices))
     if isinstance(result, State):
         return result
     return replace(result, flow_run_id=flow_run_id)
@@ -167,7 +167,7 @@ def train_trial(
                 get_run_logger().error("%s", failure.report())
                 if stopping.asked is not None:
                     raise Stopped(f"{stopping.asked}, and while it saved: {failure}") from failure
-                if not restarts.has_another(failure, run):
+                if not restarts.grant(failure, run):
                     raise
                 report.restarting(str(failure), restarts.count, restarts.limit)
                 clear_leftovers(run_dir)
@@ -190,7 +190,7 @@ def patience(config: ExperimentConfig) -> float:
     """How long to wait for an attempt that was taken for dead: it notices, and ends."""
     if runtime.deployment.id is None:
         return 0.0
-    return config.stopping.grace_seconds + 2 * LOOK_SECONDS
+    return config.stopping.grace_seconds + 2 * POLL_SECONDS
 
 
 def launch_slots(run: TrialRun) -> SlotGroup:

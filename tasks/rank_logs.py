@@ -1,7 +1,7 @@
-"""The ranks' logs: how much of them reaches Prefect, and all of them in the storage.
+"""The ranks' logs: Prefect receives a limited number of lines, the storage receives all.
 
-Prefect keeps every line in its database, so a trial that prints a line a batch would fill it. The
-ranks' files hold everything; they lie with the run's other files, below ``runs/{trial}``.
+Prefect stores every line in its database, and a trial that prints a line per batch would fill it.
+The complete log files are stored with the run's other files, below ``runs/{trial}``.
 """
 
 from __future__ import annotations
@@ -25,94 +25,97 @@ from trial_core.transfer.run_files import TENSORBOARD, tensorboard_url
 BURST_LINES = 500
 LINES_PER_SECOND = 5.0
 
-# Up to this size a file goes with every checkpoint, beyond it once it has grown by a half: however
-# long the run, a log is sent at most three times over, and once more at the end.
+# A file up to this size is uploaded after every checkpoint; a larger one only after it has grown by
+# half. So a log is uploaded at most three times over, and once more at the end.
 SMALL_BYTES = 2**20
 GROWTH = 1.5
 
-LAST_SECONDS = 60.0
-# A run that is being stopped has only so long until its process is killed.
-HURRIED_SECONDS = 3.0
+FINAL_TIMEOUT_SECONDS = 60.0
+# A run that is stopping may be killed soon.
+URGENT_TIMEOUT_SECONDS = 3.0
 
 
-class LogCap:
-    """How many lines of the ranks' logs Prefect is given: a burst, then a few a second."""
+class LogLimit:
+    """A token bucket of log lines: a burst, then a few per second."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._budget = float(BURST_LINES)
         self._at = clock()
-        self._left_out = 0
+        self._dropped = 0
 
-    def admits(self) -> bool:
-        """Whether the next line is to be shown; counted as left out if not."""
+    def allows(self) -> bool:
+        """Whether the next line is sent to Prefect; if not, it is counted as dropped."""
         now = self._clock()
         self._budget = min(BURST_LINES, self._budget + (now - self._at) * LINES_PER_SECOND)
         self._at = now
         if self._budget < 1:
-            self._left_out += 1
+            self._dropped += 1
             return False
         self._budget -= 1
         return True
 
-    def left_out(self) -> int:
-        """How many lines were left out since this was last asked."""
-        count, self._left_out = self._left_out, 0
+    def dropped(self) -> int:
+        """How many lines were dropped since the last call."""
+        count, self._dropped = self._dropped, 0
         return count
 
 
-class LogCaps:
-    """The budgets of a run's log lines, none of which another one uses up: rank 0's output, what
-    alarms in it, and the other ranks', of which nothing but what alarms comes here.
+class LogLimits:
+    """Separate limits for rank 0's output, its warnings, and the other ranks' warnings.
+
+    None of them uses up another's budget. Of the other ranks only warnings come here.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._output, self._alarms, self._others = LogCap(clock), LogCap(clock), LogCap(clock)
+        self._output, self._warnings = LogLimit(clock), LogLimit(clock)
+        self._others = LogLimit(clock)
 
-    def admits(self, rank: int, is_alarming: bool) -> bool:
-        """Whether the next line is to be shown; counted as left out if not."""
+    def allows(self, rank: int, is_warning: bool) -> bool:
+        """Whether the next line is sent to Prefect; if not, it is counted as dropped."""
         if rank != 0:
-            return self._others.admits()
-        return (self._alarms if is_alarming else self._output).admits()
+            return self._others.allows()
+        return (self._warnings if is_warning else self._output).allows()
 
-    def left_out(self) -> int:
-        """How many lines were left out since this was last asked."""
-        return sum(cap.left_out() for cap in (self._output, self._alarms, self._others))
+    def dropped(self) -> int:
+        """How many lines were dropped since the last call."""
+        return sum(limit.dropped() for limit in (self._output, self._warnings, self._others))
 
 
 class StoredLogs:
-    """Brings the logs in a run's folder to the storage, and a few files beside them.
+    """Uploads a run's logs, and a few files beside them.
 
-    Logs of several machines, or of an emptied disk, must not overwrite each other: each folder of
-    logs has a place of its own, named by when and where it was first stored.
+    The logs of several machines, or of a machine whose disk was erased, must not overwrite each
+    other. So each log folder has its own name in the storage, with the time and the host of its
+    first upload.
 
     Args:
         run_dir: the trial's folder on this machine; its logs are in ``logs``.
-        beside: names of files in `run_dir` that go with them, and are replaced.
+        other_files: names of files in `run_dir` that are uploaded too, and overwritten.
     """
 
     def __init__(
-        self, store: CheckpointStore, trial: str, run_dir: Path, beside: tuple[str, ...]
+        self, store: CheckpointStore, trial: str, run_dir: Path, other_files: tuple[str, ...]
     ) -> None:
         self._store = store
         self._trial = trial
         self._run_dir = run_dir
-        self._beside = beside
+        self._other_files = other_files
         self._logs = run_dir / "logs"
-        self._place = _place(run_dir / "logs-place")
-        self._sent: dict[Path, tuple[int, int]] = {}
+        self._folder = _stored_folder(run_dir / "logs-place")
+        self._uploaded: dict[Path, tuple[int, int]] = {}
         self._stop = StopSignal()
 
-    def places(self) -> dict[str, str]:
-        """Where the logs are, for people: in the storage, and here."""
-        here = {f"Logs on {socket.gethostname()}": str(self._logs)}
-        if self._store.is_process_local:  # gone with this process: nothing is stored there
-            return here
+    def locations(self) -> dict[str, str]:
+        """Where the logs are, by title: in the storage, and on this machine."""
+        local = {f"Logs on {socket.gethostname()}": str(self._logs)}
+        if self._store.is_process_local:  # it ends with this process: nothing is stored there
+            return local
         run = f"{self._store.url}/{layout.run_folder(self._trial)}"
-        return {"Logs": f"{run}/{self._place}", **here}
+        return {"Logs": f"{run}/{self._folder}", **local}
 
     def stored(self, name: str) -> bytes | None:
-        """A file that was stored beside the logs, by this run or an earlier one.
+        """The stored content of one of the other files, from this run or an earlier one.
 
         Raises:
             StorageError: the storage failed.
@@ -120,43 +123,44 @@ class StoredLogs:
         return self._store.storage.read(layout.run_file_key(self._trial, name))
 
     def tensorboard(self) -> str | None:
-        """Where the trial's files for TensorBoard are, if some are stored.
+        """Where the trial's TensorBoard files are; None if none are stored.
 
         Raises:
             StorageError: the storage failed.
         """
-        # Not asked of the storage for a trial that writes none.
+        # A trial that writes none does not cost a request.
         if self._store.is_process_local or not (self._run_dir / TENSORBOARD).exists():
             return None
         folder = layout.run_file_key(self._trial, TENSORBOARD)
-        is_there = bool(self._store.storage.sizes(folder))
-        return tensorboard_url(self._store, self._trial) if is_there else None
+        has_files = bool(self._store.storage.sizes(folder))
+        return tensorboard_url(self._store, self._trial) if has_files else None
 
     def store_changed(self) -> None:
-        """Store what has changed enough to be worth it. One thread at a time.
+        """Upload the files that have changed enough. One thread at a time.
 
         Raises:
             StorageError: the storage failed. The next call tries again.
             OSError: a log cannot be copied.
         """
-        self._store_all(self._is_worth_it, self._stop)
+        self._store_all(self._has_changed_enough, self._stop)
 
-    def hurry(self) -> None:
-        """Have `store_changed` end soon, since the run has ended."""
+    def cut_short(self) -> None:
+        """Make a running `store_changed` return soon, because the run has ended."""
         self._stop.set()
 
-    def store_last(self, is_in_a_hurry: bool) -> None:
-        """Store all that is left, the ranks having ended; what takes too long is left out.
+    def store_final(self, is_urgent: bool) -> None:
+        """Upload everything, after the ranks have ended; stop at a timeout.
 
         Args:
-            is_in_a_hurry: whether the process may be killed in a moment.
+            is_urgent: whether the process may be killed soon.
 
         Raises:
             StorageError: the storage failed.
             OSError: a log cannot be copied.
         """
         stop = StopSignal()
-        timer = threading.Timer(HURRIED_SECONDS if is_in_a_hurry else LAST_SECONDS, stop.set)
+        timeout_seconds = URGENT_TIMEOUT_SECONDS if is_urgent else FINAL_TIMEOUT_SECONDS
+        timer = threading.Timer(timeout_seconds, stop.set)
         timer.daemon = True
         timer.start()
         try:
@@ -170,28 +174,29 @@ class StoredLogs:
         try:
             for path, key in self._files():
                 status = path.stat()
-                stamp = (status.st_size, status.st_mtime_ns)
-                if not stamp[0] or self._sent.get(path) == stamp or not is_due(path, stamp[0]):
+                version = (status.st_size, status.st_mtime_ns)
+                is_uploaded = self._uploaded.get(path) == version
+                if not version[0] or is_uploaded or not is_due(path, version[0]):
                     continue
-                self._send(path, key, stop)
-                self._sent[path] = stamp
+                self._upload(path, key, stop)
+                self._uploaded[path] = version
         except WorkCancelled:
-            pass  # what is left stays here
+            pass  # the remaining files stay on this machine
 
-    def _is_worth_it(self, path: Path, size_bytes: int) -> bool:
-        sent_bytes = self._sent.get(path, (0, 0))[0]
-        return size_bytes <= SMALL_BYTES or size_bytes >= sent_bytes * GROWTH
+    def _has_changed_enough(self, path: Path, size_bytes: int) -> bool:
+        uploaded_bytes = self._uploaded.get(path, (0, 0))[0]
+        return size_bytes <= SMALL_BYTES or size_bytes >= uploaded_bytes * GROWTH
 
     def _files(self) -> Iterator[tuple[Path, str]]:
-        for name in self._beside:
+        for name in self._other_files:
             if (self._run_dir / name).exists():
                 yield self._run_dir / name, name
         for path in sorted(self._logs.glob("*.log")):
             if layout.is_file_path(path.name):
-                yield path, f"{self._place}/{path.name}"
+                yield path, f"{self._folder}/{path.name}"
 
-    def _send(self, path: Path, name: str, stop: StopSignal) -> None:
-        # A copy: it is being written, and what is uploaded must be one state of the file.
+    def _upload(self, path: Path, name: str, stop: StopSignal) -> None:
+        # A copy: the file is being written, and an upload must be of one state.
         scratch = self._run_dir / "staging"
         scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=scratch, prefix="logs-") as folder:
@@ -199,12 +204,12 @@ class StoredLogs:
             self._store.storage.upload(copy, layout.run_file_key(self._trial, name), stop)
 
 
-def _place(remembered: Path) -> str:
-    """Where a folder of logs goes, below the run's folder in the storage; the same every time."""
-    if remembered.exists():
-        return remembered.read_text()
+def _stored_folder(name_file: Path) -> str:
+    """The stored log folder below the run's folder; remembered in `name_file`."""
+    if name_file.exists():
+        return name_file.read_text()
     host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
-    place = f"logs/{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{host}"
-    with contextlib.suppress(OSError):  # a full disk: the next run has another place
-        remembered.write_text(place)
-    return place
+    folder = f"logs/{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{host}"
+    with contextlib.suppress(OSError):  # a full disk: the next run uses another folder
+        name_file.write_text(folder)
+    return folder

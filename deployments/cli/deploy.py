@@ -1,4 +1,4 @@
-"""`trialflow deploy`: set a Prefect server up for trialflow, again and again, or undo it."""
+"""`trialflow deploy`: set up a Prefect server for trialflow, update it, or undo it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEFAULT_POOL = "local"
 
 
 class ServerRefused(TrialflowError):
-    """The Prefect server refused, or failed at, what it was asked."""
+    """The Prefect server answered a request with an error."""
 
 
 def deploy(
@@ -35,47 +35,47 @@ def deploy(
         Literal["process", "docker", "kubernetes"] | None,
         Parameter(
             name="--type",
-            help="What runs are to be: process, docker or kubernetes. Default: what the work pool "
-            "is; for a new one, process.",
+            help="The work pool's type: process, docker or kubernetes. Default: the existing "
+            "pool's type; process for a new pool.",
         ),
     ] = None,
     pool: Annotated[
         str | None,
         Parameter(
-            help="The work pool's name. Default: where the deployments are; at first, local."
+            help="The work pool's name. Default: the pool of the existing deployments, or local."
         ),
     ] = None,
     gpus: Annotated[
         int | None,
         Parameter(
-            help="How many GPUs the server's runs share: each waits until it has its own. Not for "
-            "Kubernetes, which counts them itself.",
+            help="How many GPUs the server's runs share: each run waits until its GPUs are free. "
+            "Not for Kubernetes, which counts GPUs itself.",
             validator=Number(gte=1),
         ),
     ] = None,
     directory: Annotated[
         Path | None,
         Parameter(
-            help="The working folder of runs, with trialflow-runs in it. Default: what is set "
-            "already; at first this one, and for images their own."
+            help="The working folder of runs, which contains trialflow-runs. Default: the folder "
+            "of the existing deployments, or this one; in an image, the image's."
         ),
     ] = None,
     overwrite: Annotated[
-        bool, Parameter(help="Give a work pool that is there already trialflow's job template.")
+        bool, Parameter(help="Replace an existing work pool's job template with trialflow's.")
     ] = False,
-    remove: Annotated[bool, Parameter(help="Remove what this command has set up.")] = False,
-    dry_run: Annotated[bool, Parameter(help="Say what would be done, and do nothing.")] = False,
+    remove: Annotated[bool, Parameter(help="Remove what this command has created.")] = False,
+    dry_run: Annotated[bool, Parameter(help="Print the changes without making them.")] = False,
 ) -> int:
-    """Set the Prefect server that PREFECT_API_URL names up for trialflow; or undo it.
+    """Set up the Prefect server at PREFECT_API_URL for trialflow, or undo it.
 
-    A work pool with its job template, the deployments train, evaluate, prune and retrain, a limit
-    on GPUs, and automations for runs that crash. What is there already is left alone, and so is
-    what was changed in the UI: schedules, default parameters, job variables. Removing keeps what
-    others have made, and the limit on GPUs unless --gpus is given.
+    Creates a work pool with its job template, the deployments train, evaluate, prune and retrain, a
+    GPU limit, and automations for crashed runs. What exists is updated, but changes made in the UI
+    stay: schedules, default parameters, job variables. --remove keeps what others have created, and
+    keeps the GPU limit unless --gpus is passed.
 
-    For each file with a `retraining` section there is a deployment of its model's own besides, with
-    its schedule, and an automation if it is to run when data arrives. Given again, a file that has
-    changed changes them. With --remove and files, only what is of these files goes.
+    For each file with a `retraining` section, also creates a deployment for its model, with its
+    schedule, and an automation if it runs when data arrives. Pass a changed file again to update
+    them. With --remove and files, only what belongs to these files is removed.
 
     Parameters
     ----------
@@ -92,11 +92,11 @@ def deploy(
     retrainings = read_retrainings(files)
     with configured_client() as client:
         if remove and files:
-            ours = list(all_resources(each.model for each in retrainings))
-            _print(take_down(reversed(ours), client, dry_run), dry_run)
+            resources = list(all_resources(each.model for each in retrainings))
+            _print(take_down(reversed(resources), client, dry_run), dry_run)
             return 0
-        pool_type, pool_name = settle(client, type_, pool)
-        things = wanted_things(
+        pool_type, pool_name = resolve_pool(client, type_, pool)
+        resources = wanted_resources(
             pool_type,
             pool_name,
             gpus,
@@ -108,26 +108,26 @@ def deploy(
             models=models_on_server(client),
         )
         if remove:
-            _print(take_down(reversed(things), client, dry_run), dry_run)
+            _print(take_down(reversed(resources), client, dry_run), dry_run)
             return 0
-        _print(set_up(things, client, dry_run), dry_run)
-        _print(take_back(retrainings, client, dry_run), dry_run)
-        # Whether GPUs are counted or not: limits of deployments have leases as well.
+        _print(set_up(resources, client, dry_run), dry_run)
+        _print(remove_withdrawn(retrainings, client, dry_run), dry_run)
+        # Also without a GPU limit: concurrency limits of deployments have leases too.
         if problem := lease_problem(client):
             console.warning(problem)
     if not dry_run:
         worker = "trialflow worker" if pool_type == "process" else "prefect worker start"
-        print(f"\nstart a worker where the runs are to be: {worker} --pool {pool_name}")
+        print(f"\nstart a worker on the machine that trains: {worker} --pool {pool_name}")
     return 0
 
 
-def settle(
+def resolve_pool(
     client: SyncPrefectClient, pool_type: PoolType | None, pool: str | None
 ) -> tuple[PoolType, str]:
-    """Type and name of the work pool: as asked for, else as they are, else as they are at first.
+    """Type and name of the work pool: as given, else of the existing deployments, else default.
 
     Raises:
-        ConfigError: no work pool can have that name.
+        ConfigError: `pool` is not a valid name.
     """
     from trialflow.deployments.desired_state import check_pool_name
     from trialflow.deployments.flow_deployment import found_deployments
@@ -144,7 +144,7 @@ def settle(
     return pool_type, pool
 
 
-def wanted_things(
+def wanted_resources(
     pool_type: PoolType,
     pool: str,
     gpus: int | None,
@@ -155,15 +155,16 @@ def wanted_things(
     retrainings: Sequence[RetrainingRequest] = (),
     models: Sequence[str] = (),
 ) -> list[Resource]:
-    """What the server should have, in the order in which it is made.
+    """What the server should have, in the order of creation.
 
     Args:
-        directory: the working folder of runs; None: that of a deployment that is there stays.
-        keeps_pool: whether a deployment that is there stays in its work pool.
-        retrainings: what files ask for.
-        models: those whose retraining is on the server, by a file that need not be given again.
+        directory: the working folder of runs; None: existing deployments keep theirs.
+        keeps_pool: whether existing deployments keep their work pool.
+        retrainings: those of the files.
+        models: models with a deployment on the server, which their files need not request again.
     """
-    from trialflow.deployments.desired_state import DeploymentTarget, automations, deployments
+    from trialflow.deployments.automations import automations
+    from trialflow.deployments.desired_state import DeploymentTarget, deployments
     from trialflow.deployments.flow_deployment import FlowDeployment
     from trialflow.deployments.resources import FixedAutomation, GpuLimit, Pool
     from trialflow.deployments.retraining.model_resources import all_resources, requested_resources
@@ -171,60 +172,61 @@ def wanted_things(
 
     folder = directory or (Path.cwd() if pool_type == "process" else None)
     where = str(folder.absolute()) if folder else None
-    place = DeploymentTarget(pool, where, keeps_pool, keeps_directory=directory is None)
+    target = DeploymentTarget(pool, where, keeps_pool, keeps_directory=directory is None)
     given = {each.model for each in retrainings}
-    kept = [FlowDeployment(base_deployment(each), place) for each in models if each not in given]
+    kept = [FlowDeployment(base_deployment(each), target) for each in models if each not in given]
     return [
         Pool(pool, pool_type, overwrite),
         *([GpuLimit(gpus)] if gpus or is_removal else []),
-        *(FlowDeployment(each, place) for each in deployments()),
+        *(FlowDeployment(each, target) for each in deployments()),
         *(FixedAutomation(each) for each in automations([pool] if pool_type == "process" else [])),
         *(all_resources(models) if is_removal else kept),
-        *requested_resources(retrainings, place),
+        *requested_resources(retrainings, target),
     ]
 
 
 def read_retrainings(files: Sequence[Path]) -> list[RetrainingRequest]:
-    """What the `retraining` sections of experiment files ask for.
+    """Read the `retraining` sections of experiment files.
 
     Raises:
-        ConfigError: what is wrong in the first one that cannot be used.
+        ConfigError: a file is invalid, or has no such section.
     """
     from trialflow.deployments.retraining.requests import retraining_requests
 
     return retraining_requests({path: read_experiment(path, []) for path in files})
 
 
-def take_back(
+def remove_withdrawn(
     retrainings: Sequence[RetrainingRequest], client: SyncPrefectClient, dry_run: bool
 ) -> Iterator[Change]:
-    """Remove what files have asked for before, and ask for no more."""
+    """Remove what the files requested earlier, and no longer request."""
     from trialflow.deployments.resources import take_down
     from trialflow.deployments.retraining.model_resources import unrequested_resources
 
     removed = take_down(unrequested_resources(retrainings), client, dry_run)
-    return (done for done in removed if done.verb != "not there")
+    return (change for change in removed if change.verb != "not found")
 
 
 @contextmanager
 def configured_client() -> Iterator[SyncPrefectClient]:
-    """A client of the Prefect server that the user has configured.
+    """A client of the configured Prefect server.
 
     Raises:
-        ConfigError: there is none.
-        PrefectServerError: it does not answer.
-        ServerRefused: it does not do what it is asked.
+        ConfigError: no server is configured.
+        PrefectServerError: the server does not answer.
+        ServerRefused: the server answered a request of the block with an error.
     """
     import httpx
     from prefect.client.orchestration import get_client
     from prefect.settings import get_current_settings
 
-    from trialflow.flows.server.embedded import PrefectServerError, configured_api_problem
+    from trialflow.flows.server.embedded import configured_api_problem
+    from trialflow.flows.server.prefect_server import PrefectServerError
 
     if not get_current_settings().api.url:
         raise ConfigError(
-            "no Prefect server is configured: set PREFECT_API_URL to the one that is to run "
-            "trials, or use `trialflow up`, which starts one on this machine"
+            "no Prefect server is configured: set PREFECT_API_URL to the server that runs trials, "
+            "or run `trialflow up`, which starts a server on this machine"
         )
     if problem := configured_api_problem():
         raise PrefectServerError(problem)
@@ -238,8 +240,8 @@ def configured_client() -> Iterator[SyncPrefectClient]:
             ) from error
 
 
-def _print(done: Iterator[Change], dry_run: bool) -> None:
-    for each in done:
+def _print(changes: Iterator[Change], dry_run: bool) -> None:
+    for each in changes:
         would = "would be " if dry_run and each.verb in ("created", "changed", "removed") else ""
         detail = f" ({each.detail})" if each.detail else ""
-        print(f"{would}{each.verb}: {each.thing}{detail}", flush=True)
+        print(f"{would}{each.verb}: {each.resource}{detail}", flush=True)

@@ -1,4 +1,4 @@
-"""`trialflow doctor`: whether this machine has what training needs."""
+"""`trialflow doctor`: checks that this machine can train."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at, and what was found.
+    """The result of one check.
 
     Attributes:
-        subject: what was looked at.
-        status: ``fail``: training cannot work so; ``warn``: some of it cannot.
-        found: what was seen.
-        advice: what to do about it.
+        status: ``fail``: training is impossible; ``warn``: a part of it is limited.
+        found: what the check saw.
+        advice: what to do; empty if nothing.
     """
 
     subject: str
@@ -58,9 +57,9 @@ def doctor(
         bool, Parameter(name="--json", negative=(), help="Print JSON, for programs.")
     ] = False,
 ) -> int:
-    """Say what is installed, on what it can train, and whether it reaches storage and server.
+    """Check packages, compiler, accelerators, storage and Prefect server.
 
-    The exit code is 0 when nothing is in the way of training, else 1.
+    The exit code is 1 if a check fails, so that training is impossible, else 0.
     """
     checks = []
     for check in examine(config, storage):
@@ -73,7 +72,7 @@ def doctor(
 
 
 def examine(config: Path | None, storage: str | None) -> Iterator[Check]:
-    """Everything there is to check, one after the other."""
+    """Run all checks, one after the other."""
     yield python()
     for package in NEEDED:
         yield installed(package)
@@ -86,7 +85,7 @@ def examine(config: Path | None, storage: str | None) -> Iterator[Check]:
 
 
 def python() -> Check:
-    """Whether Python is new enough."""
+    """Check Python's version."""
     if sys.version_info < OLDEST_PYTHON:
         needed = ".".join(map(str, OLDEST_PYTHON))
         return Check("python", "fail", platform.python_version(), f"use Python {needed} or newer")
@@ -94,7 +93,7 @@ def python() -> Check:
 
 
 def installed(package: str, or_else: Status = "fail", advice: str = "") -> Check:
-    """Whether a package is installed, and which version of it."""
+    """Check that a package is installed, and report its version."""
     try:
         return Check(package, "ok", importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:
@@ -102,7 +101,7 @@ def installed(package: str, or_else: Status = "fail", advice: str = "") -> Check
 
 
 def compiler() -> Check:
-    """Whether there is a C++ compiler."""
+    """Check that there is a C++ compiler."""
     name = os.environ.get("CXX") or "g++"
     path = shutil.which(name)
     if path is None:
@@ -112,7 +111,7 @@ def compiler() -> Check:
 
 
 def ninja() -> Check:
-    """Whether there is ninja, where the ranks look for it."""
+    """Check that there is ninja where the ranks search for it."""
     path = shutil.which("ninja")
     if path is not None:
         return Check("ninja", "ok", path)
@@ -124,7 +123,7 @@ def ninja() -> Check:
 
 
 def accelerators() -> Check:
-    """On what slots would train."""
+    """Report what slots would train on."""
     from trial_core.slots.accelerators import count_accelerators
 
     count = count_accelerators()
@@ -136,36 +135,36 @@ def accelerators() -> Check:
     except importlib.metadata.PackageNotFoundError:
         torch_version = ""
     if torch_version.endswith("+cpu"):
-        advice = "install a build of torch that can use them, or set DS_ACCELERATOR=cpu"
+        advice = "install a torch build with accelerator support, or set DS_ACCELERATOR=cpu"
         return Check("accelerators", "fail", f"{found}, but torch {torch_version}", advice)
     return Check("accelerators", "ok", found)
 
 
 def stored(config: Path | None, storage: str | None) -> Iterator[Check]:
-    """Whether checkpoints can be stored, and how the registry keeps two writers apart."""
+    """Check that the storage is writable, and how the registry prevents conflicting writes."""
     try:
         store = open_store(config, storage)
         store.check_writable()
-        yield Check("storage", "ok", f"{store.url} can be written")
+        yield Check("storage", "ok", f"{store.url} is writable")
         yield registry(store)
     except TrialflowError as error:
         yield Check("storage", "fail", str(error))
 
 
 def registry(store: CheckpointStore) -> Check:
-    """How the registry keeps two writers apart on that storage."""
+    """Report how the registry prevents conflicting writes on this storage."""
     if store.storage.has_conditional_writes():
         return Check("registry", "ok", "conditional writes")
     return Check(
         "registry",
         "warn",
         "the storage has no conditional writes, so the registry uses a lock",
-        "keep the clocks of all machines that promote models right to within minutes",
+        "keep the clocks of all machines that promote models correct to a few minutes",
     )
 
 
 def prefect_server() -> Check:
-    """Whether the Prefect server that is configured, if one is, answers."""
+    """Check that the configured Prefect server, if any, answers."""
     from trialflow.flows.server.embedded import configured_api_problem
     from trialflow.flows.server.prefect_settings import prepare_prefect
 
@@ -174,6 +173,6 @@ def prefect_server() -> Check:
 
     api_url = get_current_settings().api.url
     if not api_url:
-        return Check("server", "ok", "none configured: every run starts one for itself")
+        return Check("server", "ok", "none configured: each run starts its own")
     problem = configured_api_problem()
     return Check("server", "fail", problem) if problem else Check("server", "ok", api_url)

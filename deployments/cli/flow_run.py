@@ -64,7 +64,8 @@ class FlowRun(Generic[Result]):
         return 0
 
     def _run_on_server(self, call: Callable[[StateHook], Result]) -> None:
-        from trialflow.flows.server.embedded import PrefectServerError, prefect_api
+        from trialflow.flows.server.embedded import prefect_api
+        from trialflow.flows.server.prefect_server import PrefectServerError
 
         self._display.waiting_for("starting Prefect")
         with self._display, prefect_api() as api:

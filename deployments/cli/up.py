@@ -1,9 +1,8 @@
-"""`trialflow up`: all that a team of one needs on one machine, until Ctrl-C."""
+"""`trialflow up`: a Prefect server, a worker and trialflow's deployments on one machine."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -18,9 +17,9 @@ from trialflow.deployments.cli import console
 from trialflow.deployments.cli.deploy import (
     DEFAULT_POOL,
     read_retrainings,
-    settle,
-    take_back,
-    wanted_things,
+    remove_withdrawn,
+    resolve_pool,
+    wanted_resources,
 )
 from trialflow.deployments.cli.signals import Terminated, stoppable
 
@@ -28,16 +27,13 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
     from trialflow.deployments.retraining.requests import RetrainingRequest
-    from trialflow.flows.server.local_server import LocalServer
+    from trialflow.flows.server.prefect_server import PrefectServerProcess
 
 DEFAULT_PORT = 4200
-LOOK_SECONDS = 1.0
-# What a run has to save, by default 25 s, and to start and end.
-STOP_RUNS_SECONDS = 60.0
 
 
-class PartEnded(TrialflowError):
-    """The server or the worker that `trialflow up` started has ended by itself."""
+class ServiceEnded(TrialflowError):
+    """The server or the worker that a command started has ended by itself."""
 
 
 def up(
@@ -45,26 +41,26 @@ def up(
     port: Annotated[
         int,
         Parameter(
-            help="The port of the UI and the API; if it is taken, another one is used.",
+            help="The port of the UI and the API; any free port if it is taken.",
             validator=Number(gte=0, lte=65535),
         ),
     ] = DEFAULT_PORT,
     pool: Annotated[
         str | None,
         Parameter(
-            help="The work pool, of type process, to which the deployments then belong. Default: "
-            "the one that they are in; at first, local."
+            help="The work pool, of type process, to move the deployments to. Default: the pool "
+            "of the existing deployments, or local."
         ),
     ] = None,
 ) -> int:
     """Run a Prefect server, a worker and trialflow's deployments on this machine.
 
-    For a team of one: nothing else to start, and Ctrl-C stops it all. Runs that are under way save
-    first, and go on with the next `trialflow up`. What was run is kept in Prefect's own database
-    (PREFECT_HOME), where `prefect server start` shows it too.
+    Ctrl-C stops all of them. Training runs save first, and the next `trialflow up` resumes them.
+    All records are in Prefect's database (PREFECT_HOME), where `prefect server start` shows them
+    too.
 
-    With experiment files that have a `retraining` section, their models are retrained as these say:
-    by a schedule, or when data arrives. They need not be given again the next time.
+    For each file with a `retraining` section, its model is retrained by its schedule or when data
+    arrives. The next `trialflow up` keeps these deployments; the files need not be passed again.
 
     Parameters
     ----------
@@ -84,15 +80,15 @@ def up(
     settings = get_current_settings()
     if settings.api.url:
         raise ConfigError(
-            f"Prefect is configured to use the server at {settings.api.url}: `trialflow up` starts "
-            "one of its own. To use that one: `trialflow deploy`, then `trialflow worker`; "
-            "else unset PREFECT_API_URL (`prefect config unset PREFECT_API_URL` when a profile "
-            "sets it)"
+            f"Prefect is configured to use the server at {settings.api.url}, but `trialflow up` "
+            "starts its own. To use the configured server, run `trialflow deploy` and `trialflow "
+            "worker`. To start a server here, unset PREFECT_API_URL (`prefect config unset "
+            "PREFECT_API_URL` if a profile sets it)"
         )
     try:
-        with stoppable(say_stopping):
-            limit_seconds = settings.server.ephemeral.startup_timeout_seconds
-            _serve(port, pool, retrainings, settings.home, limit_seconds)
+        with stoppable(announce_stop):
+            timeout_seconds = settings.server.ephemeral.startup_timeout_seconds
+            _serve(port, pool, retrainings, settings.home, timeout_seconds)
     except KeyboardInterrupt:
         return console.INTERRUPTED
     except Terminated:
@@ -100,10 +96,11 @@ def up(
     return 0
 
 
-def say_stopping(how: str) -> None:
-    """Say what a signal leads to. Called in the signal handler."""
-    # Not with print: the signal may have come in the middle of one.
-    os.write(2, f"{how}: runs save, then all ends (again: at once)\n".encode())
+def announce_stop(signal_name: str) -> None:
+    """Say what a signal does. Called in the signal handler."""
+    # Not with print, which the signal may have interrupted.
+    text = f"{signal_name}: stopping; runs save first (send it again to end at once)\n"
+    os.write(2, text.encode())
 
 
 def _serve(
@@ -111,87 +108,85 @@ def _serve(
     pool: str | None,
     retrainings: Sequence[RetrainingRequest],
     home: Path,
-    start_limit_seconds: float,
+    start_timeout_seconds: float,
 ) -> None:
-    """Start all, and stay until a signal, or the end of one of them, ends it."""
+    """Start server and worker; return never, but raise when a signal or the end of one ends it."""
     from trialflow.deployments.local_worker import LocalWorker
-    from trialflow.deployments.single_instance import only_one
-    from trialflow.flows.server.local_server import LocalServer, log_tail
+    from trialflow.deployments.single_instance import single_instance
+    from trialflow.flows.server.child_process import log_tail
+    from trialflow.flows.server.local_server import local_server
 
     print("starting Prefect…", flush=True)
     server_log, worker_log = home / "trialflow-server.log", home / "trialflow-worker.log"
-    with only_one(home) as say, LocalServer(port, server_log, start_limit_seconds) as server:
-        say(server.api_url)
-        served = _set_up(pool, retrainings)
-        with LocalWorker(served, worker_log) as worker:
-            print("\n".join(_welcome(server, port, worker_log)), flush=True)
-            try:
-                while not (server.has_ended or worker.has_ended):
-                    time.sleep(LOOK_SECONDS)
-            finally:
-                if not worker.has_ended:
-                    worker.stop_runs(STOP_RUNS_SECONDS)
+    with (
+        single_instance(home) as store_address,
+        local_server(port, server_log, start_timeout_seconds) as server,
+    ):
+        store_address(server.api_url)
+        pool_name = _set_up(pool, retrainings)
+        with LocalWorker(pool_name, worker_log) as worker:
+            print("\n".join(_instructions(server, port, worker_log)), flush=True)
+            worker.serve(should_end=lambda: server.has_ended)
         ended, log = ("server", server_log) if server.has_ended else ("worker", worker_log)
-        raise PartEnded(f"the {ended} has ended by itself, so all has; {log_tail(log)}")
+        raise ServiceEnded(f"the {ended} ended unexpectedly; {log_tail(log)}")
 
 
-def _set_up(asked_pool: str | None, retrainings: Sequence[RetrainingRequest]) -> str:
-    """The work pool, whose name it is, the deployments and the rest; what is new is said."""
+def _set_up(requested_pool: str | None, retrainings: Sequence[RetrainingRequest]) -> str:
+    """Create what the server lacks, print the changes, and return the work pool's name."""
     from prefect.client.orchestration import get_client
 
     from trial_core.slots.accelerators import count_accelerators
     from trialflow.deployments.flow_deployment import models_on_server
-    from trialflow.deployments.local_worker import put_back_interrupted
+    from trialflow.deployments.local_worker import requeue_interrupted_starts
     from trialflow.deployments.resources import set_up
 
     with get_client(sync_client=True) as client:
-        pool_type, pool = settle(client, None, asked_pool)
-        if asked_pool is None and pool_type != "process":
+        pool_type, pool = resolve_pool(client, None, requested_pool)
+        if requested_pool is None and pool_type != "process":
             pool = DEFAULT_POOL
-        gpus = count_accelerators() or None
-        things = wanted_things(
+        resources = wanted_resources(
             "process",
             pool,
-            gpus,
+            count_accelerators() or None,
             None,
-            keeps_pool=asked_pool is None,
+            keeps_pool=requested_pool is None,
             retrainings=retrainings,
             models=models_on_server(client),
         )
-        done_now = chain(set_up(things, client, False), take_back(retrainings, client, False))
-        for done in done_now:
-            if done.verb != "unchanged":
-                print(f"{done.verb}: {done.thing}", flush=True)
-        for problem in elsewhere(client, pool):
-            console.warning(problem)
-        if count := put_back_interrupted(client, pool):
-            again = "scheduled again, because their start was interrupted"
-            print(f"{again}: {text_format.plural(count, 'run')}", flush=True)
+        changes = set_up(resources, client, False)
+        for change in chain(changes, remove_withdrawn(retrainings, client, False)):
+            if change.verb != "unchanged":
+                print(f"{change.verb}: {change.resource}", flush=True)
+        for warning in location_warnings(client, pool):
+            console.warning(warning)
+        if count := requeue_interrupted_starts(client, pool):
+            runs = text_format.plural(count, "run")
+            print(f"scheduled again after an interrupted start: {runs}", flush=True)
     return pool
 
 
-def elsewhere(client: SyncPrefectClient, pool: str) -> list[str]:
-    """What is said of deployments whose runs are not where a newcomer would look for them."""
+def location_warnings(client: SyncPrefectClient, pool: str) -> list[str]:
+    """Warnings of deployments in another work pool, or with another working folder."""
     from trialflow.deployments.flow_deployment import found_deployments, working_folder
 
     found = found_deployments(client)
-    said = [
-        f"the deployment {each.name} is in the work pool {each.work_pool_name}, from which this "
-        f"worker takes no runs: to move it here, `trialflow up --pool {pool}`"
+    warnings = [
+        f"the deployment {each.name} is in the work pool {each.work_pool_name}, which this worker "
+        f"does not serve: move it with `trialflow up --pool {pool}`"
         for each in found
         if each.work_pool_name != pool
     ]
     here = str(Path.cwd())
     folders = {working_folder(each) for each in found} - {here, None}
-    said += [
-        f"runs are in the folder {folder}, where `trialflow up` was first started, not in {here}: "
-        f"to change that, `trialflow deploy --directory {here}` while this runs"
+    warnings += [
+        f"the working folder of runs is {folder}, from an earlier `trialflow up` or `deploy`, not "
+        f"{here}: change it with `trialflow deploy --directory {here}` while this command runs"
         for folder in sorted(map(str, folders))
     ]
-    return said
+    return warnings
 
 
-def _welcome(server: LocalServer, port: int, worker_log: Path) -> list[str]:
+def _instructions(server: PrefectServerProcess, port: int, worker_log: Path) -> list[str]:
     taken = "" if port in (0, server.port) else f" (port {port} is taken)"
     return [
         "",
@@ -203,5 +198,5 @@ def _welcome(server: LocalServer, port: int, worker_log: Path) -> list[str]:
         f"  export PREFECT_API_URL={server.api_url}",
         '  prefect deployment run train/train --params "$(trialflow config experiment.yaml)"',
         "",
-        "Ctrl-C stops all; runs save first, and go on with the next `trialflow up`",
+        "Ctrl-C stops everything; runs save first, and the next `trialflow up` resumes them",
     ]

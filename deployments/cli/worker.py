@@ -1,8 +1,7 @@
-"""`trialflow worker`: Prefect's process worker, whose runs save when it is stopped."""
+"""`trialflow worker`: a Prefect process worker that saves its runs when it is stopped."""
 
 from __future__ import annotations
 
-import time
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -11,17 +10,17 @@ from trial_core.errors import ConfigError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.deploy import DEFAULT_POOL, configured_client
 from trialflow.deployments.cli.signals import Terminated, stoppable
-from trialflow.deployments.cli.up import LOOK_SECONDS, STOP_RUNS_SECONDS, PartEnded, say_stopping
+from trialflow.deployments.cli.up import ServiceEnded, announce_stop
 
 
 def worker(
     *options: Annotated[str, Parameter(allow_leading_hyphen=True)],
     pool: Annotated[str, Parameter(help="The work pool, of type process.")] = DEFAULT_POOL,
 ) -> int:
-    """Run a Prefect worker on this machine; stopped, its runs save first.
+    """Run a Prefect worker on this machine that saves its runs when it is stopped.
 
-    As `prefect worker start`, which would kill them. Each run goes back into its queue, and the
-    next worker goes on with it. For systemd: KillMode=mixed, TimeoutStopSec=90.
+    `prefect worker start` would kill them. Each saved run goes back into its queue, and the next
+    worker resumes it. For systemd: KillMode=mixed, TimeoutStopSec=90.
 
     Parameters
     ----------
@@ -34,30 +33,25 @@ def worker(
 
     if not get_current_settings().api.url:
         raise ConfigError(
-            "no Prefect server is configured: set PREFECT_API_URL to the one whose runs this "
-            "machine is to take, or use `trialflow up`, which starts one on this machine"
+            "no Prefect server is configured: set PREFECT_API_URL to the server whose runs this "
+            "machine executes, or run `trialflow up`, which starts a server on this machine"
         )
-    _refuse_wrong_pool(pool)
+    _check_pool(pool)
     try:
-        with stoppable(say_stopping), LocalWorker(pool, None, options) as running:
-            try:
-                while not running.has_ended:
-                    time.sleep(LOOK_SECONDS)
-            finally:
-                if not running.has_ended:
-                    running.stop_runs(STOP_RUNS_SECONDS)
+        with stoppable(announce_stop), LocalWorker(pool, None, options) as running:
+            running.serve()
     except KeyboardInterrupt:
         return console.INTERRUPTED
     except Terminated:
         return console.TERMINATED
-    raise PartEnded("the worker has ended by itself")
+    raise ServiceEnded("the worker ended unexpectedly")
 
 
-def _refuse_wrong_pool(pool: str) -> None:
-    """Prefect's worker would make a pool that is missing, with a job template of its own.
+def _check_pool(pool: str) -> None:
+    """Prefect's worker would create a missing pool, with Prefect's job template.
 
     Raises:
-        ConfigError: there is no such work pool, or its runs are no processes.
+        ConfigError: the work pool does not exist, or is not of type process.
     """
     from trialflow.deployments.desired_state import check_pool_name
     from trialflow.deployments.resources import find_pool
@@ -66,9 +60,11 @@ def _refuse_wrong_pool(pool: str) -> None:
     with configured_client() as client:
         found = find_pool(client, pool)
     if found is None:
-        raise ConfigError(f"no work pool {pool!r}: `trialflow deploy --pool {pool}` first")
+        raise ConfigError(
+            f"there is no work pool {pool!r}: create it with `trialflow deploy --pool {pool}`"
+        )
     if found.type != "process":
         raise ConfigError(
-            f"work pool {pool!r} is of type {found.type}, not process: its worker is "
+            f"work pool {pool!r} is of type {found.type}, not process: start its worker with "
             f"`prefect worker start --pool {pool}`"
         )

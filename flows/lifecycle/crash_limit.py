@@ -1,7 +1,7 @@
-"""A run that crashes again and again is not started for ever.
+"""Limits how often a crashed flow run is restarted.
 
-An automation (`trialflow deploy`) schedules a run that has crashed again, under the same id. It
-cannot know the run's `max_restarts`; the run does, and refuses to begin once too often.
+An automation (`trialflow deploy`) schedules a crashed run again, under the same id. The automation
+does not know the run's `max_restarts`. So the run itself fails if it has crashed too often.
 """
 
 from __future__ import annotations
@@ -14,26 +14,24 @@ from prefect.client.orchestration import get_client
 from trial_core.errors import TrialflowError
 
 SCHEDULED_AGAIN = "The run had crashed: scheduled again by trialflow's automation"
-# Not those that Prefect itself puts in between, such as Late.
+# Prefect's own intermediate states, such as Late, do not count.
 _SCHEDULED = ("Scheduled", "AwaitingRetry")
 
 
 class CrashedTooOften(TrialflowError):
-    """A run has crashed more often than its experiment allows."""
+    """A flow run has crashed more often than its experiment's `max_restarts` allows."""
 
 
-def refuse_if_crashed_too_often(max_restarts: int) -> None:
-    """Called at the beginning of a flow run, in its thread.
+def check_crash_limit(max_restarts: int) -> None:
+    """Fail a run that crashed too often. Call it in the flow's thread, first of all.
 
-    Only what the automation has scheduled counts: whoever retries the run by hand, once its cause
-    was found, begins a new count.
+    Only consecutive restarts by the automation count: a retry by hand starts a new count.
 
     Raises:
-        CrashedTooOften: this attempt follows a crash, and as many crashes as `max_restarts` allows
-            have been followed by an attempt already.
+        CrashedTooOften: the automation has restarted the run more than `max_restarts` times.
     """
     if runtime.deployment.id is None:
-        return  # no automation sees it
+        return  # automations restart runs of deployments alone
     with get_client(sync_client=True) as client:
         states = client.read_flow_run_states(UUID(str(runtime.flow_run.id)))
     scheduled = [state for state in states if state.name in _SCHEDULED]
@@ -45,6 +43,7 @@ def refuse_if_crashed_too_often(max_restarts: int) -> None:
         count += 1
     if count > max_restarts:
         raise CrashedTooOften(
-            f"the run has crashed {count} times in a row, and max_restarts is {max_restarts}: see "
-            "why in the logs of its attempts; a retry goes on from its last committed checkpoint"
+            f"the run has crashed {count} times in a row, and max_restarts is {max_restarts}. The "
+            "logs of its attempts show the cause. Once that is removed, retry the run: it resumes "
+            "from its last committed checkpoint"
         )

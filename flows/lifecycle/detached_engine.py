@@ -1,11 +1,10 @@
-"""What lets a flow's process end in its own time when its worker has ended before it.
+"""Runs Prefect's engine in a separate session, so that a flow can save after its worker ended.
 
-``python -m trialflow.flows.lifecycle.detached_engine`` is Prefect's engine, which a worker that is stopped does not kill. A
-process worker ends what it has started by SIGKILL as soon as it is stopped itself, so that its
-flows could not save. As the `command` of a deployment, or of its work pool, this module stands
-between: it is what the worker starts, signals and kills, while the engine runs in a session of its
-own. Signals are handed on; and an engine whose keeper is gone knows that its worker was stopped:
-`trialflow.flows.lifecycle.stop_watch` then saves, and puts the run back into its queue.
+A process worker that is stopped kills its child processes with SIGKILL at once. With ``python -m
+trialflow.flows.lifecycle.detached_engine`` as the `command` of a deployment or a work pool, the
+worker's child is the supervisor below. The engine runs in another session, and receives the
+supervisor's signals. An engine whose supervisor is gone knows that its worker was stopped:
+`stop_monitor` then requests a stop, and the saved run goes back into its queue.
 """
 
 from __future__ import annotations
@@ -18,44 +17,44 @@ from types import FrameType
 
 from rich.console import Console
 
-KEEPER = "TRIALFLOW_KEEPER"
-# Taken out of the environment: what this process starts has another parent, and no keeper.
-_keeper = os.environ.pop(KEEPER, None)
+SUPERVISOR = "TRIALFLOW_SUPERVISOR"
+# Removed from the environment: child processes of this one have another parent.
+_supervisor = os.environ.pop(SUPERVISOR, None)
 
 
-def has_lost_its_keeper() -> bool:
-    """Whether this process was started by `main`, in a process that has ended since."""
-    return _keeper is not None and os.getppid() != int(_keeper)
+def has_lost_supervisor() -> bool:
+    """Whether a supervisor started this process, and has ended since."""
+    return _supervisor is not None and os.getppid() != int(_supervisor)
 
 
-def outlive_whoever_reads_the_output() -> None:
-    """Have this process go on when nobody reads what it prints any more: its worker was killed.
+def ignore_broken_output() -> None:
+    """Keep this process alive when its output pipe breaks because its worker was killed.
 
-    Prefect prints its log with rich, which then raises SystemExit in whatever thread logs: in the
-    flow, or in the one that hears the ranks.
+    Prefect prints its log with rich. On a broken pipe rich raises SystemExit in the thread that
+    logs: the flow's, or the one that listens to the ranks.
     """
-    Console.on_broken_pipe = _print_nothing  # type: ignore[method-assign,assignment]
+    Console.on_broken_pipe = _silence  # type: ignore[method-assign,assignment]
 
 
-def _print_nothing(console: Console) -> None:
+def _silence(console: Console) -> None:
     console.quiet = True
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), console.file.fileno())
+    with open(os.devnull, "w") as devnull:
+        os.dup2(devnull.fileno(), console.file.fileno())
 
 
 def main() -> int:
-    """Run the engine; its exit code, as a shell would have it."""
+    """Run the engine as its supervisor; the exit code, as a shell reports it."""
     engine = subprocess.Popen(
         [sys.executable, "-m", "prefect.engine", *sys.argv[1:]],
-        env={**os.environ, KEEPER: str(os.getpid())},
+        env={**os.environ, SUPERVISOR: str(os.getpid())},
         start_new_session=True,
     )
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         engine.send_signal(number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, hand_on)
+        signal.signal(number, forward)
     code = engine.wait()
     return code if code >= 0 else 128 - code
 

@@ -1,7 +1,7 @@
-"""GPUs that runs share: a run waits until as many are free as it trains on.
+"""GPUs that runs share: a run waits until it has as many as it trains on.
 
-The number of GPUs is a global concurrency limit of Prefect's (`trialflow deploy --gpus 8`); where
-the server has no such limit, as the one that lives for a single run, nothing is waited for.
+Prefect's global concurrency limit `gpu` counts them (`trialflow deploy --gpus 8`). Without that
+limit, as on the embedded server, no run waits.
 """
 
 from __future__ import annotations
@@ -19,65 +19,50 @@ from trial_core.config import ExperimentConfig
 from trial_core.errors import LaunchError
 from trial_core.slots.accelerators import count_accelerators, slots_to_launch
 from trial_core.slots.device_locks import devices_of_its_own
-from trialflow.flows.lifecycle.leases import holding
-from trialflow.flows.lifecycle.requeue import waiting_for
+from trialflow.flows.lifecycle.leases import concurrency_slots
+from trialflow.flows.lifecycle.requeue import requeue_if_stopped
 
 GPU_LIMIT = "gpu"
 LEASE_LABEL = "trialflow.gpu-lease"
 
 
-def gpus_of(config: ExperimentConfig) -> int:
-    """How many GPUs a run of `config` takes on this machine; 0: its ranks are CPU ranks.
-
-    Raises:
-        LaunchError: more than the machine has.
-    """
-    environment = _environment(config)
-    if count_accelerators(environment) == 0:
-        return 0
-    return slots_to_launch(config.resources.slots_per_trial, environment)
-
-
 @contextmanager
 def gpu_slots(config: ExperimentConfig) -> Iterator[dict[str, str]]:
-    """Hold the places of a run's GPUs for the length of the block, after waiting for them, and
-    have so many of this machine's for it alone.
+    """Wait for the run's GPUs, and hold them for the block: slots of the limit, and devices.
 
-    Called in the flow's thread, before signals are taken: a run that is stopped while it waits has
-    nothing to save. It goes back into its queue where it came from one.
+    Call it in the flow's thread, before the stop monitor takes over signals. A run that is stopped
+    while it waits has nothing to save, and goes back into its queue if it came from one.
 
     Returns:
-        Variables for the ranks, which say which GPUs are theirs; none where nobody counts.
+        Variables that show the ranks these devices alone; empty without the limit.
 
     Raises:
-        LaunchError: there are not so many.
+        LaunchError: the limit or the machine has fewer GPUs than the run needs.
     """
-    with ExitStack() as taken:
-        with waiting_for("GPUs"):
-            devices = _take(config, taken)
-        yield devices
+    with ExitStack() as held:
+        with requeue_if_stopped("GPUs"):
+            variables = _acquire(config, held)
+        yield variables
 
 
-def _take(config: ExperimentConfig, taken: ExitStack) -> dict[str, str]:
-    """Wait for what `config` needs, to be given back by `taken`; the variables for the ranks."""
-    count = gpus_of(config)
-    if count == 0 or not _are_counted(count):
+def _acquire(config: ExperimentConfig, held: ExitStack) -> dict[str, str]:
+    variables = {**os.environ, **config.environment.environment_variables}
+    if count_accelerators(variables) == 0:
         return {}
-    taken.enter_context(holding(GPU_LIMIT, count, LEASE_LABEL))
-    return taken.enter_context(devices_of_its_own(count, _environment(config), _say_they_are_taken))
+    count = slots_to_launch(config.resources.slots_per_trial, variables)
+    if not _has_limit(count):
+        return {}
+    held.enter_context(concurrency_slots(GPU_LIMIT, count, LEASE_LABEL))
+    return held.enter_context(devices_of_its_own(count, variables, _log_waiting))
 
 
-def _environment(config: ExperimentConfig) -> dict[str, str]:
-    return {**os.environ, **config.environment.environment_variables}
-
-
-def _say_they_are_taken() -> None:
+def _log_waiting() -> None:
     if FlowRunContext.get() is not None:
-        get_run_logger().info("waiting for GPUs of this machine: other runs have them")
+        get_run_logger().info("waiting for GPUs of this machine: other runs use them")
 
 
-def _are_counted(count: int) -> bool:
-    """Whether there is a limit. Prefect would warn of a missing one."""
+def _has_limit(count: int) -> bool:
+    """Whether the server counts GPUs. Prefect would log a warning for a missing limit."""
     with get_client(sync_client=True) as client:
         try:
             limit = client.read_global_concurrency_limit_by_name(GPU_LIMIT)
@@ -86,10 +71,11 @@ def _are_counted(count: int) -> bool:
     if count > limit.limit:
         raise LaunchError(
             f"the run needs {count} GPUs, and Prefect's concurrency limit {GPU_LIMIT!r} is "
-            f"{limit.limit}: ask for fewer slots, or raise it (`trialflow deploy --gpus …`)"
+            f"{limit.limit}: reduce resources.slots_per_trial, or raise the limit (`trialflow "
+            "deploy --gpus N`)"
         )
     if FlowRunContext.get() is not None and limit.active_slots + count > limit.limit:
         get_run_logger().info(
-            "waiting for %d GPUs: %d of %d are taken", count, limit.active_slots, limit.limit
+            "waiting for %d GPUs: %d of %d are in use", count, limit.active_slots, limit.limit
         )
     return True

@@ -1,4 +1,4 @@
-"""Places of Prefect's global concurrency limits, held by a flow run over all its attempts."""
+"""Slots of Prefect's global concurrency limits, held by a flow run across its attempts."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from prefect.client.orchestration import get_client
 from prefect.concurrency.context import ConcurrencyContext
 from prefect.concurrency.sync import concurrency
 
-# How long the places of a run that was killed stay taken, for others; Prefect's shortest.
+# How long a killed run's slots stay occupied for other runs; Prefect's minimum.
 LEASE_SECONDS = 60.0
 
 
 @contextmanager
-def holding(
-    limit: str, places: int, label: str, max_retries: int | None = None, is_strict: bool = False
+def concurrency_slots(
+    limit: str, slots: int, label: str, max_retries: int | None = None, is_strict: bool = False
 ) -> Iterator[None]:
-    """Hold so many places of a limit for the length of the block, after waiting for them.
+    """Wait for slots of a concurrency limit, and hold them for the block.
 
-    A lease that cannot be renewed is a warning: training is not worth losing for it.
+    A lease that cannot be renewed is only a warning: it is no reason to lose training.
 
     Args:
-        label: of the flow run: which lease it holds, for the attempt after this one, which would
-            else wait for its own places.
-        max_retries: how often to ask again; None: until they are free.
-        is_strict: whether a limit that does not exist has no places, rather than all.
+        label: the flow run's label that stores the lease. The next attempt releases a killed
+            attempt's lease by it, instead of waiting for its own slots.
+        max_retries: how often to ask again; None: until the slots are free.
+        is_strict: whether a missing limit is an error, rather than no limit.
 
     Raises:
-        ConcurrencySlotAcquisitionError: they are not free; or there is no such limit.
+        ConcurrencySlotAcquisitionError: the slots are not free; or, if strict, no such limit.
     """
-    _free_what_a_dead_attempt_holds(label)
+    _release_previous_lease(label)
     with (
         ConcurrencyContext() as held,
         concurrency(
             limit,
-            occupy=places,
+            occupy=slots,
             max_retries=max_retries,
             lease_duration=LEASE_SECONDS,
             strict=is_strict,
             raise_on_lease_renewal_failure=False,
         ),
     ):
-        _write_down(held, label)
+        _store_lease(held, label)
         yield
 
 
-def _free_what_a_dead_attempt_holds(label: str) -> None:
-    """An attempt that was killed has given nothing back."""
+def _release_previous_lease(label: str) -> None:
+    """Release what an attempt of this run held when it was killed."""
     if runtime.flow_run.id is None:
         return
     with get_client(sync_client=True) as client:
@@ -58,8 +58,7 @@ def _free_what_a_dead_attempt_holds(label: str) -> None:
             client.release_concurrency_slots_with_lease(UUID(str(lease)))
 
 
-def _write_down(held: ConcurrencyContext, label: str) -> None:
-    """Which lease this attempt holds, on the flow run."""
+def _store_lease(held: ConcurrencyContext, label: str) -> None:
     if runtime.flow_run.id is None:
         return
     with get_client(sync_client=True) as client:

@@ -1,4 +1,4 @@
-"""A run of a deployment that is stopped from outside goes back into its queue."""
+"""Puts a deployment's run that was stopped from outside back into its queue."""
 
 from __future__ import annotations
 
@@ -16,31 +16,17 @@ from prefect.logging import get_run_logger
 from prefect.states import AwaitingRetry
 
 
-def came_from_a_queue(run: FlowRun | None) -> bool:
-    """Whether a worker has taken it from one; a flow that another has called did not."""
+def has_queue(run: FlowRun | None) -> bool:
+    """Whether a worker took the run from a queue. A subflow has none."""
     return run is not None and run.deployment_id is not None and run.parent_task_run_id is None
 
 
-def is_to_go_on() -> bool:
-    """Whether this flow's run came from a queue, and nobody has decided otherwise since."""
-    context = FlowRunContext.get()
-    run = context.flow_run if context else None
-    if run is None or not came_from_a_queue(run):
-        return False
-    try:
-        with get_client(sync_client=True) as client:
-            state = client.read_flow_run(run.id).state
-    except (httpx.HTTPError, PrefectException):
-        return False
-    return state is not None and state.type == StateType.RUNNING
-
-
-def is_back_in_its_queue(why: str) -> bool:
-    """Put this flow's run there; whether that could be done."""
+def requeue(reason: str) -> bool:
+    """Put this flow run back into its queue; whether the server accepted it."""
     try:
         with get_client(sync_client=True) as client:
             client.set_flow_run_state(
-                UUID(str(runtime.flow_run.id)), AwaitingRetry(message=why), force=True
+                UUID(str(runtime.flow_run.id)), AwaitingRetry(message=reason), force=True
             )
     except (httpx.HTTPError, PrefectException) as error:
         get_run_logger().error("the run cannot be put back into its queue: %s", error)
@@ -49,13 +35,33 @@ def is_back_in_its_queue(why: str) -> bool:
 
 
 @contextmanager
-def waiting_for(what: str) -> Iterator[None]:
-    """For a block that waits in the flow's thread, before signals are taken: a run that is stopped
-    meanwhile has nothing to save, and goes back into its queue where it came from one."""
+def requeue_if_stopped(waiting_for: str) -> Iterator[None]:
+    """Around a wait in the flow's thread, before the stop monitor takes over signals.
+
+    A run that is stopped there has nothing to save. It goes back into its queue if it has one.
+
+    Raises:
+        Abort: the run is back in its queue.
+        TerminationSignal: the run has no queue, or was cancelled meanwhile.
+    """
     try:
         yield
     except TerminationSignal:
-        why = f"stopped while it waited for {what}"
-        if is_to_go_on() and is_back_in_its_queue(why):
-            raise Abort(f"{why}: scheduled again") from None
+        reason = f"stopped while it waited for {waiting_for}"
+        if _is_still_running() and requeue(reason):
+            raise Abort(f"{reason}: scheduled again") from None
         raise
+
+
+def _is_still_running() -> bool:
+    """Whether this flow run has a queue, and the server still shows it as running."""
+    context = FlowRunContext.get()
+    run = context.flow_run if context else None
+    if run is None or not has_queue(run):
+        return False
+    try:
+        with get_client(sync_client=True) as client:
+            state = client.read_flow_run(run.id).state
+    except (httpx.HTTPError, PrefectException):
+        return False
+    return state is not None and state.type == StateType.RUNNING

@@ -39,7 +39,7 @@ from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 
 from trial_core.errors import TrialflowError
-from trialflow.flows.lifecycle.requeue import waiting_for
+from trialflow.flows.lifecycle.requeue import requeue_if_stopped
 
 FLOW = "retrain"
 MODEL_LABEL = "trialflow.retrains"
@@ -80,7 +80,7 @@ def model_lock(model: str, run_id: UUID, wait: bool) -> Iterator[None]:
             return
         lock = _ModelLock(client, model, run_id)
         try:
-            with waiting_for("another retraining"):
+            with requeue_if_stopped("another retraining"):
                 lock.acquire(wait)
             with lock.heartbeat():
                 yield

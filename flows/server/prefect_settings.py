@@ -1,8 +1,7 @@
-"""What Prefect is told before a run on a terminal: be quiet, be patient, send nothing out.
+"""Prefect's settings for a run on a terminal: little output, long timeouts, no telemetry.
 
-Prefect reads its settings when it is imported and sets up logging when its flows are, so
-`prepare_prefect` comes first in a command. A flow that a Prefect worker runs never comes here: its
-output belongs to the worker.
+Prefect reads its settings when it is imported, and sets up logging when its flows are. So a command
+calls `prepare_prefect` first. Flow runs of a Prefect worker do not: their output is the worker's.
 """
 
 from __future__ import annotations
@@ -11,33 +10,32 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-# Only what the user has set nowhere (environment, .env, prefect.toml, profile) is taken from here.
+# Used where the user has set nothing (environment, .env, prefect.toml, profile).
 DEFAULTS: Mapping[str, str] = {
-    # Runs log to the API, where the UI shows them. On the terminal the progress bar speaks.
+    # Runs log to the API, and the UI shows it. The terminal has the progress bar.
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
-    # Prefect's own background threads, complaining to stderr (its name for that handler: debug).
+    # What Prefect's background threads print to stderr (its handler "debug").
     "PREFECT_LOGGING_HANDLERS_DEBUG_LEVEL": "CRITICAL",
-    # A logger used outside a run would print a warning instead of being sent.
+    # Outside a run a logger would print a warning instead of sending its line.
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
-    # The first start on a fresh install takes longer than Prefect's 20 s.
+    # The first start after an installation takes longer than Prefect's 20 s.
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
 }
-# Whoever asks Prefect for a certain logging wants to see it.
-ASKS_FOR_CONSOLE = ("PREFECT_LOGGING_LEVEL", "PREFECT_LOGGING_CONFIG_PATH", "PREFECT_DEBUG_MODE")
+# With one of these set, the user wants Prefect's log on the console.
+CONSOLE_REQUESTS = ("PREFECT_LOGGING_LEVEL", "PREFECT_LOGGING_CONFIG_PATH", "PREFECT_DEBUG_MODE")
 CONSOLE_HANDLERS = "PREFECT_LOGGING_HANDLERS_"
 
 
 def prepare_prefect() -> None:
-    """Set Prefect's defaults for a run on a terminal. Idempotent; imports Prefect (about 1 s).
+    """Set Prefect's defaults for a run on a terminal; the user's own settings win.
 
-    Call it before flows are imported. The user's own settings win, whatever their source.
+    Call it before flows are imported. Idempotent; imports Prefect (about 1 s).
     """
-    # No Prefect setting, and read while Prefect is imported: without it, a newcomer's first import
-    # prints a notice on the terminal.
+    # Prefect prints a notice on a newcomer's first import unless this is set. It is not a setting.
     os.environ.setdefault("DO_NOT_TRACK", "1")
     chosen = chosen_settings()
-    wants_console = any(name in chosen for name in ASKS_FOR_CONSOLE)
+    wants_console = any(name in chosen for name in CONSOLE_REQUESTS)
     for name, value in DEFAULTS.items():
         if name in chosen or (wants_console and name.startswith(CONSOLE_HANDLERS)):
             continue
@@ -46,9 +44,9 @@ def prepare_prefect() -> None:
 
 
 def chosen_settings() -> dict[str, str]:
-    """The Prefect settings that differ from Prefect's defaults by someone's choice.
+    """The Prefect settings that are set in any of Prefect's sources, as environment variables.
 
-    As environment variables by their canonical names, whichever of Prefect's sources they are from.
+    The names are Prefect's canonical ones.
     """
     from prefect.settings import get_current_settings
 
@@ -58,8 +56,8 @@ def chosen_settings() -> dict[str, str]:
 def reload_settings() -> None:
     """Make Prefect read the environment again, for every thread of this process.
 
-    `prefect.settings.temporary_settings` reaches only code that inherits this thread's context; a
-    plain thread that logs would miss it and start Prefect's own server.
+    `prefect.settings.temporary_settings` reaches only code that inherits this thread's context. A
+    plain thread that logs would miss it, and start Prefect's own server.
     """
     import prefect.context
 
@@ -68,7 +66,7 @@ def reload_settings() -> None:
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables and have Prefect see them, for the length of the block."""
+    """Set environment variables for the block, and make Prefect read them."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     reload_settings()

@@ -1,8 +1,8 @@
-"""The process that serves Prefect's API and UI to one run; `trialflow.flows.server.embedded` starts it, by path.
+"""The script that serves Prefect's API and UI; `prefect_server` starts it by path.
 
-It takes a listening socket from its parent and serves until its standard input ends. The parent
-holds the other end and never writes to it, so asking for a stop and dying, SIGKILL included, look
-the same from here, and both end in the same shutdown. Only the patience differs.
+It takes a listening socket from its parent, and serves until its standard input ends. The parent
+holds the other end and never writes to it. So a parent that asks for a stop and a parent that dies,
+SIGKILL included, look the same from here; only the time limits differ.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import threading
 import time
 
 if __name__ == "__main__":
-    # Started by path, Python puts this file's folder first on sys.path, where our modules' short
-    # names could hide other packages. (`python -m` would put the user's folder there instead, and
-    # a user of Prefect is likely to have a `flows` folder.)
+    # Python puts a script's folder first on sys.path, where our modules' short names could hide
+    # other packages. (`python -m` would put the user's working folder there instead.)
     sys.path.pop(0)
 
 import uvicorn
 
+LOCK = "trialflow-server.lock"
 PARENT_POLL_SECONDS = 1.0
-CONNECTIONS_LIMIT_SECONDS = 1
-# A parent that has asked for the stop waits as long as there is progress.
-STALLED_BACKLOG_SECONDS = 10.0
-# A dead parent does not, and nothing may outlive it by 10 s.
-BACKLOG_LIMIT_AS_ORPHAN_SECONDS = 3.0
-SHUTDOWN_LIMIT_AS_ORPHAN_SECONDS = 7.0
+CONNECTIONS_TIMEOUT_SECONDS = 1
+# A living parent waits for the backlog while there is progress.
+BACKLOG_STALL_SECONDS = 10.0
+# Without a parent, the server must be gone within 10 s.
+ORPHAN_BACKLOG_TIMEOUT_SECONDS = 3.0
+ORPHAN_SHUTDOWN_TIMEOUT_SECONDS = 7.0
 
 
 class RunServer(uvicorn.Server):
-    """A uvicorn server that goes with its parent, after Prefect has written what it received."""
+    """A uvicorn server that ends with its parent, after Prefect has stored what it received."""
 
     def __init__(self, config: uvicorn.Config, parent_pid: int) -> None:
         super().__init__(config)
@@ -49,8 +49,8 @@ class RunServer(uvicorn.Server):
     def stop_with_parent(self) -> None:
         """Block until the parent asks for a stop or dies; then stop the server, or the process.
 
-        The parent's pid is watched as well as the pipe, which a process that the parent forked may
-        hold open after its death.
+        The parent's pid is watched as well as the pipe: a process that the parent forked may hold
+        the pipe open after the parent's death.
         """
         while not self.is_orphan():
             if select.select([sys.stdin.fileno()], [], [], PARENT_POLL_SECONDS)[0]:
@@ -58,17 +58,17 @@ class RunServer(uvicorn.Server):
         self.should_exit = True
         while not self.is_orphan():
             time.sleep(PARENT_POLL_SECONDS)
-        time.sleep(SHUTDOWN_LIMIT_AS_ORPHAN_SECONDS)
-        os._exit(1)  # the shutdown is stuck, else it would have ended this daemon thread
+        time.sleep(ORPHAN_SHUTDOWN_TIMEOUT_SECONDS)
+        os._exit(1)  # the shutdown hangs, else it would have ended this daemon thread
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Prepare the database, then serve; one server of a PREFECT_HOME at a time.
 
-        Prefect's migrations fail when two runs that are a machine's first make them at once.
+        Prefect's migrations fail if two servers run them at once on a new database.
         """
         from prefect.settings import get_current_settings
 
-        with (get_current_settings().home / "trialflow-server.lock").open("w") as lock:
+        with (get_current_settings().home / LOCK).open("w") as lock:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
             await super().startup(sockets)
@@ -81,7 +81,7 @@ class RunServer(uvicorn.Server):
             await close_database()
 
     async def wait_for_backlog(self) -> None:
-        """Return when Prefect's services have dealt with all they were sent, or are stuck."""
+        """Return when Prefect's services have handled all messages, or make no progress."""
         began = progressed = time.monotonic()
         left = message_backlog()
         while left > 0:
@@ -89,14 +89,14 @@ class RunServer(uvicorn.Server):
             now = time.monotonic()
             if message_backlog() != left:
                 left, progressed = message_backlog(), now
-            if self.is_orphan() and now - began > BACKLOG_LIMIT_AS_ORPHAN_SECONDS:
+            if self.is_orphan() and now - began > ORPHAN_BACKLOG_TIMEOUT_SECONDS:
                 return
-            if now - progressed > STALLED_BACKLOG_SECONDS:
+            if now - progressed > BACKLOG_STALL_SECONDS:
                 return
 
 
 async def close_database() -> None:
-    """Close the connections Prefect leaves open, so that SQLite folds its log into the database."""
+    """Close the connections that Prefect leaves open, so that SQLite merges its write-ahead log."""
     from prefect.server.database import provide_database_interface
 
     engine = await provide_database_interface().engine()
@@ -104,10 +104,10 @@ async def close_database() -> None:
 
 
 def message_backlog() -> int:
-    """How many messages Prefect's services have been sent and have not dealt with.
+    """How many messages Prefect's services have received and not yet handled.
 
-    Prefect stops them by cancelling their consumers, which drop what is queued: the last states of
-    task runs would be missing. Read where Prefect counts them for its own log.
+    Prefect cancels its services at the end, and queued messages are lost: the last states of task
+    runs would be missing. The counters are those of Prefect's own log.
     """
     from prefect.server.utilities.messaging.memory import METRICS
 
@@ -115,20 +115,20 @@ def message_backlog() -> int:
 
 
 def main(listener_fd: int, parent_pid: int) -> None:
-    """Serve on the listening socket `listener_fd` until the parent goes."""
+    """Serve on the listening socket `listener_fd` until the parent stops this process, or dies."""
     config = uvicorn.Config(
         "prefect.server.api.server:create_app",
         factory=True,
         lifespan="on",
         log_level="warning",
-        timeout_graceful_shutdown=CONNECTIONS_LIMIT_SECONDS,
+        timeout_graceful_shutdown=CONNECTIONS_TIMEOUT_SECONDS,
     )
     server = RunServer(config, parent_pid)
     threading.Thread(target=server.stop_with_parent, daemon=True).start()
     server.run(sockets=[socket.socket(fileno=listener_fd)])
     if not server.started:
         sys.exit(3)
-    # All is written and closed. Taking the interpreter apart would cost another 1.5 s.
+    # Everything is stored and closed. A regular interpreter exit would take another 1.5 s.
     logging.shutdown()
     os._exit(0)
 

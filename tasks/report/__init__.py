@@ -1,4 +1,4 @@
-"""The live report of a trial: one Markdown artifact on the run's page, and the same as a file."""
+"""The live report of a trial: a Markdown artifact on the run's page, and a file."""
 
 from __future__ import annotations
 

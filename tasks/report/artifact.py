@@ -1,4 +1,4 @@
-"""A Markdown artifact of Prefect's that is updated in place."""
+"""Prefect Markdown artifacts that are updated in place."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from prefect.client.schemas.filters import (
 
 
 class MarkdownArtifact:
-    """An artifact on the page of this flow run.
+    """One artifact on this flow run's page, updated by all attempts of the run.
 
-    Under one key, whatever the flow run, so that Prefect shows the newest; one artifact for each
-    flow run, also where that is run again.
+    The key is the same for all flow runs, so that Prefect shows the newest artifact under it.
 
     Args:
-        name: what the key is made of.
+        name: the key, before forbidden characters are replaced.
     """
 
     def __init__(self, name: str, description: str) -> None:
@@ -33,10 +32,10 @@ class MarkdownArtifact:
         self._id: UUID | None = None
 
     def write(self, text: str) -> None:
-        """Make it, or change what it says. One thread at a time; at most every few seconds.
+        """Create or update the artifact. One thread at a time; at most every few seconds.
 
         Raises:
-            httpx.HTTPError, PrefectException: the server cannot be reached, or refuses it.
+            httpx.HTTPError, PrefectException: the server does not answer, or refuses the request.
         """
         with get_client(sync_client=True) as client:
             self._id = self._id or self._existing(client)
@@ -55,7 +54,7 @@ class MarkdownArtifact:
             self._id = created.id
 
     def _existing(self, client: Any) -> UUID | None:
-        """That of an earlier attempt at this very flow run."""
+        """The id of the artifact that an earlier attempt of this flow run created."""
         if self._flow_run_id is None:
             return None
         found = client.read_artifacts(

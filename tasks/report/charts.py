@@ -1,4 +1,4 @@
-"""Curves as Mermaid charts, which Prefect's UI draws. Pure."""
+"""Curves as Mermaid charts, which Prefect's UI draws."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import pairwise
 from trial_core import text_format
 
 MAX_STEPS = 60
-# Mermaid's own first colour is nearly white, as is the page.
+# Mermaid's default colour is nearly white on a white page.
 SETTINGS = (
     '%%{init: {"xyChart": {"width": 900, "height": 320}, '
     '"themeVariables": {"xyChart": {"plotColorPalette": "#2563eb"}}}}%%'
@@ -39,8 +39,10 @@ def chart(title: str, curve: Sequence[tuple[int, float]]) -> list[str]:
 
 
 def evenly(curve: Sequence[tuple[int, float]]) -> list[float]:
-    """The curve's values at even steps of batches, as Mermaid draws them: its own points where
-    they are few and even; else what lies on the lines between them."""
+    """The curve's values at equal distances, which Mermaid needs.
+
+    These are the curve's own points if they are few and equidistant, else interpolated values.
+    """
     first, last = curve[0][0], curve[-1][0]
     steps = {after[0] - before[0] for before, after in pairwise(curve)}
     if len(steps) == 1 and len(curve) <= MAX_STEPS + 1:
@@ -59,5 +61,5 @@ def _between(curve: Sequence[tuple[int, float]], places: list[int], at: float) -
 
 
 def _plain(value: float) -> str:
-    """Six digits, without an exponent: Mermaid's grammar has none."""
+    """Six digits without an exponent, which Mermaid's grammar does not have."""
     return f"{Decimal(f'{value:.6g}'):f}"

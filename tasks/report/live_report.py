@@ -1,4 +1,4 @@
-"""The report while its run goes on: hears what the observer hears, and passes it on."""
+"""The live report: an observer that updates the report while its run trains."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ from trial_core.run.observer import MetricsKind, Observer
 from trial_core.run.run_status import UPLOAD
 from trial_core.run.stop_request import Stopping
 from trial_core.slots.log_pump import ALARMING
-from trialflow.tasks.rank_logs import LogCaps, StoredLogs
+from trialflow.tasks.rank_logs import LogLimits, StoredLogs
 from trialflow.tasks.report.artifact import ReportArtifact
 from trialflow.tasks.report.history import ReportHistory, SavedCheckpoint
 from trialflow.tasks.report.trial_report import TrialFacts
 
 UPDATE_SECONDS = 5.0
-# For an update that is under way when the run ends; Prefect's client gives up by itself.
+# How long the end of the run waits for an update; Prefect's client has timeouts as well.
 JOIN_SECONDS = 30.0
-REPORT, STORY = "report.md", "report.json"
-WITHOUT_A_WORD = "it ended without a word (killed, or its machine was lost)"
-# Of validations and saves whose checkpoint is yet to be committed.
-REMEMBERED = 32
+REPORT, HISTORY = "report.md", "report.json"
+KILLED = "killed, or its machine was lost"
+# Validations and saves whose checkpoint is not committed yet.
+MAX_PENDING = 32
 
 
 class Report(Observer):
-    """Keeps a trial's report up to date, and passes everything on to `observer`.
+    """Updates a trial's report, and forwards every call to `observer`.
 
-    A context manager: within its block a thread of its own writes the report when something has
-    changed, at most every 5 s, and brings it and the ranks' logs to the storage after a commit.
-    A report that cannot be written is no reason to end training, nor to hide why it ended.
+    A context manager. Inside the block a thread writes the report after changes, at most every 5 s.
+    After a commit it also stores the report and the ranks' logs. A report that cannot be written is
+    only a warning: it neither ends training nor hides why training ended.
 
     Args:
         run_dir: the trial's folder on this machine.
-        store: where the trial's checkpoints are; by default what the experiment names.
-        stopping: whether the run has been asked to stop.
+        store: the trial's checkpoints; by default in the experiment's storage.
+        stopping: tells whether a stop was requested.
 
     Attributes:
-        path: the report as a file.
+        path: the report's file.
     """
 
     def __init__(
@@ -67,114 +67,114 @@ class Report(Observer):
         place = config.checkpoint_storage
         store = store or CheckpointStore(place.url, place.options)
         self.path = run_dir / REPORT
-        self._story_path = run_dir / STORY
+        self._history_path = run_dir / HISTORY
         self._observer = observer
         self._stopping = stopping
         self._logger = get_run_logger()
-        self._logs = StoredLogs(store, trial, run_dir, (REPORT, STORY))
+        self._logs = StoredLogs(store, trial, run_dir, (REPORT, HISTORY))
         self._facts = TrialFacts(
             config.name, trial, config.searcher.metric, config.searcher.smaller_is_better,
-            store.files_url("").rstrip("/"), self._logs.places(),
+            store.files_url("").rstrip("/"), self._logs.locations(),
         )  # fmt: skip
         self._artifact = ReportArtifact(trial)
-        self._log_caps = LogCaps()
-        self._metric_at: dict[int, float] = {}
-        self._blocked: dict[str, float] = {}
+        self._log_limits = LogLimits()
+        self._searcher_metrics: dict[int, float] = {}
+        self._blocked_seconds: dict[str, float] = {}
         self._warned: set[str] = set()
-        earlier = self._earlier_story()
-        # How the last run has ended; None for the first one, empty once this one has begun.
-        self._before: str | None = None
+        earlier = self._read_history()
+        # How the previous run ended; None if there was none, empty once this run trains.
+        self._previous_end: str | None = None
         if earlier is not None:
-            self._before = earlier.ended or WITHOUT_A_WORD
+            self._previous_end = earlier.ended or KILLED
             earlier.ended = ""
-            self._facts.story = earlier
+            self._facts.history = earlier
         self._lock = threading.RLock()
         self._has_changed = threading.Event()
-        self._is_over = threading.Event()
+        self._has_ended = threading.Event()
         self._logs_are_due = False
-        # The flow run, and Prefect's settings, are those of this context.
+        # The thread needs this context's flow run and Prefect settings.
         context = contextvars.copy_context()
         self._thread = threading.Thread(
             target=lambda: context.run(self._keep_writing), name="report", daemon=True
         )
 
-    # ------------------------------------------------------------------ what a run tells it
+    # ------------------------------------------------------------------ observer
 
     def run_started(
         self, trial: str, total_batches: int, begins_at: int, batch_samples: int
     ) -> None:
-        with self._changing() as facts:
-            facts.story.go_back_to(begins_at)
-            if self._before is not None or begins_at:
-                what = "went on from the last checkpoint" if begins_at else "began with nothing"
-                before = f"; before: {self._before}" if self._before else ""
-                facts.story.add_event(begins_at, f"{what}{before}")
-            self._before = ""
+        with self._update() as facts:
+            facts.history.go_back_to(begins_at)
+            if self._previous_end is not None or begins_at:
+                what = "resumed from the last checkpoint" if begins_at else "started from scratch"
+                end = f"; previous run: {self._previous_end}" if self._previous_end else ""
+                facts.history.add_event(begins_at, f"{what}{end}")
+            self._previous_end = ""
             facts.progress.run_started(trial, total_batches, begins_at, batch_samples)
         self._observer.run_started(trial, total_batches, begins_at, batch_samples)
 
     def stage_started(self, stage: str, detail: str) -> None:
-        with self._changing() as facts:
+        with self._update() as facts:
             facts.progress.stage_started(stage, detail)
         self._observer.stage_started(stage, detail)
 
     def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
-        with self._changing() as facts:
+        with self._update() as facts:
             facts.progress.stage_ended(stage, detail, seconds)
             if stage == "checkpoint-save":
-                _remember(self._blocked, detail, seconds)
+                _remember(self._blocked_seconds, detail, seconds)
         self._observer.stage_ended(stage, detail, seconds)
 
     def batches_trained(self, batches: int) -> None:
-        with self._changing() as facts:
+        with self._update() as facts:
             facts.progress.batches_trained(batches)
         self._observer.batches_trained(batches)
 
     def training_timed(
         self, begin: int, reached: int, seconds: float, data_seconds: Sequence[float]
     ) -> None:
-        with self._changing() as facts:
+        with self._update() as facts:
             facts.waits.append((seconds, tuple(data_seconds)))
             samples = (reached - begin) * facts.progress.batch_samples
             if seconds > 0 and samples:
-                facts.story.add_point("speed", reached, {"samples/s": samples / seconds})
+                facts.history.add_point("speed", reached, {"samples/s": samples / seconds})
         self._observer.training_timed(begin, reached, seconds, data_seconds)
 
     def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
-        with self._changing() as facts:
+        with self._update() as facts:
             facts.progress.metrics_reported(kind, batches, metrics)
             facts.last[kind] = (batches, metrics)
-            facts.story.add_point(kind, batches, metrics)
+            facts.history.add_point(kind, batches, metrics)
             metric = metrics.get(facts.searcher_metric)
             if kind == "validation" and text_format.is_number(metric) and math.isfinite(metric):
-                _remember(self._metric_at, batches, float(metric))
+                _remember(self._searcher_metrics, batches, float(metric))
         self._observer.metrics_reported(kind, batches, metrics)
 
     def checkpoint_committed(self, uuid: str, batches: int, total_bytes: int) -> None:
-        with self._changing() as facts:
+        with self._update() as facts:
             upload = facts.progress.running(UPLOAD, f"@{batches}")
             saved = SavedCheckpoint(
                 uuid=uuid,
                 batches=batches,
                 total_bytes=total_bytes,
-                metric=self._metric_at.get(batches),
-                blocked_seconds=self._blocked.pop(f"@{batches}", None),
+                metric=self._searcher_metrics.get(batches),
+                blocked_seconds=self._blocked_seconds.pop(f"@{batches}", None),
                 upload_seconds=None if upload is None else facts.progress.seconds_in(upload),
             )
             facts.progress.checkpoint_committed(uuid, batches, total_bytes)
-            facts.story.add_checkpoint(saved, facts.smaller_is_better)
+            facts.history.add_checkpoint(saved, facts.smaller_is_better)
             self._logs_are_due = True
         self._observer.checkpoint_committed(uuid, batches, total_bytes)
 
     def checkpoint_deleted(self, uuid: str) -> None:
-        with self._changing() as facts:
-            facts.story.drop_checkpoint(uuid)
+        with self._update() as facts:
+            facts.history.drop_checkpoint(uuid)
         self._observer.checkpoint_deleted(uuid)
 
     def rank_logged(self, rank: int, line: str) -> None:
         is_alarming = ALARMING.search(line) is not None
-        if self._log_caps.admits(rank, is_alarming):
-            self._say_what_was_left_out()
+        if self._log_limits.allows(rank, is_alarming):
+            self._log_dropped_lines()
             log = self._logger.warning if is_alarming else self._logger.info
             log("[rank %d] %s", rank, line)
         self._observer.rank_logged(rank, line)
@@ -183,20 +183,20 @@ class Report(Observer):
         self._observer.stopping(why)
 
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
-        with self._changing() as facts:
+        with self._update() as facts:
             batches = facts.progress.batches
             what = f"restart {attempt} of at most {max_restarts}: {text_format.one_line(reason)}"
-            facts.story.add_event(batches, what)
+            facts.history.add_event(batches, what)
             facts.progress.restarting(reason, attempt, max_restarts)
         self._observer.restarting(reason, attempt, max_restarts)
 
     def ended(self, status: str, tensorboard_url: str | None = None) -> None:
-        """The run has ended, well; its files for TensorBoard, if there are any, are there."""
-        with self._changing() as facts:
+        """Set the final status, and where the trial's TensorBoard files are, if it has any."""
+        with self._update() as facts:
             facts.status, facts.is_over = status, True
-            facts.story.ended = status
+            facts.history.ended = status
             if tensorboard_url:
-                facts.places = {"TensorBoard": tensorboard_url, **facts.places}
+                facts.locations = {"TensorBoard": tensorboard_url, **facts.locations}
 
     # ------------------------------------------------------------------------------ writing
 
@@ -210,50 +210,50 @@ class Report(Observer):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Write the report's last state, whatever the end was, and store it with the logs."""
+        """Write the final report, also after a failure, and store it with the logs."""
         if error is not None:
             is_stop = isinstance(error, Stopped) or not isinstance(error, Exception)
             reason = str(error) or type(error).__name__
             self.ended(f"{'stopped' if is_stop else 'failed'}: {reason}")
-        self._is_over.set()
+        self._has_ended.set()
         self._has_changed.set()
-        self._logs.hurry()
+        self._logs.cut_short()
         self._thread.join(JOIN_SECONDS)
-        self._say_what_was_left_out()
+        self._log_dropped_lines()
         self.write()
-        is_in_a_hurry = error is not None or self._asked_to_stop is not None
-        self._try("stored", lambda: self._logs.store_last(is_in_a_hurry))
+        is_urgent = error is not None or self._stop_request is not None
+        self._attempt("stored", lambda: self._logs.store_final(is_urgent))
 
     def write(self) -> None:
-        """Write the report as of now: the file, what the next run needs, and the artifact."""
+        """Write the report's present state: its file, its history, and the artifact."""
         with self._lock:
-            if not self._facts.is_over and (asked := self._asked_to_stop):
+            if not self._facts.is_over and (asked := self._stop_request):
                 self._facts.status = f"stopping: {asked}"
-            text, story = self._facts.render(), self._facts.story.to_json()
-        self._try("up to date", lambda: _replace(self.path, text.encode()))
-        self._try("up to date", lambda: _replace(self._story_path, story))
-        self._try("up to date", lambda: self._artifact.write(text))
+            text, history = self._facts.render(), self._facts.history.to_json()
+        self._attempt("up to date", lambda: _write_atomically(self.path, text.encode()))
+        self._attempt("up to date", lambda: _write_atomically(self._history_path, history))
+        self._attempt("up to date", lambda: self._artifact.write(text))
 
     def _keep_writing(self) -> None:
-        while not self._is_over.is_set():
+        while not self._has_ended.is_set():
             self._has_changed.wait()
             self._has_changed.clear()
-            if self._is_over.is_set():
+            if self._has_ended.is_set():
                 return
             self.write()
             if self._logs_are_due:
                 self._logs_are_due = False
-                self._try("stored", self._logs.store_changed)
-                self._try("complete", self._say_where_tensorboard_is)
-            self._is_over.wait(UPDATE_SECONDS)
+                self._attempt("stored", self._logs.store_changed)
+                self._attempt("complete", self._add_tensorboard)
+            self._has_ended.wait(UPDATE_SECONDS)
 
-    def _try(self, what: str, action: Callable[[], None]) -> None:
+    def _attempt(self, what: str, action: Callable[[], None]) -> None:
         try:
             action()
         except (OSError, httpx.HTTPError, PrefectException, TrialflowError) as error:
             if what not in self._warned:
                 self._logger.warning(
-                    "the report is not %s (said once, training goes on): %s: %s",
+                    "the report is not %s (logged once; training continues): %s: %s",
                     what, type(error).__name__, error,
                 )  # fmt: skip
             self._warned.add(what)
@@ -261,55 +261,55 @@ class Report(Observer):
     # ---------------------------------------------------------------------------- internals
 
     @contextmanager
-    def _changing(self) -> Iterator[TrialFacts]:
-        """The facts, nobody else's for the length of the block; then the report is to be written.
+    def _update(self) -> Iterator[TrialFacts]:
+        """Lock the facts for the block, and have the report written afterwards.
 
-        The ranks' channel, uploads and the flow tell of the run, each in a thread of its own.
+        The channel, the uploads and the flow each call the observer in their own thread.
         """
         with self._lock:
             yield self._facts
         self._has_changed.set()
 
     @property
-    def _asked_to_stop(self) -> str | None:
+    def _stop_request(self) -> str | None:
         asked = self._stopping.asked if self._stopping is not None else None
         return None if asked is None else str(asked)
 
-    def _earlier_story(self) -> ReportHistory | None:
-        """The newest of what is known of the trial's runs before this one: here, or stored."""
-        stories: list[ReportHistory] = []
+    def _read_history(self) -> ReportHistory | None:
+        """The history of the trial's earlier runs: the local or the stored one, if newer."""
+        found: list[ReportHistory] = []
 
         def read(source: Callable[[], bytes | None]) -> None:
             try:
                 if data := source():
-                    stories.append(ReportHistory.from_json(data))
+                    found.append(ReportHistory.from_json(data))
             except msgspec.MsgspecError as error:
-                self._logger.warning("an earlier report cannot be read: %s", error)
+                self._logger.warning("the history of an earlier report cannot be read: %s", error)
 
-        if self._story_path.exists():
-            self._try("complete", lambda: read(self._story_path.read_bytes))
-        self._try("complete", lambda: read(lambda: self._logs.stored(STORY)))
-        return max(stories, key=lambda story: story.written_at, default=None)
+        if self._history_path.exists():
+            self._attempt("complete", lambda: read(self._history_path.read_bytes))
+        self._attempt("complete", lambda: read(lambda: self._logs.stored(HISTORY)))
+        return max(found, key=lambda history: history.written_at, default=None)
 
-    def _say_where_tensorboard_is(self) -> None:
-        """Its files are stored with checkpoints, and wanted all the more if the run then fails."""
-        if "TensorBoard" not in self._facts.places and (url := self._logs.tensorboard()):
-            with self._changing() as facts:
-                facts.places = {"TensorBoard": url, **facts.places}
+    def _add_tensorboard(self) -> None:
+        """Add the TensorBoard files to the locations as soon as a checkpoint has stored them."""
+        if "TensorBoard" not in self._facts.locations and (url := self._logs.tensorboard()):
+            with self._update() as facts:
+                facts.locations = {"TensorBoard": url, **facts.locations}
 
-    def _say_what_was_left_out(self) -> None:
-        if count := self._log_caps.left_out():
-            self._logger.info("… %d lines of the ranks are only in their log files", count)
+    def _log_dropped_lines(self) -> None:
+        if count := self._log_limits.dropped():
+            self._logger.info("… %d more lines of the ranks are only in their log files", count)
 
 
 def _remember(memory: dict[Any, float], key: int | str, value: float) -> None:
     memory[key] = value
-    if len(memory) > REMEMBERED:
+    if len(memory) > MAX_PENDING:
         del memory[next(iter(memory))]
 
 
-def _replace(path: Path, data: bytes) -> None:
-    # Whoever reads it meanwhile sees the last state, whole.
+def _write_atomically(path: Path, data: bytes) -> None:
+    # A reader sees either the old or the new content, complete.
     temporary = path.with_name(f".{path.name}.part")
     temporary.write_bytes(data)
     os.replace(temporary, path)

@@ -25,7 +25,7 @@ from trial_core.models.journal import (
 )
 from trial_core.models.records import Version
 from trialflow.tasks.report.artifact import MarkdownArtifact, ReportArtifact
-from trialflow.tasks.report.trial_report import said
+from trialflow.tasks.report.markdown import escaped as said
 
 FILE = "retraining.md"
 STARTS: Mapping[str, str] = {

@@ -5,11 +5,14 @@ from pathlib import Path
 import pytest
 
 from tests.deployments.cli.stored import UUIDS
+from tests.support.deploying import client
 from tests.support.manifests import FILES, new_manifest, stage
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.run.sequencer import Progress
 from trial_core.transfer.upload import upload_files
+
+__all__ = ["client", "history", "stored"]
 
 
 @pytest.fixture
@@ -31,7 +34,7 @@ def stored(tmp_path: Path) -> list[Manifest]:
 
 @pytest.fixture
 def history(tmp_path: Path) -> list[Manifest]:
-    """Four checkpoints of one trial in ``storage``, without files, the second the best."""
+    """Four checkpoints of one trial in ``storage``, without files; the second is the best."""
     store = CheckpointStore(f"file://{tmp_path}/storage")
     manifests = [
         new_manifest(

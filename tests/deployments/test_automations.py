@@ -1,51 +1,185 @@
-"""What the automations wait for, by what Prefect's server does with it."""
+"""The automations: their triggers, and what they do on a real server."""
 
 from __future__ import annotations
 
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from datetime import timedelta
+from pathlib import Path
+from uuid import UUID, uuid4
+
 import pytest
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore, EventTrigger
+from prefect.types._datetime import now
 
-from trialflow.deployments.desired_state import CRASHED_RUNS_GO_ON, automations
+from tests.support.deploying import (
+    POOL,
+    change_automation,
+    create_run,
+    deploy,
+    set_state,
+)
+from tests.support.prefect import PrefectServer
+from tests.support.waiting import until
+from trialflow.deployments.automations import (
+    CRASH_SILENT,
+    RESTART_CRASHED,
+    TAG,
+    automations,
+    crash_lost_starts,
+)
 
 ALL = {each.name: each for each in automations(["local"])}
 each_automation = pytest.mark.parametrize("automation", ALL.values(), ids=ALL)
 
 
-def trigger(automation: AutomationCore) -> EventTrigger:
+def trigger_of(automation: AutomationCore) -> EventTrigger:
     assert isinstance(automation.trigger, EventTrigger)
     return automation.trigger
 
 
-def may_be_overlooked(automation: AutomationCore) -> set[str]:
-    """Events that the server, on SQLite, gives up while others write: it reads before it counts
-    them. All that is counted for other triggers is given up with them."""
-    awaited = trigger(automation)
-    return awaited.expect - awaited.after if awaited.after else set()
-
-
-@each_automation
-def test_no_crash_is_overlooked(automation: AutomationCore) -> None:
-    """Nor that a run is Running: what follows on an event that was given up waits for minutes."""
-    overlooked = may_be_overlooked(automation)
-    assert "prefect.flow-run.Crashed" not in overlooked
-    assert "prefect.flow-run.Running" not in overlooked or automation.name == CRASHED_RUNS_GO_ON
-
-
-@each_automation
-def test_none_sets_itself_off(automation: AutomationCore) -> None:
-    """What it brings about comes before the server has noted that it has fired."""
+def action_of(automation: AutomationCore) -> ChangeFlowRunState:
     (action,) = automation.actions
     assert isinstance(action, ChangeFlowRunState)
-    assert f"prefect.flow-run.{action.name}" not in trigger(automation).expect
+    return action
 
 
 @each_automation
-def test_no_run_that_has_ended_is_started(automation: AutomationCore) -> None:
-    """What happens because the news of it were overlooked, the server refuses: only a run that has
-    crashed is put back into its queue by force."""
-    (action,) = automation.actions
-    assert isinstance(action, ChangeFlowRunState)
-    if action.force:
-        events = trigger(automation).after or trigger(automation).expect
-        assert events <= {"prefect.flow-run.Crashed", "prefect.flow-run.StartLost"}
+def test_no_crash_is_dropped(automation: AutomationCore) -> None:
+    """A server on SQLite may drop the events that a proactive trigger expects."""
+    trigger = trigger_of(automation)
+    droppable = trigger.expect - trigger.after if trigger.after else set()
+    assert "prefect.flow-run.Crashed" not in droppable
+    assert "prefect.flow-run.Running" not in droppable or automation.name == RESTART_CRASHED
+
+
+@each_automation
+def test_no_automation_triggers_itself(automation: AutomationCore) -> None:
+    """Its new state comes before the server has recorded that the trigger has fired."""
+    assert f"prefect.flow-run.{action_of(automation).name}" not in trigger_of(automation).expect
+
+
+@each_automation
+def test_only_crashed_runs_are_rescheduled_by_force(automation: AutomationCore) -> None:
+    """If the event of a run's end was dropped, the server refuses any other action."""
+    if action_of(automation).force:
+        trigger = trigger_of(automation)
+        assert (trigger.after or trigger.expect) <= {
+            "prefect.flow-run.Crashed", "prefect.flow-run.StartLost"
+        }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------ real server
+
+
+def make_quick(client: SyncPrefectClient, name: str) -> None:
+    """Have an automation wait ten seconds, Prefect's minimum."""
+    trigger = client.read_automations_by_name(name)[0].trigger
+    within = timedelta(seconds=10)
+    change_automation(client, name, trigger=trigger.model_copy(update={"within": within}))
+
+
+def send_heartbeat(client: SyncPrefectClient, run: UUID) -> None:
+    """As a run's process does."""
+    event = {
+        "id": str(uuid4()),
+        "occurred": now("UTC").isoformat(),
+        "event": "prefect.flow-run.heartbeat",
+        "resource": {"prefect.resource.id": f"prefect.flow-run.{run}"},
+        "related": [
+            {
+                "prefect.resource.id": f"prefect.{role}.{name}",
+                "prefect.resource.role": role,
+                "prefect.resource.name": name,
+            }
+            for role, name in (("work-pool", POOL), ("tag", TAG))
+        ],
+    }
+    client.request("POST", "/events", json=[event])
+
+
+def wait_for_trigger(server: PrefectServer, run: UUID) -> None:
+    """Wait until a trigger of the server waits for the run: earlier events would not count."""
+    with closing(sqlite3.connect(server.home / "prefect.db", timeout=60)) as database:
+        of_run = "SELECT 1 FROM automation_bucket WHERE bucketing_key LIKE ?"
+        until(lambda: database.execute(of_run, (f"%{run}%",)).fetchall(), "a bucket")
+
+
+def states(client: SyncPrefectClient, run: UUID) -> list[str]:
+    """The names of all states of a run, in their order."""
+    found = sorted(client.read_flow_run_states(run), key=lambda state: state.timestamp)
+    return [str(state.name) for state in found]
+
+
+def runs(client: SyncPrefectClient, folder: Path, count: int) -> Iterator[UUID]:
+    return (create_run(client, folder) for _ in range(count))
+
+
+@pytest.mark.long
+@pytest.mark.server
+def test_a_crashed_run_is_scheduled_again(
+    client: SyncPrefectClient, prefect_server: PrefectServer, tmp_path: Path
+) -> None:
+    """Once, even if its crash is reported twice; not a run that never started."""
+    deploy(client)
+    run, never_ran = runs(client, tmp_path, 2)
+    set_state(client, never_ran, "Crashed")
+    set_state(client, run, "Pending")
+    set_state(client, run, "Running")
+    send_heartbeat(client, run)
+    wait_for_trigger(prefect_server, run)
+    set_state(client, run, "Crashed")
+    set_state(client, run, "Crashed", force=False)
+    until(lambda: client.read_flow_run(run).state_name == "AwaitingRetry", "scheduled again")
+    assert states(client, run) == ["Scheduled", "Pending", "Running", "Crashed", "AwaitingRetry"]
+    assert client.read_flow_run(never_ran).state_name == "Crashed"
+
+
+@pytest.mark.long
+@pytest.mark.server
+def test_a_silent_run_is_marked_as_crashed(
+    client: SyncPrefectClient, prefect_server: PrefectServer, tmp_path: Path
+) -> None:
+    """A run that is back in its queue is not."""
+    deploy(client)
+    make_quick(client, CRASH_SILENT)
+    dead, waiting = runs(client, tmp_path, 2)
+    for run in (dead, waiting):
+        set_state(client, run, "Running")
+        send_heartbeat(client, run)
+        wait_for_trigger(prefect_server, run)
+    set_state(client, waiting, "Scheduled")
+    until(lambda: "Crashed" in states(client, dead), "crashed")
+    assert "Crashed" not in states(client, waiting)
+
+
+@pytest.mark.long
+@pytest.mark.server
+def test_a_lost_start_is_repeated(
+    client: SyncPrefectClient, prefect_server: PrefectServer, tmp_path: Path
+) -> None:
+    """A run that has started is left alone. For one that crashed, the server refuses the action."""
+    deploy(client)
+    make_quick(client, crash_lost_starts(POOL))
+    started, crashed, lost = runs(client, tmp_path, 3)
+    for run in (started, crashed, lost):
+        set_state(client, run, "Pending")
+        wait_for_trigger(prefect_server, run)
+    set_state(client, started, "Running")
+    set_state(client, crashed, "Crashed")
+
+    def is_repeated() -> bool:
+        send_heartbeat(client, started)
+        return client.read_flow_run(lost).state_name == "AwaitingRetry"
+
+    until(is_repeated, "a repeated start")
+    assert states(client, lost) == ["Scheduled", "Pending", "StartLost", "AwaitingRetry"]
+    refused = {"filter": {"event": {"name": ["prefect.automation.action.failed"]}}}
+    until(
+        lambda: client.request("POST", "/events/filter", json=refused).json()["events"], "refused"
+    )
+    assert client.read_flow_run(started).state_name == "Running"
+    assert client.read_flow_run(crashed).state_name == "Crashed"

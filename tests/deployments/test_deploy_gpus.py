@@ -1,4 +1,4 @@
-"""Runs wait for GPUs; where nobody counts them, they do not."""
+"""Runs wait for the GPUs of a concurrency limit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ On = Callable[[int], ExperimentConfig]
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One with four GPUs, as its driver's tool has it, and locks of its own."""
+    """A machine with four GPUs, by a fake nvidia-smi, and a new folder of locks."""
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
     tool.write_text("#!/bin/sh\nfor i in 0 1 2 3; do echo GPU $i: Some; done\n")
@@ -45,7 +45,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def on(tmp_path: Path) -> On:
-    """An experiment on so many GPUs; 0: on CPU ranks."""
+    """An experiment on that many GPUs; 0: on CPU ranks."""
 
     def config(count: int) -> ExperimentConfig:
         variables = {} if count else {"DS_ACCELERATOR": "cpu"}
@@ -72,73 +72,73 @@ def two_gpus(client: SyncPrefectClient) -> Iterator[GpuLimit]:
     limit.remove(client)
 
 
-def taken(client: SyncPrefectClient) -> int:
+def slots_in_use(client: SyncPrefectClient) -> int:
     return client.read_global_concurrency_limit_by_name(GPU_LIMIT).active_slots
 
 
 def test_gpus_are_held_for_the_length_of_the_block(
     client: SyncPrefectClient, two_gpus: GpuLimit, on: On
 ) -> None:
-    """Nobody else gets them meanwhile; at its end, however it ends, they are free."""
+    """No other run gets them meanwhile; after the block, or an exception, they are free."""
 
     def train() -> None:
         with gpu_slots(on(2)):
-            assert taken(client) == 2
+            assert slots_in_use(client) == 2
             with pytest.raises(TimeoutError), concurrency(GPU_LIMIT, timeout_seconds=0.5):
                 pass
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         train()
-    assert taken(client) == 0
+    assert slots_in_use(client) == 0
 
 
-def test_cpu_ranks_wait_for_nothing(client: SyncPrefectClient, two_gpus: GpuLimit, on: On) -> None:
-    """Nor do they keep others waiting."""
+def test_cpu_ranks_do_not_wait(client: SyncPrefectClient, two_gpus: GpuLimit, on: On) -> None:
+    """They do not occupy GPUs either."""
     with gpu_slots(on(2)), gpu_slots(on(0)):
-        assert taken(client) == 2
+        assert slots_in_use(client) == 2
 
 
-def test_without_a_limit_nothing_is_waited_for(client: SyncPrefectClient, on: On) -> None:
-    """On a server that was told of no GPUs a run begins at once."""
+def test_without_a_limit_no_run_waits(client: SyncPrefectClient, on: On) -> None:
+    """A server without the limit does not count GPUs."""
     with gpu_slots(on(4)) as devices:
         assert devices == {}
 
 
-def test_more_gpus_than_there_are(client: SyncPrefectClient, two_gpus: GpuLimit, on: On) -> None:
-    """Refused at once, instead of waiting for ever."""
+def test_more_gpus_than_the_limit(client: SyncPrefectClient, two_gpus: GpuLimit, on: On) -> None:
+    """An error at once, instead of an endless wait."""
     with pytest.raises(LaunchError, match=r"needs 3 GPUs, and .* is 2"), gpu_slots(on(3)):
         pass
 
 
-def test_a_run_does_not_wait_for_itself(
+def test_a_run_does_not_wait_for_its_killed_attempt(
     client: SyncPrefectClient, two_gpus: GpuLimit, on: On
 ) -> None:
-    """What an attempt that was killed still holds is free for the next one of the same run."""
+    """The next attempt of the same run releases what the killed attempt held."""
     killed = ExitStack()
 
     @flow(name="holds-gpus", retries=1)
     def train() -> int:
         if runtime.flow_run.run_count == 1:
             killed.enter_context(gpu_slots(on(2)))
-            raise RuntimeError("killed, so that nothing is given back")
+            raise RuntimeError("killed, so that nothing is released")
         with gpu_slots(on(2)):
-            return taken(client)
+            return slots_in_use(client)
 
     with killed:
         assert train() == 2
-    assert taken(client) == 0
+    assert slots_in_use(client) == 0
     flush()
 
 
 def test_more_gpus_than_the_machine_has(client: SyncPrefectClient, on: On) -> None:
-    """Refused before anything is waited for, however many there are elsewhere."""
+    """An error before any wait, whatever the limit."""
     limit = GpuLimit(64)
     limit.put(client)
     try:
         with pytest.raises(LaunchError, match="has 4 accelerators"), gpu_slots(on(5)):
             pass
-        assert taken(client) == 0
+        assert slots_in_use(client) == 0
     finally:
         limit.remove(client)
 
@@ -146,24 +146,24 @@ def test_more_gpus_than_the_machine_has(client: SyncPrefectClient, on: On) -> No
 def test_runs_on_one_machine_have_different_gpus(
     client: SyncPrefectClient, two_gpus: GpuLimit, on: On
 ) -> None:
-    """The second does not train on the first one's; afterwards they are free again."""
+    """Two runs never share a GPU; afterwards the GPUs are free."""
     with gpu_slots(on(1)) as first, gpu_slots(on(1)) as second:
         assert (first, second) == ({"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"})
     with gpu_slots(on(2)) as both:
         assert both == {"CUDA_VISIBLE_DEVICES": "0,1"}
 
 
-def test_a_run_that_is_stopped_while_it_waits_goes_back(
+def test_a_run_that_is_stopped_while_it_waits_is_requeued(
     prefect_server: PrefectServer, client: SyncPrefectClient, two_gpus: GpuLimit, on: On
 ) -> None:
-    """It has nothing to save; the next worker takes it up."""
+    """It has nothing to save; the next worker takes it from its queue."""
     waits = threading.Event()
 
     @flow(name="waits-for-gpus")
     def train() -> None:
         waits.set()
         with gpu_slots(on(1)):
-            raise AssertionError("there was none")
+            raise AssertionError("no GPU was free")
 
     created = prefect_server.query("flows/", {"name": train.name})
     deployment = prefect_server.query("deployments/", {"name": "d", "flow_id": created["id"]})

@@ -1,4 +1,4 @@
-"""The image, and what an installed package brings along for `trialflow deploy`."""
+"""The Dockerfile, and the data files of the installed package."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
-# Beside the Python that runs the tests, whose folder need not be on the path.
+# The folder of the Python that runs the tests may not be on the path.
 HADOLINT = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-# Keywords of a Dockerfile, in the order they come, without what follows them on further lines.
+# The instructions of the Dockerfile: keyword and arguments.
 LINES = [
     line.split(maxsplit=1)
     for line in (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
@@ -29,16 +29,16 @@ LINES = [
 ]
 
 
-def told(keyword: str) -> list[str]:
-    """What the Dockerfile says with a keyword."""
+def instructions(keyword: str) -> list[str]:
+    """The arguments of the Dockerfile's instructions with that keyword."""
     return [" ".join(rest.split()) for word, rest in LINES if word == keyword]
 
 
 @pytest.mark.skipif(
     platform.machine() != "x86_64", reason="hadolint has no binary for this machine"
 )
-def test_hadolint_has_nothing_to_say() -> None:
-    """Not even a remark on style."""
+def test_hadolint_finds_nothing() -> None:
+    """Not even a style issue."""
     assert HADOLINT, "hadolint is not installed: pip install -e '.[test]'"
     done = subprocess.run(
         [HADOLINT, "Dockerfile"], cwd=ROOT, capture_output=True, text=True, check=False
@@ -46,46 +46,50 @@ def test_hadolint_has_nothing_to_say() -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_signals_reach_what_the_image_runs() -> None:
-    """An init that hands them on, and no shell between it and the command."""
-    (entrypoint,), (command,) = told("ENTRYPOINT"), told("CMD")
+def test_signals_reach_the_command() -> None:
+    """The entrypoint is an init that forwards signals, without a shell."""
+    (entrypoint,), (command,) = instructions("ENTRYPOINT"), instructions("CMD")
     assert json.loads(entrypoint) == ["/usr/bin/tini", "--"]
     assert isinstance(json.loads(command), list)
 
 
 def test_the_image_does_not_run_as_root() -> None:
-    """Its user has a number, which Kubernetes can check, and a home to write runs to."""
-    assert told("USER") == ["10001"]
-    assert any("useradd --create-home --uid 10001" in run for run in told("RUN"))
-    assert told("WORKDIR")[-1] == "/home/trialflow"
+    """Its user is a number, which Kubernetes can verify, and has a home folder for runs."""
+    assert instructions("USER") == ["10001"]
+    assert any("useradd --create-home --uid 10001" in run for run in instructions("RUN"))
+    assert instructions("WORKDIR")[-1] == "/home/trialflow"
 
 
-def test_the_image_takes_the_versions_that_were_tested() -> None:
-    """All that pip installs is held by the constraints."""
-    installs = [run for run in told("RUN") if "pip install" in run]
+def test_the_image_installs_the_tested_versions() -> None:
+    """Every pip install uses the constraints."""
+    installs = [run for run in instructions("RUN") if "pip install" in run]
     assert installs
     assert all("-c constraints.txt" in run for run in installs)
 
 
-def test_the_context_holds_what_is_copied() -> None:
-    """`.dockerignore` lets through what the Dockerfile copies, which is there."""
-    copied = {source for copy in told("COPY") for source in copy.split()[:-1]}
+def test_the_build_context_has_what_is_copied() -> None:
+    """`.dockerignore` admits exactly what the Dockerfile copies, and it exists."""
+    copied = {source for copy in instructions("COPY") for source in copy.split()[:-1]}
     ignore = (ROOT / ".dockerignore").read_text().splitlines()
     assert {line[1:] for line in ignore if line.startswith("!")} == copied
     assert all((ROOT / source).exists() for source in copied)
 
 
 def test_data_files_are_part_of_the_package() -> None:
-    """What lies beside the modules of `deployments` is installed with them, from a wheel too."""
+    """A wheel contains every data file in the folders of `trialflow`."""
     described = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    patterns = described["tool"]["setuptools"]["package-data"]["deployments"]
-    folder = ROOT / "deployments"
+    patterns = {
+        f"{package.removeprefix('trialflow.').replace('.', '/')}/{pattern}"
+        for package, each in described["tool"]["setuptools"]["package-data"].items()
+        for pattern in each
+    }
     data = [
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob("*")
+        path.relative_to(ROOT).as_posix()
+        for folder in ("deployments", "flows", "tasks")
+        for path in (ROOT / folder).rglob("*")
         if path.is_file() and path.suffix not in (".py", ".pyc")
     ]
-    assert {"prefect.yaml", "work_pools/kubernetes.json"} <= set(data)
+    assert {"deployments/prefect.yaml", "deployments/work_pools/kubernetes.json"} <= set(data)
     assert [
         name for name in data if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
     ] == []

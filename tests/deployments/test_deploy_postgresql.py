@@ -1,4 +1,4 @@
-"""A server that keeps everything in PostgreSQL: `trialflow deploy`, a worker, a run."""
+"""A Prefect server on PostgreSQL: `trialflow deploy`, a worker, a run."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ USER, DATABASE = "prefect", "prefect"
 
 
 def programs() -> Path:
-    """Where PostgreSQL's programs are; a test that needs them is skipped where they are missing,
-    unless TRIALFLOW_TEST_POSTGRESQL=require."""
+    """The folder of PostgreSQL's programs; without them the test is skipped.
+
+    With TRIALFLOW_TEST_POSTGRESQL=require it fails instead.
+    """
     found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
     if not found and (here := shutil.which("initdb")):
         found = [Path(here)]
@@ -41,9 +43,9 @@ def programs() -> Path:
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[str]:
-    """A database of its own on a free port of this machine; its address, as Prefect takes it."""
+    """A new database on a free port; its address, as a Prefect setting."""
     bin_, port = programs(), free_port()
-    # It refuses to run as root.
+    # PostgreSQL refuses to run as root.
     user = "postgres" if os.geteuid() == 0 else pwd.getpwuid(os.geteuid()).pw_name
     data, log = folder / "data", folder / "log"
     data.mkdir(mode=0o700)
@@ -71,7 +73,7 @@ def cluster(folder: Path) -> Iterator[str]:
 
 
 def test_a_team_on_postgresql(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All is set up, found again the second time, and a run on it completes."""
+    """The first deploy creates everything, the second changes nothing, and a run completes."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     with (
         tempfile.TemporaryDirectory(prefix="postgresql-", ignore_cleanup_errors=True) as folder,
@@ -81,12 +83,12 @@ def test_a_team_on_postgresql(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         patched.setenv("PREFECT_SERVER_DATABASE_CONNECTION_URL", address)
         with running_server(tmp_path) as server:
             for verb in ("created", "unchanged"):
-                told = trialflow(
+                done = trialflow(
                     tmp_path, "deploy", "--pool", "deployed", "--gpus", "4",
                     variables=server.environment,
                 )  # fmt: skip
-                assert told.returncode == 0, told.stderr
-                assert told.stdout.splitlines()[: len(ALL)] == [f"{verb}: {thing}" for thing in ALL]
+                assert done.returncode == 0, done.stderr
+                assert done.stdout.splitlines()[: len(ALL)] == [f"{verb}: {thing}" for thing in ALL]
             config = toy_config(tmp_path, 4, hyperparameters={"record": str(tmp_path)})
             deployment = server.query("deployments/name/train/train")
             run = server.query(

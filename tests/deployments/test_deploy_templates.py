@@ -1,4 +1,4 @@
-"""The work pools' job templates: Prefect's own, and what training needs besides."""
+"""The work pools' job templates: Prefect's own, with additions for training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORKERS = "collections_data/views/aggregate-worker-metadata.json"
 
 
 def prefects_own(pool_type: str) -> dict[str, Any]:
-    """The template that Prefect gives a work pool of a type."""
+    """Prefect's own template for a work pool of that type."""
     known = json.loads(Path(prefect.server.api.__file__).with_name(WORKERS.split("/")[0]).joinpath(
         *WORKERS.split("/")[1:]
     ).read_text())  # fmt: skip
@@ -36,7 +36,7 @@ def prefects_own(pool_type: str) -> dict[str, Any]:
 
 
 def rendered(pool_type: PoolType, **variables: Any) -> dict[str, Any]:
-    """What a worker makes of the template, with defaults for all that is not given."""
+    """The job configuration that a worker renders, with the template's defaults."""
     template = job_template(pool_type)
     properties = template["variables"]["properties"]
     defaults = {
@@ -49,7 +49,7 @@ def rendered(pool_type: PoolType, **variables: Any) -> dict[str, Any]:
 
 
 def paths(nested: Any, before: str = "") -> set[str]:
-    """Every place in nested mappings and lists."""
+    """The paths of all values in nested mappings and lists."""
     if isinstance(nested, dict):
         below = {f"{before}/{key}": value for key, value in nested.items()}
     elif isinstance(nested, list):
@@ -60,8 +60,8 @@ def paths(nested: Any, before: str = "") -> set[str]:
 
 
 @pytest.mark.parametrize("pool_type", POOL_TYPES)
-def test_a_template_is_one_of_prefects(pool_type: PoolType) -> None:
-    """Prefect accepts it, and it can do all that Prefect's own of the same type can."""
+def test_a_template_extends_prefects(pool_type: PoolType) -> None:
+    """Prefect accepts it, and it has all variables of Prefect's own template."""
     ours, theirs = job_template(pool_type), prefects_own(pool_type)
     validate_base_job_template(ours)
     missing = set(theirs["variables"]["properties"]) - set(ours["variables"]["properties"])
@@ -71,11 +71,10 @@ def test_a_template_is_one_of_prefects(pool_type: PoolType) -> None:
     }
 
 
-def test_a_process_pool_can_be_given_some_of_the_gpus() -> None:
-    """`cuda_visible_devices` reaches the runs, beside a deployment's own environment; unset, the
-    worker's own choice is left alone."""
+def test_a_process_pool_can_be_limited_to_some_gpus() -> None:
+    """`cuda_visible_devices` is set in the runs' environment; unset, the worker's value stays."""
 
-    no_client: Any = object()  # there is nothing to ask a server for
+    no_client: Any = object()  # no request is made
 
     def environment(**variables: Any) -> dict[str, Any]:
         making = ProcessJobConfiguration.from_template_and_values(
@@ -90,7 +89,7 @@ def test_a_process_pool_can_be_given_some_of_the_gpus() -> None:
 
 
 def test_a_docker_run_has_gpus_and_shared_memory() -> None:
-    """All GPUs and 8 GiB by default; as many as the pool or the deployment says."""
+    """By default all GPUs and 8 GiB; the pool or the deployment can change both."""
     arguments = rendered("docker")["container_create_kwargs"]
     assert arguments["device_requests"] == [{"count": -1, "capabilities": [["gpu"]]}]
     assert arguments["shm_size"] == "8g"
@@ -99,8 +98,8 @@ def test_a_docker_run_has_gpus_and_shared_memory() -> None:
 
 
 def test_docker_runs_of_a_host_lock_gpus_in_one_place() -> None:
-    """A volume that stays whatever other volumes are given, under the path that each run is told;
-    it takes its permissions from the image, whose user is not root."""
+    """In a separate volume, whose path the runs know. Its permissions come from the image, whose
+    user is not root."""
     template = rendered("docker", volumes=["/data:/data:ro"])
     (mount,) = template["container_create_kwargs"]["mounts"]
     assert mount == {
@@ -110,8 +109,8 @@ def test_docker_runs_of_a_host_lock_gpus_in_one_place() -> None:
     assert f"mkdir --mode=1777 {mount['Target']}\n" in dockerfile
 
 
-def test_a_kubernetes_run_has_gpus_shared_memory_and_a_place() -> None:
-    """Each is a variable of the pool's."""
+def test_the_variables_of_a_kubernetes_pool() -> None:
+    """GPUs, shared memory, node, secrets and grace period reach the pod."""
     manifest = rendered(
         "kubernetes", gpus=8, shared_memory="64Gi", node_selector={"gpu": "h100"},
         grace_period_seconds=120, env_from=[{"secretRef": {"name": "s3"}}], image="mine:1",
@@ -130,19 +129,19 @@ def test_a_kubernetes_run_has_gpus_shared_memory_and_a_place() -> None:
 
 
 def test_kubernetes_waits_until_a_run_has_saved() -> None:
-    """By default, SIGKILL comes well after the grace period of an experiment has ended."""
+    """By default, SIGKILL comes at least 15 s after an experiment's grace period."""
     pod = rendered("kubernetes")["job_manifest"]["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] >= StoppingConfig().grace_seconds + 15
 
 
 @pytest.mark.parametrize("pool_type", ["docker", "kubernetes"])
 def test_signals_reach_the_flow_in_a_container(pool_type: PoolType) -> None:
-    """Prefect's supervisor would kill a flow that has taken SIGTERM for itself; here there is none,
-    and so the container's first process is the flow."""
+    """The flow's process is the command itself: Prefect's supervisor would kill a flow that handles
+    SIGTERM."""
     assert rendered(pool_type)["command"] == "python -m prefect.engine"
 
 
-def test_all_runs_say_often_that_they_live() -> None:
-    """Every deployment has the heartbeat that the automation for silent runs listens to."""
+def test_every_deployment_has_a_heartbeat() -> None:
+    """The automation for silent runs expects it."""
     for deployment in deployments():
         assert int(deployment.environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]) == 30

@@ -1,4 +1,4 @@
-"""kill -9 in the middle of `trialflow train`, and `--resume` after it."""
+"""`trialflow train` is killed with SIGKILL, then resumed with `--resume`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ START_SECONDS = 180.0
 
 
 class Folder:
-    """A folder with an experiment in it, and all that its runs leave."""
+    """A folder with an experiment and everything that its runs write."""
 
     def __init__(self, path: Path, prefect_home: Path, **hyperparameters: object) -> None:
         path.mkdir()
@@ -50,7 +50,7 @@ class Folder:
         (path / "experiment.yaml").write_text(yaml.safe_dump(experiment))
 
     def train(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start `trialflow train` here."""
+        """Start `trialflow train` in the folder."""
         return subprocess.Popen(
             [sys.executable, "-m", "trialflow.deployments.cli.main", "train",
              str(self.path / "experiment.yaml"), *arguments],
@@ -58,14 +58,14 @@ class Folder:
         )  # fmt: skip
 
     def train_to_the_end(self, *arguments: str) -> str:
-        """Run `trialflow train`; what it printed."""
+        """Run `trialflow train`; its output."""
         with self.train(*arguments) as run:
             output, _ = run.communicate()
         assert run.returncode == 0, output
         return output
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """All that the last checkpoint holds."""
+        """All tensors of the last checkpoint."""
         newest = self.store.list()[-1]
         assert newest.progress.batches_trained == BATCHES
         return tensors(self.path / "checkpoints" / "checkpoints" / newest.uuid)
@@ -78,7 +78,7 @@ def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, prefect_home: Path) -> Folder:
-    """A run that nobody disturbed."""
+    """The folder of a run that was not killed."""
     folder = Folder(tmp_path_factory.mktemp("runs") / "straight", prefect_home)
     folder.train_to_the_end()
     return folder
@@ -88,7 +88,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, prefect_home: Path) 
 def killed(
     request: pytest.FixtureRequest, tmp_path: Path, prefect_home: Path
 ) -> Iterator[tuple[Folder, list[int]]]:
-    """A run that was killed at batch 13, when a checkpoint had been committed; its processes."""
+    """A run that was killed at batch 13, after a commit; its folder and its processes."""
     once = tmp_path / "stuck"
     stuck = {"do": "sleep", "at_batch": STUCK_AT, "once": str(once)}
     folder = Folder(tmp_path / "killed", prefect_home, **stuck)
@@ -96,7 +96,7 @@ def killed(
         deadline = time.monotonic() + START_SECONDS
         while not (once.exists() and folder.store.list()):
             assert run.poll() is None, run.communicate()[0]
-            assert time.monotonic() < deadline, "the run did not get to its checkpoint"
+            assert time.monotonic() < deadline, "the run has not committed a checkpoint"
             time.sleep(0.1)
         pids = descendants(run.pid)
         victims = pids if request.param == "the whole tree" else []
@@ -108,23 +108,25 @@ def killed(
         os.kill(pid, signal.SIGKILL)
 
 
-def test_no_process_is_left_and_resuming_is_bit_identical(
-    killed: tuple[Folder, list[int]], uninterrupted: Folder
-) -> None:
-    """Ranks and embedded server are gone within 10 s of their driver; `--resume` then ends with
-    the weights, optimizer and random state of the run that nobody killed."""
-    folder, pids = killed
+def test_no_process_is_left(killed: tuple[Folder, list[int]]) -> None:
+    """Ranks and embedded server are gone within 10 s after their driver."""
+    _, pids = killed
     assert len(pids) >= 3  # two ranks and the embedded server
     assert wait_until_gone(pids, 10) == []
 
+
+@pytest.mark.long
+def test_resuming_is_bit_identical(killed: tuple[Folder, list[int]], uninterrupted: Folder) -> None:
+    """`--resume` ends with the weights, optimizer and random state of an uninterrupted run."""
+    folder, pids = killed
+    assert wait_until_gone(pids, 10) == []
     output = folder.train_to_the_end("--resume")
-    trials = {manifest.trial for manifest in folder.store.list()}
-    assert len(trials) == 1
-    assert trials.pop() in output
+    (trial,) = {manifest.trial for manifest in folder.store.list()}
+    assert trial in output
     assert differing(uninterrupted.weights(), folder.weights()) == []
     for rank in (0, 1):
         straight, resumed = (lines(f.path, "samples", rank) for f in (uninterrupted, folder))
-        # One line a micro-batch. It went on from the checkpoint at 8 or 12, with the same samples.
+        # One line per micro-batch. The run resumed from batch 8 or 12, with the same samples.
         resumed_at = STUCK_AT - (len(resumed) - len(straight)) // 3
         assert resumed_at in (8, 12)
         assert resumed[-3 * (BATCHES - resumed_at) :] == straight[3 * resumed_at :]

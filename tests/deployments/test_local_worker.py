@@ -1,25 +1,30 @@
-"""The worker that `trialflow worker` and `trialflow up` start."""
+"""The worker of `trialflow worker` and `trialflow up`."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
 
 from tests.support.prefect import isolated
-from trialflow.deployments.local_worker import LocalWorker
+from trialflow.deployments import local_worker
 from trialflow.flows.server.prefect_settings import environment
 
-EVERY = "PREFECT_WORKER_QUERY_SECONDS"
+INTERVAL = "PREFECT_WORKER_QUERY_SECONDS"
 
 
-@pytest.mark.parametrize(("chosen", "used"), [({}, "2"), ({EVERY: "7.0"}, "7.0")])
-def test_it_asks_often_for_runs(tmp_path: Path, chosen: dict[str, str], used: str) -> None:
-    """A run that is scheduled again does not wait 10 s for it, as by default; unless a user has
-    chosen so."""
-    with (
-        environment({**isolated(tmp_path), **chosen}),
-        LocalWorker("pool", tmp_path / "worker.log") as worker,
-    ):
-        assert psutil.Process(worker._keeper.pid).environ()[EVERY] == used
+@pytest.mark.parametrize(("chosen", "used"), [({}, "2"), ({INTERVAL: "7.0"}, "7.0")])
+def test_the_query_interval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: dict[str, str], used: str
+) -> None:
+    """The worker asks for runs every 2 s instead of Prefect's 10 s; the user's setting wins."""
+    variables: dict[str, str] = {}
+
+    def start(command: list[str], settings: Any, log_path: Path | None) -> None:
+        variables.update(settings)
+
+    monkeypatch.setattr(local_worker, "start_child", start)
+    with environment({**isolated(tmp_path), **chosen}):
+        local_worker.LocalWorker("pool", tmp_path / "worker.log")
+    assert variables[INTERVAL] == used

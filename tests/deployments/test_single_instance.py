@@ -1,4 +1,4 @@
-"""One `trialflow up` of a PREFECT_HOME at a time."""
+"""One `trialflow up` per PREFECT_HOME at a time."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 
 from trial_core.errors import ConfigError
-from trialflow.deployments.single_instance import only_one
+from trialflow.deployments.single_instance import single_instance
 
 HOLD = """
 import pathlib, sys
-from trialflow.deployments.single_instance import only_one
-with only_one(pathlib.Path(sys.argv[1])) as say:
-    say("http://127.0.0.1:4200/api")
+from trialflow.deployments.single_instance import single_instance
+with single_instance(pathlib.Path(sys.argv[1])) as store_address:
+    store_address("http://127.0.0.1:4200/api")
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
-def test_the_second_is_told_of_the_first_which_killed_is_gone(tmp_path: Path) -> None:
-    """Who it is, where, and what to do; SIGKILL leaves nothing that would keep others away."""
+def test_a_second_instance_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
+    """The error names the first one's process and address. SIGKILL releases the lock."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -32,11 +32,11 @@ def test_the_second_is_told_of_the_first_which_killed_is_gone(tmp_path: Path) ->
         assert first.stdout is not None
         first.stdout.readline()
         for _ in range(2):
-            with pytest.raises(ConfigError) as refused, only_one(tmp_path):
+            with pytest.raises(ConfigError) as refused, single_instance(tmp_path):
                 pass
-            said = f"{tmp_path}: process {first.pid}, at http://127.0.0.1:4200/api. Use that one"
-            assert said in str(refused.value)
+            holder = f"{tmp_path}: process {first.pid}, at http://127.0.0.1:4200/api. Use that"
+            assert holder in str(refused.value)
         os.kill(first.pid, signal.SIGKILL)
         first.wait()
-    with only_one(tmp_path), only_one(tmp_path / "another"):
+    with single_instance(tmp_path), single_instance(tmp_path / "another"):
         pass

@@ -1,4 +1,4 @@
-"""`trialflow up`: a server, a worker and the deployments, which all go when it goes."""
+"""`trialflow up`: a server, a worker and the deployments, which end with the command."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import re
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,20 +22,11 @@ from tests.support.cli import TRIALFLOW, environment_in, trialflow
 from tests.support.prefect import isolated
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines, toy_config
+from tests.support.waiting import PATIENCE_SECONDS, until
 from trial_core.checkpoint.store import CheckpointStore
 from trialflow.deployments.resources import lease_problem
 
-PATIENCE_SECONDS = 120.0
 ENDLESS = 10**6
-
-
-def until(is_so: Callable[[], Any], what: str) -> Any:
-    """Wait until it is so; what it then is."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (found := is_so()):
-        assert time.monotonic() < deadline, f"never: {what}"
-        time.sleep(0.2)
-    return found
 
 
 @dataclass
@@ -48,15 +38,11 @@ class Up:
     url: str
 
     def query(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """What its API answers to a POST."""
+        """The API's answer to a POST request."""
         return httpx.post(f"{self.url}/api/{path}", json=body or {}).raise_for_status().json()
 
-    def runs(self) -> list[dict[str, Any]]:
-        runs: list[dict[str, Any]] = self.query("flow_runs/filter")
-        return runs
-
     def stop(self, number: int) -> None:
-        """Send a signal, and wait until nothing is left of it."""
+        """Send a signal, and wait until no process is left."""
         started = descendants(self.process.pid)
         self.process.send_signal(number)
         self.process.wait(PATIENCE_SECONDS)
@@ -65,7 +51,7 @@ class Up:
 
 @contextmanager
 def up(folder: Path, port: int, *files: str) -> Iterator[Up]:
-    """`trialflow up` in a terminal of its own; killed, if need be, at the end."""
+    """`trialflow up` in `folder`; killed at the end if it still runs."""
     (folder / "prefect").mkdir(exist_ok=True)
     log = folder / "up.log"
     with log.open("wb") as output:
@@ -75,7 +61,7 @@ def up(folder: Path, port: int, *files: str) -> Iterator[Up]:
             env=environment_in(folder, isolated(folder / "prefect")),
         )  # fmt: skip
     try:
-        until(lambda: b"Ctrl-C stops all" in log.read_bytes() or process.poll() is not None, "up")
+        until(lambda: b"Ctrl-C stops" in log.read_bytes() or process.poll() is not None, "up")
         found = re.search(r"UI +(http://\S+)", log.read_text())
         assert found is not None, log.read_text()
         yield Up(process, log, found[1])
@@ -89,17 +75,18 @@ def up(folder: Path, port: int, *files: str) -> Iterator[Up]:
 
 
 def test_a_configured_server_is_refused(tmp_path: Path) -> None:
-    """It starts one of its own, so it must not be told of another; what to do instead is said."""
-    told = trialflow(tmp_path, "up", variables={"PREFECT_API_URL": "http://elsewhere:4200/api"})
-    assert told.returncode == 2
-    assert "http://elsewhere:4200/api" in told.stderr
-    assert "trialflow deploy" in told.stderr
+    """`up` starts its own server. The error names the configured one, and what to do instead."""
+    variables = {"PREFECT_API_URL": "http://elsewhere:4200/api"}
+    done = trialflow(tmp_path, "up", variables=variables)
+    assert done.returncode == 2
+    assert "http://elsewhere:4200/api" in done.stderr
+    assert "trialflow deploy" in done.stderr
 
 
 @pytest.mark.server
-def test_all_of_it_is_there_and_goes_when_it_is_killed(tmp_path: Path) -> None:
-    """On another port than one that is taken: UI, deployments, a worker that is online, leases that
-    last. A second one is refused; 10 s after SIGKILL no process is left."""
+def test_everything_starts_and_ends_with_the_command(tmp_path: Path) -> None:
+    """UI, deployments, a worker and persistent leases, on another port if that one is taken. A
+    second `up` is refused. 10 s after SIGKILL no process is left."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with up(tmp_path, port) as running:
@@ -122,9 +109,8 @@ def test_all_of_it_is_there_and_goes_when_it_is_killed(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.server
 @pytest.mark.slots
-def test_runs_save_and_go_on_the_next_time(tmp_path: Path) -> None:
-    """Ctrl-C: a run that trains saves, and nothing is left; the next `trialflow up` goes on with
-    the same run, from where it was."""
+def test_runs_save_and_resume_with_the_next_up(tmp_path: Path) -> None:
+    """After Ctrl-C a run saves and no process is left; the next `up` resumes the same run."""
     config = toy_config(
         tmp_path, ENDLESS, scheduling_unit=ENDLESS, hyperparameters={"record": str(tmp_path)}
     )
@@ -146,6 +132,6 @@ def test_runs_save_and_go_on_the_next_time(tmp_path: Path) -> None:
     with up(tmp_path, 0) as running:
         until(lambda: len(seen()) > saved + 5, "training again")
         assert seen()[: saved + 5] == list(range(saved + 5))
-        (run,) = running.runs()
+        (run,) = running.query("flow_runs/filter")
         assert (run["id"], run["state_name"]) == (run_id, "Running")
         running.stop(signal.SIGTERM)

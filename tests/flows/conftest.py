@@ -1,4 +1,4 @@
-"""What tests of flows share: a worker, started once, that runs whatever scenes deploy to it."""
+"""A shared process worker, and a run that trains on it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.support.ways_to_stop import Worker, on_a_worker
 
 @pytest.fixture(scope="session")
 def shared_worker(prefect_server: PrefectServer) -> Iterator[Worker]:
-    """One process worker for all scenes that leave it alive."""
+    """One process worker for all scenes that do not kill it."""
     with process_worker(prefect_server, "shared") as pid:
         yield Worker("shared", pid)
 
 
 @pytest.fixture
 def scene(prefect_server: PrefectServer, shared_worker: Worker, tmp_path: Path) -> Iterator[Scene]:
-    """Trains by now, on a worker."""
+    """A run that is training on a worker."""
     with on_a_worker(prefect_server, shared_worker, tmp_path) as scene:
         scene.until_trained()
         yield scene

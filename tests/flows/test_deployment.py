@@ -1,4 +1,4 @@
-"""The deployment `train` as a team uses it: server, process worker, `prefect deployment run`."""
+"""The deployment `train` in use: server, worker, `prefect deployment run`."""
 
 from __future__ import annotations
 
@@ -6,58 +6,35 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import get_client
 from prefect.server.events.schemas.automations import EventTrigger
 from prefect.server.events.schemas.events import ReceivedEvent
 
 from tests.support.cli import TRIALFLOW, environment_in
 from tests.support.prefect import PrefectServer, process_worker
+from tests.support.prefect_worker import Scene, assert_closed
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines, toy_config
+from tests.support.waiting import PATIENCE_SECONDS, until
+from tests.support.ways_to_stop import cleared
 from trial_core.checkpoint.store import CheckpointStore
-from trialflow.deployments.cli.deploy import wanted_things
-from trialflow.deployments.desired_state import SILENT_RUNS_HAVE_CRASHED, lost_starts_have_crashed
+from trialflow.deployments.automations import CRASH_SILENT, crash_lost_starts
+from trialflow.deployments.cli.deploy import wanted_resources
 from trialflow.deployments.resources import set_up, take_down
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
-RUN_SECONDS = 240.0
-ENDLESS = 10**6
+FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 
-def until(is_so: Callable[[], Any], what: str) -> Any:
-    """Wait until it is so; what it then is."""
-    deadline = time.monotonic() + RUN_SECONDS
-    while not (found := is_so()):
-        assert time.monotonic() < deadline, f"never: {what}"
-        time.sleep(0.2)
-    return found
-
-
-def ended(server: PrefectServer, flow_run_id: str) -> dict[str, Any]:
-    """The flow run, once it has reached a final state."""
-    deadline = time.monotonic() + RUN_SECONDS
-    while time.monotonic() < deadline:
-        run: dict[str, Any] = server.query(f"flow_runs/{flow_run_id}")
-        if run["state_type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED"):
-            return run
-        time.sleep(0.5)
-    raise AssertionError(f"flow run {flow_run_id} is still {run['state_name']}")
-
-
-def test_a_deployment_run_is_executed_by_a_process_worker(
-    prefect_server: PrefectServer, tmp_path: Path
-) -> None:
-    """`prefect deploy`, `prefect worker start`, `prefect deployment run`: the worker trains the
-    toy on 2 ranks; a parameter of the wrong type is refused before anything is scheduled."""
+@pytest.mark.long
+def test_prefects_own_commands(prefect_server: PrefectServer, tmp_path: Path) -> None:
+    """`prefect deploy`, `prefect worker start` and `prefect deployment run` train a trial. A
+    parameter of a wrong type is refused before a run is scheduled."""
     prefect_server.prefect("work-pool", "create", "local", "--type", "process")
     prefect_server.prefect(
         "deploy", "--prefect-file", "deployments/prefect.yaml", "--name", "train"
@@ -78,8 +55,10 @@ def test_a_deployment_run_is_executed_by_a_process_worker(
         (scheduled,) = prefect_server.query(
             "flow_runs/filter", {"deployments": {"name": {"any_": ["train"]}}}
         )
-        run = ended(prefect_server, scheduled["id"])
+        run_path = f"flow_runs/{scheduled['id']}"
+        until(lambda: prefect_server.query(run_path)["state_type"] in FINAL, "the end of the run")
         log = prefect_server.home / "worker-local.log"
+        run = prefect_server.query(run_path)
         assert run["state_name"] == "Completed", log.read_text()[-4000:]
         assert wait_until_gone(descendants(worker), 15) == []
     for rank in (0, 1):
@@ -88,116 +67,78 @@ def test_a_deployment_run_is_executed_by_a_process_worker(
     assert newest.trial == f"toy-{run['id'].replace('-', '')[-8:]}"
 
 
-class Deployed:
-    """A server with all that `trialflow deploy` sets up, and an endless run in its queue."""
-
-    def __init__(
-        self, server: PrefectServer, client: SyncPrefectClient, folder: Path, pool: str
-    ) -> None:
-        self.server = server
-        self.client = client
-        self.folder = folder
-        self.pool = pool
-        self.home = {"TRIALFLOW_HOME": str(folder / "home")}
-        config = toy_config(
-            folder, ENDLESS, scheduling_unit=10, min_checkpoint_period={"batches": 10},
-            hyperparameters={"record": str(folder)}, max_restarts=1,
-        )  # fmt: skip
-        self.store = CheckpointStore(config.checkpoint_storage.url)
-        deployment = client.read_deployment_by_name("train/train")
-        parameters = {"config": config.model_dump(mode="json")}
-        run = client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
-        self.run_id = str(run.id)
-
-    def state(self) -> str:
-        """The flow run's, by name."""
-        name: str = self.server.query(f"flow_runs/{self.run_id}")["state_name"]
-        return name
-
-    def seen(self) -> list[int]:
-        """The batches that rank 0 has trained, over all attempts."""
-        return [line[0] for line in lines(self.folder, "samples", 0)]
-
-    def saved(self) -> int:
-        """How far the newest checkpoint has got."""
-        found = self.store.list()
-        return max((manifest.progress.batches_trained for manifest in found), default=0)
-
-    def driver(self, of: int) -> int:
-        """The process that runs the flow, below the process `of`."""
-        (pid,) = {
-            psutil.Process(rank).ppid()
-            for rank in descendants(of)
-            if "trial_core.slots.worker" in " ".join(psutil.Process(rank).cmdline())
-        }
-        return pid
-
-    def heartbeats(self) -> list[ReceivedEvent]:
-        """What the run's process has said of itself, as the server has it."""
-        of_run = {"resource": {"id": [f"prefect.flow-run.{self.run_id}"]}}
-        asked = {"filter": {**of_run, "event": {"name": ["prefect.flow-run.heartbeat"]}}}
-        found = self.server.query("events/filter", asked)["events"]
-        return [ReceivedEvent.model_validate(each) for each in found]
-
-    def end(self) -> None:
-        """Nobody takes the run up again."""
-        self.server.query(f"flow_runs/{self.run_id}/set_state", {
-            "state": {"type": "CANCELLED", "name": "Cancelled"}, "force": True,
-        })  # fmt: skip
-
-
 @pytest.fixture
-def deployed(prefect_server: PrefectServer, tmp_path: Path) -> Iterator[Deployed]:
-    pool = f"pool-{tmp_path.name}"
+def deployed(prefect_server: PrefectServer, tmp_path: Path) -> Iterator[Scene]:
+    """An endless run in the queue of a server that `trialflow deploy` has set up."""
     with prefect_server.configured(), get_client(sync_client=True) as client:
-        things = wanted_things("process", pool, None, tmp_path)
-        list(set_up(things, client, dry_run=False))
-        scene = Deployed(prefect_server, client, tmp_path, pool)
-        yield scene
-        scene.end()
-        list(take_down(reversed(things), client, dry_run=False))
+        resources = wanted_resources("process", pool_of(tmp_path), None, tmp_path)
+        list(set_up(resources, client, dry_run=False))
+        every_10 = {"scheduling_unit": 10, "min_checkpoint_period": {"batches": 10}}
+        with cleared(Scene(prefect_server, tmp_path, max_restarts=1, **every_10)) as scene:
+            scene.use_deployment("train", parent=0)
+            scene.create_run()
+            yield scene
+        list(take_down(reversed(resources), client, dry_run=False))
+
+
+def pool_of(folder: Path) -> str:
+    return f"pool-{folder.name}"
+
+
+def heartbeats(scene: Scene) -> list[ReceivedEvent]:
+    """The heartbeats of the run that the server has received."""
+    of_run = {"resource": {"id": [f"prefect.flow-run.{scene.run_id}"]}}
+    query = {"filter": {**of_run, "event": {"name": ["prefect.flow-run.heartbeat"]}}}
+    found = scene.server.query("events/filter", query)["events"]
+    return [ReceivedEvent.model_validate(each) for each in found]
 
 
 @pytest.mark.long
-def test_a_run_that_is_killed_goes_on_as_the_same_run(deployed: Deployed) -> None:
-    """SIGKILL to its driver: the automation has it trained on from its last checkpoint, within
-    seconds. What it says while it lives is what the automations wait for."""
-    with process_worker(deployed.server, deployed.pool, deployed.home) as worker:
-        until(lambda: deployed.saved() >= 20, "a checkpoint")
-        (heartbeat, *_) = until(deployed.heartbeats, "a heartbeat")
-        for name in (SILENT_RUNS_HAVE_CRASHED, lost_starts_have_crashed(deployed.pool)):
-            (rule,) = deployed.client.read_automations_by_name(name)
-            trigger = EventTrigger.model_validate(rule.trigger.model_dump())
+def test_a_killed_run_resumes_as_the_same_run(deployed: Scene) -> None:
+    """After SIGKILL of its driver no process is left within 10 s, and the automation restarts the
+    run from its last checkpoint. The automations match the heartbeats of a living run."""
+    pool = pool_of(deployed.folder)
+    with process_worker(deployed.server, pool, deployed.variables) as worker:
+        deployed.parent = worker
+        until(lambda: len(deployed.store.list()) >= 2, "two checkpoints")
+        (heartbeat, *_) = until(lambda: heartbeats(deployed), "a heartbeat")
+        for name in (CRASH_SILENT, crash_lost_starts(pool)):
+            with get_client(sync_client=True) as client:
+                (automation,) = client.read_automations_by_name(name)
+            trigger = EventTrigger.model_validate(automation.trigger.model_dump())
             assert trigger.covers(heartbeat)
             assert trigger.expects(heartbeat.event)
+        before, ports = deployed.processes(), deployed.ports()
+        os.kill(deployed.driver(), signal.SIGKILL)
+        assert wait_until_gone(before, 10) == []
+        assert_closed(ports)
         trained = len(deployed.seen())
-        os.kill(deployed.driver(worker), signal.SIGKILL)
-        until(lambda: len(deployed.seen()) > trained + 30, "training again")
+        deployed.until_trained(trained + 30)
         assert deployed.state() == "Running"
+        assert "Crashed" in deployed.history()
         resumed = deployed.seen()[trained:]
-        begin = next(
-            index for index in range(1, len(resumed)) if resumed[index] < resumed[index - 1]
-        )
+        begin = next(i for i in range(1, len(resumed)) if resumed[i] < resumed[i - 1])
         assert resumed[begin] % 10 == 0
-        assert resumed[begin] >= 20 - 10
+        assert resumed[begin] >= 10
 
 
-@pytest.mark.long
-def test_a_worker_that_is_stopped_lets_its_runs_save(deployed: Deployed) -> None:
-    """`trialflow worker`, SIGTERM (systemd): the run saves and waits in its queue, no process is
-    left; another worker goes on with it."""
-    for expected in (0, 1):
+@pytest.mark.parametrize("attempts", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_stopped_worker_requeues_its_run(deployed: Scene, attempts: int) -> None:
+    """After SIGTERM to `trialflow worker` (systemd) the run saves and goes back into its queue, and
+    no process is left. Another worker resumes it."""
+    variables = {**deployed.server.environment, **deployed.variables}
+    for attempt in range(attempts):
         before = len(deployed.seen())
         worker = subprocess.Popen(
-            [*TRIALFLOW, "worker", "--pool", deployed.pool],
+            [*TRIALFLOW, "worker", "--pool", pool_of(deployed.folder)],
             cwd=deployed.folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            env=environment_in(deployed.folder, {**deployed.server.environment, **deployed.home}),
+            env=environment_in(deployed.folder, variables),
         )  # fmt: skip
         try:
-            until(lambda: len(deployed.seen()) > before + 15, "training")  # noqa: B023
+            deployed.until_trained(before + 15)
             started = descendants(worker.pid)
             worker.send_signal(signal.SIGTERM)
-            worker.wait(RUN_SECONDS)
+            worker.wait(PATIENCE_SECONDS)
         finally:
             worker.kill()
         assert worker.returncode == 143
@@ -205,29 +146,4 @@ def test_a_worker_that_is_stopped_lets_its_runs_save(deployed: Deployed) -> None
         assert deployed.state() in ("AwaitingRetry", "Late")
         assert deployed.saved() == len(deployed.seen())
         assert deployed.seen() == list(range(deployed.saved()))
-        run = deployed.server.query(f"flow_runs/{deployed.run_id}")
-        assert run["run_count"] == expected + 1
-
-
-@pytest.mark.long
-def test_a_container_that_is_stopped_lets_its_run_save(deployed: Deployed) -> None:
-    """What our images run (`python -m prefect.engine`), SIGTERM (a node is drained): the run saves
-    and goes back into its queue."""
-    engine = subprocess.Popen(
-        [sys.executable, "-m", "prefect.engine"],
-        cwd=deployed.folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        env={
-            **environment_in(deployed.folder, {**deployed.server.environment, **deployed.home}),
-            "PREFECT__FLOW_RUN_ID": deployed.run_id,
-        },
-    )  # fmt: skip
-    try:
-        until(lambda: len(deployed.seen()) > 15, "training")
-        started = descendants(engine.pid)
-        engine.send_signal(signal.SIGTERM)
-        assert engine.wait(RUN_SECONDS) == 0
-    finally:
-        engine.kill()
-    assert wait_until_gone(started, 10) == []
-    assert deployed.state() in ("AwaitingRetry", "Late")
-    assert deployed.saved() == len(deployed.seen())
+        assert deployed.run()["run_count"] == attempt + 1

@@ -99,7 +99,7 @@ def test_a_flow_that_has_crashed_too_often_takes_nothing(
     def taken(config: Any) -> Any:
         raise _Reached("accelerators were taken")
 
-    monkeypatch.setattr(module, "refuse_if_crashed_too_often", refuse)
+    monkeypatch.setattr(module, "check_crash_limit", refuse)
     monkeypatch.setattr(module, "gpu_slots", taken)
     with pytest.raises(CrashedTooOften, match="more than 3"):
         getattr(module, name)(toy_config(here, max_restarts=3))

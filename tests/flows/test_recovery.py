@@ -108,7 +108,7 @@ def test_restarts_are_ever_further_apart() -> None:
     """At once at first, a minute at most."""
     restarts, pauses = Restarts(8), []
     for _ in range(8):
-        assert restarts.has_another(Stalled("no batch has ended"), None)
+        assert restarts.grant(Stalled("no batch has ended"), None)
         pauses.append(restarts.pause_seconds)
     assert pauses == [0, 2, 4, 8, 16, 32, 60, 60]
-    assert not restarts.has_another(Stalled("no batch has ended"), None)
+    assert not restarts.grant(Stalled("no batch has ended"), None)

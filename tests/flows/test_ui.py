@@ -1,4 +1,4 @@
-"""What a person sees of a run in Prefect's UI, in a real browser."""
+"""A run and its report in Prefect's UI, in a real browser."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.support.flow import stages, train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import toy_config
 
-pytestmark = [pytest.mark.slots, pytest.mark.server, pytest.mark.browser]
+pytestmark = [pytest.mark.slots, pytest.mark.server, pytest.mark.browser, pytest.mark.long]
 
-SCREENSHOTS = os.environ.get("TRIALFLOW_SCREENSHOTS")  # a folder: keep pictures there
+SCREENSHOTS = os.environ.get("TRIALFLOW_SCREENSHOTS")  # a folder to save screenshots in
 CURVES = (
     "return [...document.querySelectorAll('svg .line-plot-0 path')].map(p => p.getAttribute('d'))"
 )
@@ -25,7 +25,7 @@ CURVES = (
 
 @dataclass
 class Watched:
-    """Two runs of a trial, of which the first lost a rank; and a browser."""
+    """Two runs of a trial, the first of which lost a rank; and a browser."""
 
     server: PrefectServer
     browser: Browser
@@ -60,7 +60,7 @@ def watched(
 
     def config(batches: int) -> Any:
         return toy_config(
-            here, batches, name="what a person sees", scheduling_unit=10, max_restarts=1,
+            here, batches, name="seen in the UI", scheduling_unit=10, max_restarts=1,
             checkpoint_policy="all", min_validation_period={"batches": 10},
             resources={"slots_per_trial": 1},
             hyperparameters={
@@ -81,7 +81,7 @@ def watched(
 
 
 def test_the_timeline(watched: Watched) -> None:
-    """Every stage by name, with its batches; an upload lies beside the training that follows."""
+    """Every stage has its name and batches; an upload overlaps the training after it."""
     watched.browser.open(watched.page(watched.second), "trained [40→50]")  # a line of its log
     keep(watched.browser, "run.png")
     watched.browser.open(f"{watched.page(watched.second)}?tab=TaskRuns", "train-workload [70→80]")
@@ -94,13 +94,13 @@ def test_the_timeline(watched: Watched) -> None:
 
 
 def test_the_report_after_a_restart(watched: Watched) -> None:
-    """How far it is, why it was started again, and curves that are lines and not code."""
+    """The report shows progress, the restart's cause, and curves as drawn lines."""
     watched.open_report(watched.first, "batch 40 of 40")
     text = watched.browser.text
     assert "100%" in text
     assert "restart 1 of at most 1: rank 0" in text
     assert "SIGKILL" in text
-    assert "went on from the last checkpoint" in text
+    assert "resumed from the last checkpoint" in text
     assert "training: loss" in text
     assert "xychart" not in text
     assert [path.count("L") for path in watched.curves()[:1]] == [3]
@@ -108,11 +108,11 @@ def test_the_report_after_a_restart(watched: Watched) -> None:
 
 
 def test_the_report_of_a_resumed_trial(watched: Watched) -> None:
-    """The curves of all its runs, and all its checkpoints with the best and what they cost."""
+    """The report has the curves and checkpoints of both runs, and marks the best."""
     watched.open_report(watched.second, "batch 80 of 80")
     assert [path.count("L") for path in watched.curves()[:1]] == [7]
     text = watched.browser.text
-    assert "went on from the last checkpoint; before: completed" in text
+    assert "resumed from the last checkpoint; previous run: completed" in text
     assert watched.first.checkpoint_uuid in text
     assert watched.second.checkpoint_uuid in text
     assert "(best)" in text
@@ -121,6 +121,6 @@ def test_the_report_of_a_resumed_trial(watched: Watched) -> None:
 
 
 def keep(browser: Browser, name: str) -> None:
-    """Save a picture of the page, if somebody wants it."""
+    """Save a screenshot if TRIALFLOW_SCREENSHOTS is set."""
     if SCREENSHOTS:
         browser.save_png(Path(SCREENSHOTS) / name)

@@ -15,42 +15,44 @@ from selenium.webdriver.common.keys import Keys
 from tests.support.browser import Browser, chromium
 from tests.support.prefect import PrefectServer
 from trial_core.config import ExperimentConfig
-from trialflow.deployments.cli.deploy import wanted_things
+from trialflow.deployments.cli.deploy import wanted_resources
 from trialflow.deployments.resources import set_up, take_down
 
-pytestmark = [pytest.mark.server, pytest.mark.browser]
+pytestmark = [pytest.mark.server, pytest.mark.browser, pytest.mark.long]
 
 
 @dataclass
 class Form:
-    """The form on its page, and who can see what runs it has made."""
+    """The form on its page, and the runs that it has created."""
 
     browser: Browser
     client: SyncPrefectClient
     deployment_id: str
 
     def put(self, label: str, value: str) -> None:
-        """Write into a field, instead of what is there."""
+        """Replace a field's value."""
         self._field(label).send_keys(Keys.CONTROL, "a")
-        self._field(label).send_keys(value, Keys.TAB)  # the page hears of it when it is left
+        self._field(label).send_keys(
+            value, Keys.TAB
+        )  # the page reads the value when the focus leaves
         self.browser.wait_for(
             lambda: self._field(label).get_property("value") == value, f"{value} in {label}"
         )
-        self.browser.wait_until_idle()  # what is submitted is what the page has drawn last
+        self.browser.wait_until_idle()  # the page submits what it has drawn last
 
     def problem(self, label: str) -> str:
-        """What the browser has against what is in a field."""
+        """The browser's validation message for a field."""
         return str(self._field(label).get_property("validationMessage"))
 
     def submit(self) -> None:
-        """Ask for a run."""
+        """Press Submit."""
         button = "//button[normalize-space()='Submit']"
         self.browser._driver.find_element(By.XPATH, button).click()
 
     def runs(self) -> list[dict[str, Any]]:
-        """The parameters of the runs that there are."""
-        asked = {"deployments": {"id": {"any_": [self.deployment_id]}}}
-        found = self.client.request("POST", "/flow_runs/filter", json=asked).json()
+        """The parameters of the deployment's runs."""
+        query = {"deployments": {"id": {"any_": [self.deployment_id]}}}
+        found = self.client.request("POST", "/flow_runs/filter", json=query).json()
         return [run["parameters"] for run in found]
 
     def _field(self, label: str) -> Any:
@@ -61,10 +63,10 @@ class Form:
 
 @pytest.fixture
 def form(prefect_server: PrefectServer) -> Iterator[Form]:
-    """That of `train/train`; what a run cannot do without is filled in."""
+    """The form of `train/train`, with the required fields filled in."""
     with prefect_server.configured(), get_client(sync_client=True) as client:
-        things = wanted_things("process", "form", None, Path("/srv/runs"))
-        for _ in set_up(things, client, False):
+        resources = wanted_resources("process", "form", None, Path("/srv/runs"))
+        for _ in set_up(resources, client, False):
             pass
         deployment = str(client.read_deployment_by_name("train/train").id)
         try:
@@ -77,14 +79,13 @@ def form(prefect_server: PrefectServer) -> Iterator[Form]:
                 form.put("Batches (Optional)", "13")
                 yield form
         finally:
-            for _ in take_down(reversed(things), client, False):
+            for _ in take_down(reversed(resources), client, False):
                 pass
 
 
-@pytest.mark.long  # as below
-def test_the_form_refuses_what_is_wrong(form: Form) -> None:
-    """It has all fields of an experiment. With a number that is too small no run is made, and its
-    field says why."""
+def test_the_form_rejects_invalid_values(form: Form) -> None:
+    """It has all fields of an experiment. A number that is too small is marked at its field, and no
+    run is created."""
     titles = {field.title for field in ExperimentConfig.model_fields.values() if field.title}
     assert "Scheduling unit" in titles
     text = form.browser.text
@@ -98,9 +99,8 @@ def test_the_form_refuses_what_is_wrong(form: Form) -> None:
     assert form.runs() == []
 
 
-@pytest.mark.long  # on a busy machine the page may not have taken a value over when it is submitted
-def test_the_form_makes_a_run(form: Form) -> None:
-    """It has what was written into a field."""
+def test_the_form_creates_a_run(form: Form) -> None:
+    """The run has the values of the fields."""
     form.put("Scheduling unit (Optional)", "7")
     form.submit()
     form.browser.wait_for(lambda: bool(form.runs()), "a run")

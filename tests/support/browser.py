@@ -1,8 +1,8 @@
-"""Prefect's UI in a headless Chromium: what a person sees, as a test and as a picture.
+"""Prefect's UI in a headless Chromium, for tests and screenshots.
 
-Tests that use it carry the marker ``browser``. Needs Debian's packages chromium and
-chromium-driver; where they are missing those tests are skipped and say so, unless
-TRIALFLOW_TEST_BROWSER=require, as in CI, which makes that a failure.
+Tests that use it have the marker ``browser``. They need Debian's packages chromium and
+chromium-driver, and are skipped without them. With TRIALFLOW_TEST_BROWSER=require, as in CI, they
+fail instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FLAGS = (
     "--headless",
     "--no-sandbox",
     "--disable-gpu",
-    # Shared memory of a container is too small for it.
+    # A container's shared memory is too small.
     "--disable-dev-shm-usage",
     # The run's timeline is drawn with WebGL; without a GPU, in software.
     "--enable-unsafe-swiftshader",
@@ -47,21 +47,21 @@ class Browser:
         self._driver = driver
 
     def open(self, url: str, expecting: str) -> None:
-        """Open `url` and wait until the page says `expecting`.
+        """Open `url` and wait until the page contains `expecting`.
 
         Raises:
-            TimeoutException: it does not, within a minute; with what it says instead.
+            TimeoutException: it does not within a minute; with the page's text.
         """
         self._driver.get(url)
         self.wait_for(lambda: expecting in self.text, f"{expecting!r} on {url}")
 
     @property
     def text(self) -> str:
-        """The words on the page."""
+        """The page's text."""
         return str(self._driver.find_element(By.TAG_NAME, "body").text)
 
     def wait_for(self, condition: Callable[[], bool], what: str, poll_seconds: float = 0.2) -> None:
-        """Wait until `condition` holds; `what` says which in the error."""
+        """Wait until `condition` holds; `what` names it in the error."""
         try:
             WebDriverWait(self._driver, PAGE_LIMIT_SECONDS, poll_seconds).until(
                 lambda _: condition()
@@ -70,16 +70,16 @@ class Browser:
             raise TimeoutException(f"no {what}; the page says:\n{self.text}") from None
 
     def wait_until_idle(self) -> None:
-        """Wait until the page has dealt with all that was done to it, and drawn it."""
+        """Wait until the page has handled all events and has been drawn."""
         self._driver.execute_async_script(
             "const done = arguments[0];"
             "requestIdleCallback(() => requestAnimationFrame(() => setTimeout(done)));"
         )
 
     def save_png(self, path: Path) -> None:
-        """Save what the window shows, once it has stopped changing (a run that goes on never does).
+        """Save a screenshot once the page has stopped changing. A running run's page never does.
 
-        A run's timeline is a canvas: no words say when it has been drawn.
+        A run's timeline is a canvas, so no text tells when it has been drawn.
         """
         shots: list[bytes] = []
 
@@ -93,7 +93,7 @@ class Browser:
 
 @contextmanager
 def chromium(width: int = 1600, height: int = 1000) -> Iterator[Browser]:
-    """A Chromium with a profile of its own, gone at the end of the block."""
+    """A Chromium with a new profile, which ends with the block."""
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing:
         how = f"{', '.join(missing)} not found: apt-get install chromium chromium-driver"

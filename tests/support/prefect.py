@@ -1,7 +1,7 @@
-"""A real Prefect server and a real process worker for tests, torn down by pid.
+"""A real Prefect server and a real process worker for tests, stopped by pid.
 
 Tests that use them carry the marker ``server``. Prefect reads its settings when it is imported, so
-a test talks to the server either from a process of its own (``server.environment``) or inside
+a test talks to the server either from another process (``server.environment``) or inside
 ``with server.configured():``.
 """
 
@@ -28,14 +28,14 @@ from trialflow.flows.server.prefect_settings import environment
 
 START_LIMIT_SECONDS = 120.0
 STOP_LIMIT_SECONDS = 15.0
-# On SQLite a server that is written to from several sides may stand still for a minute.
+# On SQLite, a server with several writers may not answer for a minute.
 STANDSTILL_SECONDS = 90.0
 ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
 class PrefectServer:
-    """A running server, UI included, with a database of its own."""
+    """A running server with its UI and its own database."""
 
     api_url: str
     ui_url: str
@@ -43,25 +43,25 @@ class PrefectServer:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a process needs in its environment to use this server and nothing of the user's."""
+        """Environment variables with which a process uses this server and no user settings."""
         return {**isolated(self.home), "PREFECT_API_URL": self.api_url}
 
     def configured(self) -> AbstractContextManager[None]:
-        """Have flows that this very process runs use this server, for the length of a block."""
+        """Make flows of this process use this server, for a block."""
         return environment(self.environment)
 
     def query(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """What the API answers: to a GET, or to a POST where there is a `body`."""
+        """The API's answer to a GET request, or with a `body` to a POST request."""
         url = f"{self.api_url}/{path}"
         with httpx.Client(timeout=STANDSTILL_SECONDS) as client:
             answer = client.get(url) if body is None else client.post(url, json=dict(body))
         return answer.raise_for_status().json()
 
     def prefect(self, *arguments: str, cwd: Path = ROOT) -> str:
-        """Run a command of Prefect's CLI against this server; its output.
+        """Run a Prefect CLI command against this server; its output.
 
         Raises:
-            AssertionError: it failed; with what it said.
+            AssertionError: the command failed.
         """
         done = subprocess.run(
             [sys.executable, "-m", "prefect", "--no-prompt", *arguments],
@@ -106,7 +106,7 @@ def running_server(home: Path) -> Iterator[PrefectServer]:
 def process_worker(
     server: PrefectServer, pool: str, variables: Mapping[str, str] | None = None
 ) -> Iterator[int]:
-    """``prefect worker start --type process`` on `pool`, which is made if need be; its pid.
+    """``prefect worker start --type process`` on `pool`, created if missing; its pid.
 
     Args:
         server: the server to poll, once a second.
@@ -122,7 +122,7 @@ def process_worker(
         ["worker", "start", "--pool", pool, "--type", "process", "--name", f"worker-of-{pool}"],
         {
             **server.environment,
-            # The command of our work pools is `python …`: this one, as in an activated environment.
+            # The command of our work pools begins with `python`, which must be this one.
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
             "PREFECT_WORKER_QUERY_SECONDS": "1",
             **(variables or {}),
@@ -144,7 +144,7 @@ def prefect_server() -> Iterator[PrefectServer]:
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on."""
+    """A free TCP port of 127.0.0.1."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
@@ -157,7 +157,7 @@ def _prefect_process(
     log_path: Path,
     ready: Callable[[], bool],
 ) -> Iterator[int]:
-    """A command of Prefect's CLI that runs until the end of the block, and all it has started."""
+    """A Prefect CLI command that ends with the block, with all its child processes."""
     with log_path.open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "prefect", "--no-prompt", *arguments],

@@ -1,8 +1,8 @@
-"""A run as it is operated: on a real server, with two ranks that train an endless toy.
+"""A run in operation: on a real server, with two ranks that train an endless toy.
 
-`Scene` is the run: what the server shows of it, what its ranks have trained, which processes are
-its own (they carry its folder in their environment, so that orphans are found too), and what is
-done to it. `tests.support.ways_to_stop` has the ways to run it.
+`Scene` shows the run's state on the server, what its ranks have trained, and its processes; it also
+cancels or kills the run. Its processes, orphans included, are found by a folder in their
+environment. `tests.support.ways_to_stop` has the ways to run it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tests.support.slots import lines, toy_config
 from tests.support.waiting import PATIENCE_SECONDS, ask, patiently, until
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
-from trialflow.deployments.desired_state import TAG
+from trialflow.deployments.automations import TAG
 
-# What is promised: however a run ends, no process is left so long after it.
+# The promise: however a run ends, no process is left after this time.
 GONE_SECONDS = 10.0
 ENDLESS = 10**6
 
@@ -35,7 +35,7 @@ class Scene:
     """One run of the flow `train`, endless unless `config` says otherwise.
 
     Attributes:
-        keeper: the process that drives the run or starts what does; not one of the run's own.
+        parent: the process that starts the run's driver; not one of the run's processes.
         run_id: the flow run's id.
     """
 
@@ -48,43 +48,44 @@ class Scene:
             **{"scheduling_unit": ENDLESS, "max_restarts": 5, **config},
         )  # fmt: skip
         self.store = CheckpointStore(self.config.checkpoint_storage.url)
-        self.keeper = 0
+        self.parent = 0
         self.run_id = ""
         self._deployment_id = ""
 
-    # ----------------------------------------------------------------------- how it is started
+    # ----------------------------------------------------------------------- start
 
     @property
     def variables(self) -> dict[str, str]:
-        """What a process that belongs to this run has in its environment."""
+        """Environment variables of all processes of this run."""
         return {"TRIALFLOW_HOME": str(self.folder / "home")}
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The flow's."""
+        """The flow's parameters."""
         return {"config": self.config.model_dump(mode="json")}
 
-    def deploy(self, pool: str, keeper: int, **job_variables: Any) -> None:
-        """Make a deployment for this run alone, on a worker's `pool`, as `prefect deploy` would."""
+    def deploy(self, pool: str, parent: int, **job_variables: Any) -> None:
+        """Create a deployment for this run alone, as `prefect deploy` does."""
         flow = ask(self.server, "flows/", {"name": "train"})
         folder = {"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}
         variables = {**self.variables, "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
-        self.keeper = keeper
+        self.parent = parent
         self._deployment_id = ask(self.server, "deployments/",
             {
-                "name": self.config.name, "flow_id": flow["id"], "entrypoint": "trialflow.flows.train.train",
+                "name": self.config.name, "flow_id": flow["id"],
+                "entrypoint": "trialflow.flows.train.train",
                 "work_pool_name": pool, "pull_steps": [folder], "enforce_parameter_schema": False,
                 "tags": [TAG], "job_variables": {"env": variables, **job_variables},
             },
         )["id"]  # fmt: skip
 
-    def use_deployment(self, name: str, keeper: int) -> None:
-        """Use the deployment that somebody else has made."""
-        self.keeper = keeper
+    def use_deployment(self, name: str, parent: int) -> None:
+        """Use a deployment that another process creates."""
+        self.parent = parent
         self._deployment_id = until(lambda: deployment_id(self.server, name), "the deployment")
 
     def create_run(self, trial: str | None = None) -> None:
-        """Schedule a run of the deployment: of a new trial, or of one that is to go on."""
+        """Schedule a run of the deployment, of a new trial or of an existing one."""
         self.run_id = ask(
             self.server,
             f"deployments/{self._deployment_id}/create_flow_run",
@@ -92,7 +93,7 @@ class Scene:
         )["id"]
 
     def find_run(self) -> None:
-        """Learn the id of a run that a script has started: its name is the experiment's."""
+        """Find the run that a script has started, by the experiment's name."""
 
         def runs() -> list[dict[str, Any]]:
             named = {"flow_runs": {"name": {"any_": [self.config.name]}}}
@@ -101,25 +102,25 @@ class Scene:
 
         self.run_id = until(runs, "a flow run")[0]["id"]
 
-    # ------------------------------------------------------------------------- what it is like
+    # ------------------------------------------------------------------------- observation
 
     def run(self) -> dict[str, Any]:
-        """The flow run, as the server has it."""
+        """The flow run, from the server."""
         run: dict[str, Any] = ask(self.server, f"flow_runs/{self.run_id}")
         return run
 
     def state(self) -> str:
-        """Its state, by name: what the UI shows."""
+        """The name of the flow run's state."""
         name: str = self.run()["state_name"]
         return name
 
     def history(self) -> list[str]:
-        """The names of all the states that it has had."""
+        """The names of all the states that the flow run has had."""
         states = ask(self.server, f"flow_run_states/?flow_run_id={self.run_id}")
         return [state["name"] for state in states]
 
     def shown(self) -> list[str]:
-        """What a person would look at: its states, and the end of its log."""
+        """Its states and the end of its log, for a failed assertion."""
         logged = {"logs": {"flow_run_id": {"any_": [self.run_id]}}, "sort": "TIMESTAMP_DESC"}
         log = ask(self.server, "logs/filter", {**logged, "limit": 20})
         return [*self.history(), *(line["message"] for line in reversed(log))]
@@ -129,7 +130,7 @@ class Scene:
         return [line[0] for line in lines(self.folder, "samples", 0)]
 
     def saved(self) -> int:
-        """How far the newest committed checkpoint is; every byte of it is compared."""
+        """The batches of the newest checkpoint, which is verified."""
         (newest, *_) = self.store.candidates(self.trial)
         self.store.verify(newest.uuid)
         return newest.progress.batches_trained
@@ -140,11 +141,11 @@ class Scene:
         return self.store.list()[-1].trial
 
     def processes(self) -> list[int]:
-        """All processes of the run that there are: driver, ranks, and what those have started."""
-        return [pid for pid in psutil.pids() if pid != self.keeper and self._is_own(pid)]
+        """All living processes of the run: driver, ranks, and their child processes."""
+        return [pid for pid in psutil.pids() if pid != self.parent and self._is_own(pid)]
 
     def ranks(self) -> list[int]:
-        """Its ranks' processes."""
+        """Its rank processes."""
         return [pid for pid in self.processes() if "trial_core.slots.worker" in command(pid)]
 
     def uploaders(self) -> list[int]:
@@ -168,13 +169,13 @@ class Scene:
     def _is_own(self, pid: int) -> bool:
         try:
             own = psutil.Process(pid).environ().get("TRIALFLOW_HOME")
-        except psutil.Error:  # it has just ended, or is somebody else's
+        except psutil.Error:  # it has just ended, or is another user's
             return False
-        # `flow.serve()` has Python start one beside it, which ends with it.
-        is_keepers = "multiprocessing.resource_tracker" in command(pid)
-        return own == self.variables["TRIALFLOW_HOME"] and not is_keepers
+        # Python starts one for `flow.serve()`, which ends with it.
+        belongs_to_parent = "multiprocessing.resource_tracker" in command(pid)
+        return own == self.variables["TRIALFLOW_HOME"] and not belongs_to_parent
 
-    # ---------------------------------------------------------------------- what is waited for
+    # ---------------------------------------------------------------------- waiting
 
     def until_trained(self, batches: int = 5) -> None:
         """Wait until rank 0 has trained more than so many batches, over all attempts."""
@@ -182,38 +183,38 @@ class Scene:
         until(lambda: len(self.seen()) > batches, what, instead=self.shown)
 
     def until_state(self, name: str, patience_seconds: float = PATIENCE_SECONDS) -> None:
-        """Wait until the server shows that state."""
+        """Wait until the flow run has that state."""
         until(lambda: self.state() == name, name, patience_seconds, self.shown)
 
-    def until_it_goes_on(self, at: int, seen_before: int) -> None:
-        """Wait until another attempt trains, from batch `at`; `seen_before` were seen before it."""
+    def until_resumed(self, at: int, seen_before: int) -> None:
+        """Wait until another attempt trains from batch `at`, after `seen_before` batches."""
         what = f"more than {seen_before} batches"
         until(lambda: len(self.seen()) > seen_before + 5, what, instead=self.shown)
         assert self.seen()[seen_before : seen_before + 5] == list(range(at, at + 5))
 
-    # ------------------------------------------------------------------------- what is done to it
+    # ------------------------------------------------------------------------- actions
 
     def set_state(self, kind: str, name: str, is_forced: bool = False) -> None:
-        """What the UI's buttons do."""
+        """As the UI's buttons do."""
         state = {"type": kind, "name": name}
         ask(self.server, f"flow_runs/{self.run_id}/set_state", {"state": state, "force": is_forced})
 
     def cancel(self) -> None:
-        """The UI's Cancel."""
+        """As the UI's Cancel does."""
         self.set_state("CANCELLING", "Cancelling")
 
     def delete(self) -> None:
-        """The UI's Delete: there is no flow run any more."""
+        """As the UI's Delete does: the flow run does not exist any more."""
         url = f"{self.server.api_url}/flow_runs/{self.run_id}"
         patiently(lambda: httpx.delete(url, timeout=STANDSTILL_SECONDS).raise_for_status())
         self.run_id = ""
 
     def signal_driver(self, number: signal.Signals) -> None:
-        """Send it to the process that runs the flow, and to no other."""
+        """Send a signal to the process that runs the flow, and to no other."""
         os.kill(self.driver(), number)
 
     def clear_away(self) -> None:
-        """End what is left of the run, so that it neither goes on nor comes back."""
+        """Cancel the run and kill its processes, so that nothing restarts it."""
         if self.run_id:
             self.set_state("CANCELLED", "Cancelled", is_forced=True)
         for pid in self.processes():
@@ -221,7 +222,7 @@ class Scene:
 
 
 def assert_nothing_left(scene: Scene, ports: list[int]) -> None:
-    """No process of the run is left, and nobody listens where they did."""
+    """No process of the run is left, and none of their ports is open."""
     left = wait_until_gone(scene.processes(), GONE_SECONDS)
     assert left == [], [command(pid) for pid in left]
     assert scene.processes() == []
@@ -229,7 +230,7 @@ def assert_nothing_left(scene: Scene, ports: list[int]) -> None:
 
 
 def assert_closed(ports: list[int]) -> None:
-    """Nobody listens there."""
+    """No process listens on these ports."""
     for port in ports:
         until(partial(_is_closed, port), f"port {port} closed", GONE_SECONDS)
 
@@ -240,7 +241,7 @@ def _is_closed(port: int) -> bool:
 
 
 def assert_saved_where_it_ended(scene: Scene) -> int:
-    """The newest checkpoint is of the last batch that any rank has trained; which that was."""
+    """The newest checkpoint is of the last batch of both ranks; its batches."""
     trained = scene.saved()
     for rank in (0, 1):
         assert lines(scene.folder, "samples", rank)[-1][0] == trained - 1
@@ -248,7 +249,7 @@ def assert_saved_where_it_ended(scene: Scene) -> int:
 
 
 def deployment_id(server: PrefectServer, name: str) -> str | None:
-    """The id of a deployment of the flow `train`, if there is one of that name."""
+    """The id of the deployment of that name; None if there is none."""
     named = {"deployments": {"name": {"any_": [name]}}}
     found = ask(server, "deployments/filter", named)
     return found[0]["id"] if found else None

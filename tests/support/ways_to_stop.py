@@ -1,6 +1,6 @@
-"""The ways to run the flow `train`: context managers, in which a `Scene` trains.
+"""The ways to run the flow `train`, as context managers in which a `Scene` trains.
 
-When the block ends so does the run, and nothing is left of it.
+The run and all its processes end with the block.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tests.support.processes import descendants, wait_until_gone
 from tests.support.waiting import PATIENCE_SECONDS, ask, until
 
 SCRIPTS = Path(__file__).with_name("scripts")
-# A checkpoint now and then, for those that are not let save at their end.
+# Periodic checkpoints, for runs that cannot save at their end.
 SAVING = {"scheduling_unit": 20, "min_checkpoint_period": {"batches": 20}}
 STUCK_AT = 50
-KEPT = {"command": f"{sys.executable} -m trialflow.flows.lifecycle.detached_engine"}
+DETACHED = {"command": f"{sys.executable} -m trialflow.flows.lifecycle.detached_engine"}
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Worker:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a way to run needs.
+    """What each way to run needs.
 
     Attributes:
-        worker: one that others use too.
+        worker: shared with other tests.
     """
 
     server: PrefectServer
@@ -55,7 +55,7 @@ class Stage:
 
 @contextmanager
 def cleared(scene: Scene) -> Iterator[Scene]:
-    """After the block nothing is left of the run."""
+    """End what is left of the run after the block."""
     try:
         yield scene
     finally:
@@ -66,7 +66,7 @@ def cleared(scene: Scene) -> Iterator[Scene]:
 def on_a_worker(
     server: PrefectServer, worker: Worker, folder: Path, job: Any = None, **config: Any
 ) -> Iterator[Scene]:
-    """Scheduled for `worker`, with those job variables; does not train yet."""
+    """Schedule a run for `worker`, with the job variables `job`. It does not train yet."""
     with cleared(Scene(server, folder, **config)) as scene:
         scene.deploy(worker.pool, worker.pid, **(job or {}))
         scene.create_run()
@@ -74,7 +74,7 @@ def on_a_worker(
 
 
 def process(scene: Scene, *arguments: str, **variables: str) -> AbstractContextManager[int]:
-    """A Python process of the scene's that uses the server; its pid. It ends with the block."""
+    """A Python process that belongs to the scene and uses the server; its pid."""
     return python_process(
         scene.server, scene.folder, *arguments, **{**scene.variables, **variables}
     )
@@ -84,8 +84,10 @@ def process(scene: Scene, *arguments: str, **variables: str) -> AbstractContextM
 def python_process(
     server: PrefectServer, folder: Path, *arguments: str, **variables: str
 ) -> Iterator[int]:
-    """A Python process that uses the server, and logs to `folder`; its pid. It ends with the
-    block."""
+    """A Python process that uses the server, and logs to `folder`; its pid.
+
+    It ends with the block.
+    """
     with (folder / "process.log").open("ab") as log:
         started = subprocess.Popen(
             [sys.executable, *arguments],
@@ -105,7 +107,7 @@ def python_process(
 
 @contextmanager
 def worker(stage: Stage) -> Iterator[Scene]:
-    """As a team does."""
+    """On a shared worker."""
     with on_a_worker(stage.server, stage.worker, stage.folder) as scene:
         scene.until_trained()
         yield scene
@@ -113,7 +115,7 @@ def worker(stage: Stage) -> Iterator[Scene]:
 
 @contextmanager
 def worker_with_a_command(stage: Stage) -> Iterator[Scene]:
-    """The worker signals only the process that it has started, not a group."""
+    """If the job has a command, the worker signals its process, not a group."""
     job = {"command": f"{sys.executable} -m prefect.engine"}
     with on_a_worker(stage.server, stage.worker, stage.folder, job) as scene:
         scene.until_trained()
@@ -121,25 +123,25 @@ def worker_with_a_command(stage: Stage) -> Iterator[Scene]:
 
 
 @contextmanager
-def kept(stage: Stage) -> Iterator[Scene]:
-    """The worker's command is `trialflow.flows.lifecycle.detached_engine`, which keeps the flow's process from it."""
-    with on_a_worker(stage.server, stage.worker, stage.folder, KEPT) as scene:
+def detached(stage: Stage) -> Iterator[Scene]:
+    """The worker's command is `trialflow.flows.lifecycle.detached_engine`."""
+    with on_a_worker(stage.server, stage.worker, stage.folder, DETACHED) as scene:
         scene.until_trained()
         yield scene
 
 
 @contextmanager
 def served_flow(stage: Stage) -> Iterator[Scene]:
-    """`flow.serve()`: a script runs what is scheduled, and signals only the flow's own process."""
+    """`flow.serve()`: a script runs scheduled runs, and signals only the flow's process."""
     scene = Scene(stage.server, stage.folder)
     name = scene.config.name
     with (
         cleared(scene),
         process(
             scene, str(SCRIPTS / "serve_train.py"), name, PREFECT_RUNNER_POLL_FREQUENCY="1"
-        ) as keeper,
+        ) as parent,
     ):
-        scene.use_deployment(name, keeper)
+        scene.use_deployment(name, parent)
         scene.create_run()
         scene.until_trained()
         yield scene
@@ -147,7 +149,7 @@ def served_flow(stage: Stage) -> Iterator[Scene]:
 
 @contextmanager
 def called_flow(stage: Stage) -> Iterator[Scene]:
-    """A script of the user's own calls the flow, and so is the process that runs it."""
+    """A user's script calls the flow."""
     with (
         cleared(Scene(stage.server, stage.folder)) as scene,
         process(scene, str(SCRIPTS / "train_here.py"), scene.config.model_dump_json()),
@@ -159,11 +161,11 @@ def called_flow(stage: Stage) -> Iterator[Scene]:
 
 @contextmanager
 def container(stage: Stage) -> Iterator[Scene]:
-    """What runs in a container: Prefect's engine, and no worker beside it."""
+    """As in a container: Prefect's engine without a worker."""
     pool = f"pool-{stage.folder.name}"
     ask(stage.server, "work_pools/", {"name": pool, "type": "process"})
     with cleared(Scene(stage.server, stage.folder)) as scene:
-        scene.deploy(pool, keeper=0)
+        scene.deploy(pool, parent=0)
         scene.create_run()
         with process(scene, "-m", "prefect.engine", PREFECT__FLOW_RUN_ID=scene.run_id):
             scene.until_trained()
@@ -172,7 +174,7 @@ def container(stage: Stage) -> Iterator[Scene]:
 
 @contextmanager
 def orphan(stage: Stage) -> Iterator[Scene]:
-    """Its worker was killed, and has been started again: the run trains on, in nobody's care."""
+    """The worker was killed and started again: the run trains on without a parent."""
     pool = f"pool-{stage.folder.name}"
     with (
         process_worker(stage.server, pool) as pid,
@@ -188,7 +190,7 @@ def orphan(stage: Stage) -> Iterator[Scene]:
 
 @contextmanager
 def stuck_batch(stage: Stage) -> Iterator[Scene]:
-    """Rank 0 hangs in a batch: the stop has to do without it."""
+    """Rank 0 hangs in a batch, and cannot stop."""
     hangs = {"do": "sleep", "at_batch": STUCK_AT}
     with on_a_worker(
         stage.server, stage.worker, stage.folder, hyperparameters=hangs,
@@ -201,7 +203,7 @@ def stuck_batch(stage: Stage) -> Iterator[Scene]:
 
 @contextmanager
 def stuck_upload(stage: Stage) -> Iterator[Scene]:
-    """An upload hangs, in the task that the flow has submitted."""
+    """An upload hangs, in a task that the flow has submitted."""
     with on_a_worker(
         stage.server, stage.worker, stage.folder, stopping={"grace_seconds": 2}, **SAVING
     ) as scene:

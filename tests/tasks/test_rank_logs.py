@@ -1,4 +1,4 @@
-"""How much of the ranks' logs Prefect is given, and how all of it comes to the storage."""
+"""Limits on log lines for Prefect, and the upload of the complete logs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from trialflow.tasks.rank_logs import (
     BURST_LINES,
     LINES_PER_SECOND,
     SMALL_BYTES,
-    LogCap,
-    LogCaps,
+    LogLimit,
+    LogLimits,
     StoredLogs,
 )
 
@@ -23,8 +23,7 @@ TRIAL = "toy-0000beef"
 class Clock:
     """A clock that a test sets."""
 
-    def __init__(self) -> None:
-        self.now = 1000.0
+    now = 1000.0
 
     def __call__(self) -> float:
         return self.now
@@ -32,12 +31,12 @@ class Clock:
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
-    """A storage on disk."""
+    """A store on disk."""
     return CheckpointStore(f"file://{tmp_path}/storage")
 
 
 def logs_of(store: CheckpointStore, run_dir: Path, **logs: str) -> StoredLogs:
-    """A run's folder on some machine, with those logs and a report."""
+    """A run's folder with these logs and a report."""
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     for name, text in logs.items():
         (run_dir / "logs" / f"{name}.log").write_text(text)
@@ -46,61 +45,61 @@ def logs_of(store: CheckpointStore, run_dir: Path, **logs: str) -> StoredLogs:
 
 
 def stored(store: CheckpointStore) -> dict[str, int]:
-    """What lies below the run's folder, and its size."""
+    """The stored files of the run, with their sizes."""
     sizes = store.storage.sizes(f"runs/{TRIAL}")
     return {key.removeprefix(f"runs/{TRIAL}/"): size for key, size in sizes.items()}
 
 
-def test_a_burst_of_lines_passes_then_a_few_a_second() -> None:
-    """Prefect's database is not for every line; how many are left out is known."""
+def test_a_burst_of_lines_passes_then_a_few_per_second() -> None:
+    """The dropped lines are counted."""
     clock = Clock()
-    cap = LogCap(clock)
-    assert sum(cap.admits() for _ in range(100_000)) == BURST_LINES
-    assert cap.left_out() == 100_000 - BURST_LINES
+    cap = LogLimit(clock)
+    assert sum(cap.allows() for _ in range(100_000)) == BURST_LINES
+    assert cap.dropped() == 100_000 - BURST_LINES
     clock.now += 2
-    assert sum(cap.admits() for _ in range(100)) == 2 * LINES_PER_SECOND
+    assert sum(cap.allows() for _ in range(100)) == 2 * LINES_PER_SECOND
     clock.now += 10_000
-    assert sum(cap.admits() for _ in range(10_000)) == BURST_LINES
+    assert sum(cap.allows() for _ in range(10_000)) == BURST_LINES
 
 
-@pytest.mark.parametrize("flood_alarms", [False, True])
-def test_a_chatty_rank_0_keeps_no_warning_away(flood_alarms: bool) -> None:
-    """It prints 20 lines a second, or as many warnings: each warning of the others is shown."""
+@pytest.mark.parametrize("are_warnings", [False, True])
+def test_rank_0_does_not_crowd_out_other_ranks_warnings(are_warnings: bool) -> None:
+    """It prints 20 lines or warnings per second; each warning of another rank passes."""
     clock = Clock()
-    caps = LogCaps(clock)
+    caps = LogLimits(clock)
     shown = 0
     for second in range(600):
         clock.now += 1
         for _ in range(20):
-            caps.admits(0, flood_alarms)
+            caps.allows(0, are_warnings)
         if second % 7 == 0:
-            shown += caps.admits(3, True)
+            shown += caps.allows(3, True)
     assert shown == 86
-    assert caps.left_out() == 600 * 20 - BURST_LINES - 599 * LINES_PER_SECOND
+    assert caps.dropped() == 600 * 20 - BURST_LINES - 599 * LINES_PER_SECOND
 
 
-def test_what_alarms_in_rank_0_is_not_lost_in_its_output() -> None:
-    """An error of the rank that prints most is shown as well."""
-    caps = LogCaps(Clock())
-    while caps.admits(0, False):
+def test_rank_0s_output_does_not_crowd_out_its_warnings() -> None:
+    """A warning passes after the output has used up its limit."""
+    caps = LogLimits(Clock())
+    while caps.allows(0, False):
         pass
-    assert caps.admits(0, True)
+    assert caps.allows(0, True)
 
 
 def test_logs_and_report_are_stored(store: CheckpointStore, tmp_path: Path) -> None:
-    """Every rank's log below the run's folder, where the report says; the report beside it."""
+    """Every rank's log is stored where the report says, and the report beside it."""
     logs = logs_of(store, tmp_path / "run", **{"rank-0": "one\n", "rank-1": "two, three\n"})
     logs.store_changed()
-    place = logs.places()["Logs"].removeprefix(f"{store.url}/runs/{TRIAL}/")
+    place = logs.locations()["Logs"].removeprefix(f"{store.url}/runs/{TRIAL}/")
     assert stored(store) == {f"{place}/rank-0.log": 4, f"{place}/rank-1.log": 11, "report.md": 8}
     assert logs.stored("report.md") == b"# report"
     assert logs.stored("report.json") is None
 
 
-def test_a_large_log_is_not_sent_with_every_checkpoint(
+def test_a_large_log_is_not_uploaded_after_every_checkpoint(
     store: CheckpointStore, tmp_path: Path
 ) -> None:
-    """Only once it has grown by a half; at the end, whatever has changed."""
+    """It is uploaded after it has grown by half; and at the end, after any change."""
     run_dir = tmp_path / "run"
     logs = logs_of(store, run_dir, **{"rank-0": "x" * 2 * SMALL_BYTES})
 
@@ -114,12 +113,12 @@ def test_a_large_log_is_not_sent_with_every_checkpoint(
     assert grow(SMALL_BYTES // 2) == 2 * SMALL_BYTES
     assert grow(SMALL_BYTES // 2) == 3 * SMALL_BYTES
     assert grow(10) == 3 * SMALL_BYTES
-    logs.store_last(is_in_a_hurry=False)
+    logs.store_final(is_urgent=False)
     assert grow(0) == 3 * SMALL_BYTES + 10
 
 
 def test_machines_do_not_overwrite_each_others_logs(store: CheckpointStore, tmp_path: Path) -> None:
-    """A trial that goes on elsewhere leaves the logs of its first runs in the storage."""
+    """The logs of a trial that moved to another machine are both stored."""
     logs_of(store, tmp_path / "here", **{"rank-0": "here\n"}).store_changed()
     place = (tmp_path / "here" / "logs-place").read_text()
     elsewhere = tmp_path / "elsewhere"
@@ -130,40 +129,41 @@ def test_machines_do_not_overwrite_each_others_logs(store: CheckpointStore, tmp_
     assert sizes == {5, 10}
 
 
-def test_a_run_that_goes_on_here_goes_on_in_its_log(store: CheckpointStore, tmp_path: Path) -> None:
-    """The log of one folder is one object, however many runs have written it."""
+def test_successive_runs_on_a_machine_share_a_stored_log(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    """The log of one folder is one object, whichever run wrote it."""
     logs_of(store, tmp_path / "run", **{"rank-0": "one\n"}).store_changed()
     logs_of(store, tmp_path / "run", **{"rank-0": "one\ntwo\n"}).store_changed()
     (log,) = [size for key, size in stored(store).items() if key.startswith("logs/")]
     assert log == 8
 
 
-def test_what_takes_too_long_at_the_end_is_left_out(
+def test_the_final_upload_has_a_timeout(
     store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that is being stopped does not wait for its logs: no error, nothing half stored. The
-    report goes first."""
+    """A stopping run does not wait for its logs: no error, no partial file. The report is first."""
     logs = logs_of(store, tmp_path / "run", **{"rank-0": ""})
     os.truncate(tmp_path / "run" / "logs" / "rank-0.log", 4 * 2**30)  # sparse: seconds to digest
     monkeypatch.setattr(
         "trialflow.tasks.rank_logs.shutil.copyfile", lambda source, to: os.link(source, to) or to
     )
-    monkeypatch.setattr("trialflow.tasks.rank_logs.HURRIED_SECONDS", 0.2)
-    logs.store_last(is_in_a_hurry=True)
+    monkeypatch.setattr("trialflow.tasks.rank_logs.URGENT_TIMEOUT_SECONDS", 0.2)
+    logs.store_final(is_urgent=True)
     assert stored(store) == {"report.md": 8}
 
 
-def test_memory_keeps_no_logs(tmp_path: Path) -> None:
-    """A storage that ends with this process is no place for them; where they are is said."""
+def test_a_memory_storage_receives_no_logs(tmp_path: Path) -> None:
+    """It ends with this process. The report names the local folder."""
     store = CheckpointStore("memory://logs-of-a-test")
     logs = logs_of(store, tmp_path / "run", **{"rank-0": "one\n"})
-    logs.store_last(is_in_a_hurry=False)
+    logs.store_final(is_urgent=False)
     assert stored(store) == {}
-    assert list(logs.places().values()) == [str(tmp_path / "run" / "logs")]
+    assert list(logs.locations().values()) == [str(tmp_path / "run" / "logs")]
 
 
-def test_tensorboard_is_where_something_is(store: CheckpointStore, tmp_path: Path) -> None:
-    """No address is given of files that a trial does not write, or that are not stored yet."""
+def test_tensorboard_needs_stored_files(store: CheckpointStore, tmp_path: Path) -> None:
+    """There is no location for a trial that writes none, or whose files are not stored yet."""
     logs = logs_of(store, tmp_path / "run")
     store.storage.write(f"runs/{TRIAL}/tensorboarding", b"somebody else's")
     assert logs.tensorboard() is None

@@ -1,4 +1,4 @@
-"""The logs of a run, from the ranks to Prefect and to the storage."""
+"""A real run's logs, from the ranks to Prefect and to the storage."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.support.slots import TOY
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.slots.log_pump import MAX_LINES_PER_PERIOD
 
-pytestmark = [pytest.mark.slots, pytest.mark.server]
+pytestmark = [pytest.mark.slots, pytest.mark.server, pytest.mark.long]
 
 
 def test_a_rank_that_prints_100_000_lines(prefect_server: PrefectServer, here: Path) -> None:
-    """They are all in its file and in the storage; Prefect has a few of them, and how many not."""
+    """All are in its log file and in the storage; Prefect has some, and counts the others."""
     code = Path(__file__).with_name("toy")
     environment = {"environment_variables": {"PYTHONPATH": str(TOY)}}
     result = train(
@@ -35,7 +35,7 @@ def test_a_rank_that_prints_100_000_lines(prefect_server: PrefectServer, here: P
     assert store.storage.read(key) == log.encode()
     assert f"`{store.url}/{key.rpartition('/')[0]}`" in Path(result.report_path).read_text()
 
-    told = [
+    logged = [
         line["message"]
         for offset in range(0, 1000, 200)
         for line in prefect_server.query(
@@ -47,7 +47,7 @@ def test_a_rank_that_prints_100_000_lines(prefect_server: PrefectServer, here: P
         )
         if "[rank 0]" in line["message"]
     ]  # fmt: skip
-    shown = [line for line in told if "[rank 0] line " in line]
+    shown = [line for line in logged if "[rank 0] line " in line]
     assert 1 <= len(shown) <= 2 * MAX_LINES_PER_PERIOD
-    left_out = sum(int(line.split("… ")[1].split()[0]) for line in told if "… " in line)
-    assert left_out >= 100_000 - len(shown)
+    dropped = sum(int(line.split("… ")[1].split()[0]) for line in logged if "… " in line)
+    assert dropped >= 100_000 - len(shown)

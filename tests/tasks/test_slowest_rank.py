@@ -1,4 +1,4 @@
-"""Which rank holds up the others, as far as the report can tell."""
+"""The slowest rank of a real run, in its report."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tests.support.flow import train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import TOY, toy_config
 
-pytestmark = [pytest.mark.slots, pytest.mark.server]
+pytestmark = [pytest.mark.slots, pytest.mark.server, pytest.mark.long]
 
 
 def test_a_rank_that_waits_for_its_data_is_named(prefect_server: PrefectServer, here: Path) -> None:
-    """Although all ranks, training in step, take the same time."""
+    """Although all ranks train in step, and so take the same time."""
     config = toy_config(
         here, 8, scheduling_unit=4, entrypoint="slow_trials:SlowData",
         code=str(Path(__file__).with_name("toy")),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,22 +13,16 @@ from tests.support.faults.s3 import faulty_s3
 from tests.support.prefect import free_port, isolated
 from tests.support.s3 import S3Server
 from trialflow.deployments.cli import doctor
+from trialflow.flows.server.prefect_settings import environment
 
 
-def examined(folder: Path, *arguments: str, **variables: str) -> tuple[int, dict[str, Any]]:
-    """Exit code and findings by subject, where no server is configured but by `variables`."""
-    done = trialflow(
-        folder, "doctor", "--json", *arguments,
-        variables={"PREFECT_API_URL": "", **isolated(folder / "prefect"), **variables},
-    )  # fmt: skip
-    assert done.stderr == ""
-    return done.returncode, {check["subject"]: check for check in json.loads(done.stdout)}
-
-
-def test_a_machine_that_has_it_all(tmp_path: Path) -> None:
-    """Where tests run everything is there: exit code 0, with the versions installed."""
-    code, found = examined(tmp_path)
-    assert code == 0
+def test_a_machine_that_can_train(tmp_path: Path) -> None:
+    """On the machine that runs the tests, all checks are ok and the exit code is 0."""
+    variables = {"PREFECT_API_URL": "", **isolated(tmp_path / "prefect")}
+    done = trialflow(tmp_path, "doctor", "--json", variables=variables)
+    assert (done.returncode, done.stderr) == (0, "")
+    found = {check["subject"]: check for check in json.loads(done.stdout)}
+    assert len(found) == 13
     assert {check["status"] for check in found.values()} == {"ok"}
     assert found["torch"]["found"] == importlib.metadata.version("torch")
     assert found["accelerators"]["found"] == "none: slots are CPU processes"
@@ -37,26 +30,22 @@ def test_a_machine_that_has_it_all(tmp_path: Path) -> None:
     assert found["server"]["found"].startswith("none configured")
 
 
-def test_a_line_for_each_finding(tmp_path: Path) -> None:
-    """A person reads a line a subject: how it is, what it is, what was found."""
-    done = trialflow(tmp_path, "doctor", variables=isolated(tmp_path / "prefect"))
-    lines = done.stdout.splitlines()
-    assert len(lines) == 13
-    assert all(line.startswith("ok    ") for line in lines)
-
-
-def test_a_storage_that_cannot_be_written(tmp_path: Path) -> None:
-    """It fails the examination, with the reason and what to do."""
+def test_a_failed_check(tmp_path: Path) -> None:
+    """The exit code is 1. The text has one line per check, with the reason and the advice."""
     (tmp_path / "file").touch()
-    code, found = examined(tmp_path, "--storage", str(tmp_path / "file" / "folder"))
-    assert code == 1
-    assert found["storage"]["status"] == "fail"
-    assert "a file, not a folder: correct the path" in found["storage"]["found"]
-    assert found["server"]["status"] == "ok"
+    storage = str(tmp_path / "file" / "folder")
+    variables = {"PREFECT_API_URL": "", **isolated(tmp_path / "prefect")}
+    done = trialflow(tmp_path, "doctor", "--storage", storage, variables=variables)
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if not line.startswith("ok    ")] == [
+        line for line in lines if line.startswith("fail  storage")
+    ]
+    assert "a file, not a folder: correct the path" in done.stdout
 
 
 def test_a_storage_without_conditional_writes(tmp_path: Path, moto_s3: S3Server) -> None:
-    """That is a warning: the registry works with a lock, which asks something of the clocks."""
+    """It is a warning: the registry uses a lock, which needs correct clocks."""
     with faulty_s3(moto_s3) as endpoint:
         endpoint.ignored = frozenset({"if-none-match"})
         server = endpoint.server()
@@ -69,16 +58,16 @@ def test_a_storage_without_conditional_writes(tmp_path: Path, moto_s3: S3Server)
 
 
 def test_a_server_that_does_not_answer(tmp_path: Path) -> None:
-    """A server that is configured and not there is said, with its address."""
+    """The check fails with the server's address."""
     api_url = f"http://127.0.0.1:{free_port()}/api"
-    code, found = examined(tmp_path, PREFECT_API_URL=api_url)
-    assert code == 1
-    assert found["server"]["status"] == "fail"
-    assert api_url in found["server"]["found"]
+    with environment({**isolated(tmp_path), "PREFECT_API_URL": api_url}):
+        check = doctor.prefect_server()
+    assert check.status == "fail"
+    assert api_url in check.found
 
 
 def test_missing_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without compiler and ninja DeepSpeed cannot start; how to get them is said."""
+    """DeepSpeed needs compiler and ninja; the advice says how to install them."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(doctor.sys, "executable", str(tmp_path / "python"))
     compiler, ninja = doctor.compiler(), doctor.ninja()
@@ -88,7 +77,7 @@ def test_missing_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_missing_packages() -> None:
-    """A package that all needs fails the examination, one that some need is a warning."""
+    """A missing required package fails; a missing optional one is a warning."""
     assert doctor.installed("trialflow-no-such-package").status == "fail"
     assert doctor.installed("trialflow-no-such-package", or_else="warn").status == "warn"
 
@@ -96,7 +85,7 @@ def test_missing_packages() -> None:
 def test_accelerators_that_torch_cannot_use(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """GPUs beside a CPU build of torch are no use, and nobody would guess why."""
+    """GPUs with a CPU build of torch fail the check."""
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'GPU 0: a'\necho 'GPU 1: b'\n")
     tool.chmod(0o755)

@@ -23,7 +23,7 @@ from tests.support.cli import TRIALFLOW, environment_in, trialflow, write_experi
 from tests.support.prefect import PrefectServer, isolated
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines as seen
-from trialflow.flows.lifecycle.stop_watch import SAME_REQUEST_SECONDS
+from trialflow.flows.lifecycle.stop_monitor import SAME_REQUEST_SECONDS
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 

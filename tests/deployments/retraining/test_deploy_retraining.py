@@ -18,7 +18,7 @@ from tests.support.cli import trialflow, write_experiment
 from tests.support.prefect import PrefectServer
 from tests.support.slots import toy_config
 from tests.support.waiting import until
-from trialflow.deployments.cli.deploy import take_back, wanted_things
+from trialflow.deployments.cli.deploy import remove_withdrawn, wanted_resources
 from trialflow.deployments.flow_deployment import models_on_server
 from trialflow.deployments.resources import set_up, take_down
 from trialflow.deployments.retraining.model_resources import SLUG, all_resources
@@ -45,7 +45,7 @@ def client(prefect_server: PrefectServer) -> Iterator[SyncPrefectClient]:
         models = models_on_server(client)
         for _ in take_down(list(all_resources(models))[::-1], client, False):
             pass
-        general = wanted_things("process", POOL, None, None)
+        general = wanted_resources("process", POOL, None, None)
         for _ in take_down(reversed(general), client, False):
             pass
 
@@ -66,9 +66,9 @@ def deploy(
 ) -> dict[str, str]:
     """Deploy; what was done with each resource of the model."""
     models = models_on_server(client)
-    things = wanted_things("process", pool, None, None, retrainings=wanted, models=models)
-    done = [*set_up(things, client, dry_run), *take_back(wanted, client, dry_run)]
-    return {each.thing: each.verb for each in done if "gpt" in each.thing}
+    things = wanted_resources("process", pool, None, None, retrainings=wanted, models=models)
+    done = [*set_up(things, client, dry_run), *remove_withdrawn(wanted, client, dry_run)]
+    return {each.resource: each.verb for each in done if "gpt" in each.resource}
 
 
 def read_deployment(client: SyncPrefectClient) -> DeploymentResponse:
@@ -96,7 +96,7 @@ def test_the_second_time_changes_nothing(client: SyncPrefectClient) -> None:
     assert read_deployment(client) == deployment
     assert client.read_automations_by_name(automation_name("gpt")) == rules
 
-    gone = {each.thing: each.verb for each in take_down(all_resources(["gpt"]), client, False)}
+    gone = {each.resource: each.verb for each in take_down(all_resources(["gpt"]), client, False)}
     assert gone == {DEPLOYMENT: "removed", AUTOMATION: "removed"}
     assert models_on_server(client) == []
 
@@ -141,8 +141,8 @@ def test_deploying_without_the_file(client: SyncPrefectClient) -> None:
     moved = read_deployment(client)
     assert moved.work_pool_name == "elsewhere"
     assert (moved.parameters, moved.schedules) == (before.parameters, before.schedules)
-    things = wanted_things("process", "elsewhere", None, None, is_removal=True, models=["gpt"])
-    gone = {each.thing: each.verb for each in take_down(reversed(things), client, False)}
+    things = wanted_resources("process", "elsewhere", None, None, is_removal=True, models=["gpt"])
+    gone = {each.resource: each.verb for each in take_down(reversed(things), client, False)}
     assert gone[DEPLOYMENT] == gone["deployment train/train"] == "removed"
 
 
@@ -206,7 +206,7 @@ def test_the_commands_take_files(
     assert f"created: {DEPLOYMENT}\ncreated: {NIGHTLY_SCHEDULE}\n" in done.stdout
     done = trialflow(tmp_path, "deploy", "--remove", "experiment.yaml", variables=variables)
     rule, deployment = done.stdout.splitlines()
-    assert rule == f"not there: {AUTOMATION}"
+    assert rule == f"not found: {AUTOMATION}"
     # The number of removed runs depends on the scheduler.
     assert deployment.startswith(f"removed: {DEPLOYMENT}")
     assert client.read_deployment_by_name("train/train").work_pool_name == POOL

@@ -1,7 +1,6 @@
-"""A command that runs a small flow on the embedded server: ``embedded_flow.py TASKS [hold]``.
+"""Runs a small flow on the embedded server: ``embedded_flow.py TASKS [hold]``.
 
-Prints lines of its own alone. With ``hold`` the flow says where its run is shown and then waits to
-be stopped.
+With ``hold`` the flow prints the page of its run, and waits until it is stopped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``flow.serve()``: ``serve_train.py NAME`` makes the deployment ``train/NAME`` and runs it."""
+"""``serve_train.py NAME`` serves the deployment ``train/NAME`` with ``flow.serve()``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A script that calls the flow: ``train_here.py CONFIG``, the experiment as JSON."""
+"""``train_here.py CONFIG`` calls the flow; CONFIG is the experiment as JSON."""
 
 from __future__ import annotations
 

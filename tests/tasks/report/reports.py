@@ -1,4 +1,4 @@
-"""Reports for tests, outside any flow run."""
+"""Reports outside any flow run, as fixtures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOGGER = "report-of-a-test"
 
 @pytest.fixture
 def new_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Report]:
-    """Makes a report, of the same trial each time, as its runs one after the other would."""
+    """Creates reports of one trial, as its successive runs do."""
     monkeypatch.setattr(
         trialflow.tasks.report.live_report, "get_run_logger", lambda: logging.getLogger(LOGGER)
     )
@@ -35,13 +35,13 @@ def new_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], 
 
 @pytest.fixture
 def no_artifact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports are files alone."""
+    """Reports write no Prefect artifacts."""
     monkeypatch.setattr(ReportArtifact, "write", lambda self, text: None)
 
 
 @pytest.fixture
 def no_server(tmp_path: Path) -> Iterator[None]:
-    """The Prefect server does not exist."""
+    """The configured Prefect server does not answer."""
     nowhere = f"http://127.0.0.1:{free_port()}/api"
     with environment({**isolated(tmp_path / "prefect"), "PREFECT_API_URL": nowhere}):
         yield

@@ -1,4 +1,4 @@
-"""A run that is asked to stop: by the server's word, by a signal to its worker, by its budget."""
+"""Real runs that are stopped: by Cancel, Suspend, SIGTERM, or the time budget."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prefect.client.orchestration import get_client
 from prefect.flow_runs import resume_flow_run
 from prefect.states import Suspended
 
-import trialflow.flows.lifecycle.stop_watch
+import trialflow.flows.lifecycle.stop_monitor
 from tests.support.flow import train
 from tests.support.prefect_worker import (
     ENDLESS,
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.slots, pytest.mark.server]
 
 
 def test_a_cancelled_run_saves_first(scene: Scene) -> None:
-    """Cancel in the UI: saved where it was, shown as Cancelled, no process left."""
+    """After Cancel the last batch is saved, the state is Cancelled, and no process is left."""
     ports = scene.ports()
     scene.cancel()
     scene.until_state("Cancelled")
@@ -38,8 +38,9 @@ def test_a_cancelled_run_saves_first(scene: Scene) -> None:
     assert assert_saved_where_it_ended(scene) > 5
 
 
-def test_a_preempted_run_goes_on_by_itself(scene: Scene) -> None:
-    """SIGTERM to its driver: saved, back in the queue, and the same run trains on from there."""
+@pytest.mark.long
+def test_a_preempted_run_resumes_by_itself(scene: Scene) -> None:
+    """After SIGTERM to its driver it saves, goes back into its queue, and resumes from there."""
     before = scene.driver()
     scene.signal_driver(signal.SIGTERM)
     assert wait_until_gone([before], PATIENCE_SECONDS) == []
@@ -49,8 +50,8 @@ def test_a_preempted_run_goes_on_by_itself(scene: Scene) -> None:
 
 
 @pytest.mark.long
-def test_a_suspended_run_stays_so_until_it_is_resumed(scene: Scene) -> None:
-    """Suspend: saved, no process left; Resume: the same run goes on from there."""
+def test_a_suspended_run_waits_until_it_is_resumed(scene: Scene) -> None:
+    """After Suspend it is saved and no process is left; after Resume it continues from there."""
     ports = scene.ports()
     with scene.server.configured(), get_client(sync_client=True) as client:
         client.set_flow_run_state(UUID(scene.run_id), Suspended(timeout_seconds=600))
@@ -63,10 +64,10 @@ def test_a_suspended_run_stays_so_until_it_is_resumed(scene: Scene) -> None:
     scene.until_it_goes_on(saved, saved)
 
 
+@pytest.mark.long  # test_stop_monitor has the timer and the final state
 def test_a_time_budget_that_is_over(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run saves and ends as one that has completed, to be resumed; before there is anything
-    to save, it ends at once and says so."""
-    monkeypatch.setattr(trialflow.flows.lifecycle.stop_watch, "LOOK_SECONDS", 0.1)
+    """The run saves and completes early. Before there is anything to save, it ends at once."""
+    monkeypatch.setattr(trialflow.flows.lifecycle.stop_monitor, "POLL_SECONDS", 0.1)
 
     def within(seconds: float) -> Any:
         return toy_config(
@@ -78,7 +79,7 @@ def test_a_time_budget_that_is_over(here: Path, monkeypatch: pytest.MonkeyPatch)
         train(within(0.2))
     try:
         result = train(within(seconds := 15))
-    except Stopped:  # a busy machine: its ranks were still starting
+    except Stopped:  # a slow machine: the ranks were still starting
         result = train(within(seconds := 120))
     assert result.stopped_early
     assert result.stop_reason == f"time budget ({seconds} s are over)"

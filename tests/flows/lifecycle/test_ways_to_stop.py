@@ -1,22 +1,9 @@
-"""Each way to run the flow, and each way to end it: real server, worker, ranks.
+"""Each way to run the flow, with each way to end it: real server, worker and ranks.
 
-`docs/guides/stopping.md` has the same table for people. Rows, and what holds them:
 
-- Cancel, a worker's own command: `test_stopping.test_a_cancelled_run_saves_first`
-- Cancel, ``flow.serve()``, an explicit command, a worker that was killed and started again:
-  `test_a_run_that_is_ended` [served-cancelled], [command-cancelled], [kept-cancelled],
-  [orphaned-cancelled]; a script: [called-cancelled]
-- Cancel, its grace over in a task that was called or submitted: [stuck_batch-cancelled],
-  [stuck_upload-cancelled]
-- Suspend: `test_stopping.test_a_suspended_run_stays_so_until_it_is_resumed`
-- SIGTERM, a deployment's run: `test_stopping.test_a_preempted_run_goes_on_by_itself`, and
-  [container-terminated]; twice: `test_a_second_signal_ends_it_at_once`
-- SIGTERM, a script: [called-terminated]
-- SIGKILL of the driver: `test_a_killed_driver_is_started_again`
-- SIGTERM to the worker: `test_a_stopped_worker`, `test_a_stopped_worker_whose_runs_are_kept`; to
-  what serves: [served-stopped]; SIGKILL: [orphaned-cancelled]
-- declared dead while it lives: [worker-declared_crashed], `test_another_attempt_has_begun`
-- a time budget: `test_stopping.test_a_time_budget_that_is_over`
+`docs/guides/stopping.md` has the same table for users. All of these tests are long. The default suite has
+`test_stopped_runs.test_a_cancelled_run_saves_first`,
+`test_deployment.test_a_stopped_worker_requeues_its_run` and, without ranks, `test_stop_monitor`.
 """
 
 from __future__ import annotations
@@ -36,14 +23,13 @@ from prefect.client.orchestration import get_client
 from tests.support.prefect import PrefectServer, process_worker
 from tests.support.prefect_worker import (
     Scene,
-    assert_closed,
     assert_nothing_left,
     assert_saved_where_it_ended,
 )
 from tests.support.processes import wait_until_gone
 from tests.support.waiting import PATIENCE_SECONDS, until
 from tests.support.ways_to_stop import (
-    KEPT,
+    DETACHED,
     SAVING,
     STUCK_AT,
     Stage,
@@ -51,7 +37,7 @@ from tests.support.ways_to_stop import (
     called_flow,
     cleared,
     container,
-    kept,
+    detached,
     on_a_worker,
     orphan,
     served_flow,
@@ -60,9 +46,9 @@ from tests.support.ways_to_stop import (
     worker,
     worker_with_a_command,
 )
-from trialflow.deployments import desired_state
+from trialflow.deployments import automations
 
-pytestmark = [pytest.mark.slots, pytest.mark.server]
+pytestmark = [pytest.mark.slots, pytest.mark.server, pytest.mark.long]
 
 # ------------------------------------------------------------------------------- ways to end
 
@@ -77,20 +63,20 @@ def terminated(scene: Scene) -> None:
     scene.signal_driver(signal.SIGTERM)
 
 
-def keeper_terminated(scene: Scene) -> None:
-    """SIGTERM to what has started the flow's process: a service that is stopped."""
-    os.kill(scene.keeper, signal.SIGTERM)
+def parent_terminated(scene: Scene) -> None:
+    """SIGTERM to the process that started the flow's: its service is stopped."""
+    os.kill(scene.parent, signal.SIGTERM)
 
 
-def keeper_terminated_then_cancelled(scene: Scene) -> None:
-    """`flow.serve()` waits for its flows when it is stopped, and hears of no Cancel any more."""
-    keeper_terminated(scene)
+def parent_terminated_then_cancelled(scene: Scene) -> None:
+    """A stopped `flow.serve()` waits for its flows, and no longer sees a Cancel."""
+    parent_terminated(scene)
     scene.until_trained(len(scene.seen()) + 100)
     scene.cancel()
 
 
-def declared_crashed(scene: Scene) -> None:
-    """Somebody, or an automation, takes the run for dead, and it is not."""
+def marked_crashed(scene: Scene) -> None:
+    """A person or an automation marks the living run as crashed."""
     scene.set_state("CRASHED", "Crashed", is_forced=True)
 
 
@@ -99,8 +85,8 @@ class Row:
     """One way to run and one way to end.
 
     Attributes:
-        state: what the UI shows at the end.
-        saves: whether the run saves at its end; if not, its last checkpoint is good.
+        state: the flow run's final state.
+        saves: whether the run saves at its end; if not, its last checkpoint is intact.
     """
 
     way: Callable[[Stage], AbstractContextManager[Scene]]
@@ -113,30 +99,23 @@ ROWS = {
     "command-cancelled": Row(worker_with_a_command, cancelled, "Cancelled"),
     "container-terminated": Row(container, terminated, "AwaitingRetry"),
     "container-cancelled": Row(container, cancelled, "Cancelled"),
-    "kept-cancelled": Row(kept, cancelled, "Cancelled"),
-    "served-stopped": Row(served_flow, keeper_terminated_then_cancelled, "Cancelled"),
+    "detached-cancelled": Row(detached, cancelled, "Cancelled"),
+    "served-stopped": Row(served_flow, parent_terminated_then_cancelled, "Cancelled"),
     "served-cancelled": Row(served_flow, cancelled, "Cancelled"),
     "orphaned-cancelled": Row(orphan, cancelled, "Cancelled"),
     "called-cancelled": Row(called_flow, cancelled, "Cancelled"),
     "called-terminated": Row(called_flow, terminated, "Crashed"),
     "stuck_batch-cancelled": Row(stuck_batch, cancelled, "Cancelled", saves=False),
     "stuck_upload-cancelled": Row(stuck_upload, cancelled, "Cancelled", saves=False),
-    "worker-declared_crashed": Row(worker, declared_crashed, "Crashed"),
+    "worker-marked_crashed": Row(worker, marked_crashed, "Crashed"),
 }
-QUICK = {"command-cancelled"}
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(row, id=name, marks=[] if name in QUICK else pytest.mark.long)
-        for name, row in ROWS.items()
-    ],
-)
-def test_a_run_that_is_ended(
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_a_stopped_run(
     row: Row, prefect_server: PrefectServer, shared_worker: Worker, tmp_path: Path
 ) -> None:
-    """Nothing is left of it, the state shown is true, what it can go on from is stored whole."""
+    """No process is left, the state is right, and the newest checkpoint is intact."""
     with row.way(Stage(prefect_server, shared_worker, tmp_path)) as scene:
         ports = scene.ports()
         assert ports
@@ -144,16 +123,15 @@ def test_a_run_that_is_ended(
         scene.until_state(row.state)
         assert_nothing_left(scene, ports)
         assert scene.state() == row.state
-        if row.state == "Cancelled":  # a worker that has to kill it after 30 s says so too
+        if row.state == "Cancelled":  # a worker that killed it after 30 s says so in the message
             assert scene.run()["state"]["message"].startswith("Stopped: ")
         assert (assert_saved_where_it_ended(scene) if row.saves else scene.saved()) > 0
 
 
-@pytest.mark.long
-def test_a_run_that_is_deleted(
+def test_a_deleted_run(
     prefect_server: PrefectServer, shared_worker: Worker, tmp_path: Path
 ) -> None:
-    """Whoever deletes a run in the UI does not leave its ranks to nobody."""
+    """After Delete in the UI the run saves and ends."""
     with worker(Stage(prefect_server, shared_worker, tmp_path)) as scene:
         ports = scene.ports()
         scene.delete()
@@ -162,60 +140,25 @@ def test_a_run_that_is_deleted(
         assert assert_saved_where_it_ended(scene) > 0
 
 
-@pytest.mark.long
-def test_what_was_ended_can_be_resumed(
-    prefect_server: PrefectServer, shared_worker: Worker, tmp_path: Path
-) -> None:
-    """A new run of the deployment that is given the trial goes on where the cancelled one saved."""
-    with worker(Stage(prefect_server, shared_worker, tmp_path)) as scene:
-        scene.cancel()
-        scene.until_state("Cancelled")
-        saved = assert_saved_where_it_ended(scene)
-        scene.create_run(trial=scene.trial)
-        scene.until_it_goes_on(saved, saved)
-
-
-# ------------------------------------------------------------- what goes on by itself, and how
+# ------------------------------------------------------------- restarts by automations
 
 
 @contextmanager
 def automated(server: PrefectServer, pool: str) -> Iterator[None]:
-    """The server has the automations that `trialflow deploy` makes for that process work pool."""
+    """The server has the automations of `trialflow deploy` for that process work pool."""
     with server.configured(), get_client(sync_client=True) as client:
-        made = [client.create_automation(each) for each in desired_state.automations([pool])]
+        created = [client.create_automation(each) for each in automations.automations([pool])]
         try:
             yield
         finally:
-            for each in made:
+            for each in created:
                 client.delete_automation(each)
 
 
-@pytest.mark.long
-def test_a_killed_driver_is_started_again(
+def test_a_second_signal_ends_a_run_at_once(
     prefect_server: PrefectServer, shared_worker: Worker, tmp_path: Path
 ) -> None:
-    """SIGKILL, or out of memory: its ranks are gone within 10 s, it is shown as Crashed, and the
-    same run goes on from its last checkpoint."""
-    with (
-        automated(prefect_server, shared_worker.pool),
-        on_a_worker(prefect_server, shared_worker, tmp_path, **SAVING) as scene,
-    ):
-        until(scene.store.list, "a checkpoint")
-        before, ports = scene.processes(), scene.ports()
-        scene.signal_driver(signal.SIGKILL)
-        assert wait_until_gone(before, 10) == []
-        assert_closed(ports)
-        seen, saved = len(scene.seen()), scene.saved()
-        scene.until_it_goes_on(saved, seen)
-        assert "Crashed" in scene.history()
-        assert scene.state() == "Running"
-
-
-@pytest.mark.long
-def test_a_second_signal_ends_it_at_once(
-    prefect_server: PrefectServer, shared_worker: Worker, tmp_path: Path
-) -> None:
-    """Whoever sends SIGTERM twice does not wait for a batch that hangs; the run goes on later."""
+    """A second SIGTERM does not wait for a hung batch; the run resumes later."""
     once = tmp_path / "once"
     hangs = {"do": "sleep", "at_batch": STUCK_AT, "once": str(once)}
     with on_a_worker(
@@ -233,16 +176,15 @@ def test_a_second_signal_ends_it_at_once(
 
         until(ends, "no process")
         seen, saved = len(scene.seen()), scene.saved()
-        scene.until_it_goes_on(saved, seen)
+        scene.until_resumed(saved, seen)
 
 
-@pytest.mark.long
 def test_a_stopped_worker(
     prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGTERM to the worker (a service that is stopped) ends its flows unsaved, and Prefect shows
-    them as running for ever; once nothing was heard of them they go on, by another worker."""
-    monkeypatch.setattr(desired_state, "SILENCE", timedelta(seconds=45))
+    """SIGTERM to Prefect's own worker kills its runs, and Prefect shows them as Running. After the
+    silence timeout another worker resumes them."""
+    monkeypatch.setattr(automations, "SILENCE_TIMEOUT", timedelta(seconds=45))
     pool = f"pool-{tmp_path.name}"
     with (
         automated(prefect_server, pool),
@@ -253,41 +195,38 @@ def test_a_stopped_worker(
             scene.create_run()
             until(scene.store.list, "a checkpoint")
             before = scene.processes()
-            keeper_terminated(scene)
+            parent_terminated(scene)
             assert wait_until_gone([pid, *before], 10) == []
             assert scene.state() == "Running"
         with process_worker(prefect_server, pool):
             seen, saved = len(scene.seen()), scene.saved()
-            scene.until_it_goes_on(saved, seen)
+            scene.until_resumed(saved, seen)
 
 
-@pytest.mark.long
-def test_a_stopped_worker_whose_runs_are_kept(
+def test_a_stopped_worker_with_detached_engines(
     prefect_server: PrefectServer, tmp_path: Path
 ) -> None:
-    """With `trialflow.flows.lifecycle.detached_engine` as its command, a worker that is stopped leaves its flows the time to
-    save; they go back into their queue, and go on by another worker."""
+    """With `detached_engine` as the command, the runs of a stopped worker save, go back into their
+    queue, and resume on another worker."""
     pool = f"pool-{tmp_path.name}"
     with cleared(Scene(prefect_server, tmp_path)) as scene:
         with process_worker(prefect_server, pool) as pid:
-            scene.deploy(pool, pid, **KEPT)
+            scene.deploy(pool, pid, **DETACHED)
             scene.create_run()
             scene.until_trained()
             before = scene.processes()
-            keeper_terminated(scene)
+            parent_terminated(scene)
             assert wait_until_gone([pid, *before], PATIENCE_SECONDS) == []
             saved = assert_saved_where_it_ended(scene)
             assert scene.run()["state_type"] == "SCHEDULED"
         with process_worker(prefect_server, pool):
-            scene.until_it_goes_on(saved, saved)
+            scene.until_resumed(saved, saved)
 
 
-@pytest.mark.long
-def test_another_attempt_has_begun(
+def test_another_attempt_has_started(
     prefect_server: PrefectServer, shared_worker: Worker, tmp_path: Path
 ) -> None:
-    """A driver that was taken for dead, and sees that its run was started again, ends at once, and
-    leaves the run to the other."""
+    """A presumed-dead driver ends at once when another attempt at its run has started."""
     with worker(Stage(prefect_server, shared_worker, tmp_path)) as scene:
         before, seen = scene.processes(), len(scene.seen())
         scene.set_state("CRASHED", "Crashed", is_forced=True)

@@ -1,6 +1,6 @@
-"""The state that a stopped run's flow run ends with, whatever others do to it while it saves.
+"""The final state of a stopped flow run, whatever others do to it while it saves.
 
-On a real server; what trains is a stand-in that waits until it is asked to stop.
+On a real server, with a stand-in for training that waits for the stop request.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prefect.exceptions import Abort, CancelledRun, Pause, TerminationSignal
 from prefect.flow_engine import run_flow
 from prefect.states import Cancelling, Crashed, Failed, Scheduled, Suspended
 
-import trialflow.flows.lifecycle.stop_watch
+import trialflow.flows.lifecycle.stop_monitor
 import trialflow.flows.train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import toy_config
@@ -29,11 +29,11 @@ from trialflow.flows.train import TrialResult
 
 pytestmark = pytest.mark.server
 
-WAIT = 30.0
+TIMEOUT_SECONDS = 30.0
 
 
-def put(flow_run: UUID, state: Any) -> None:
-    """As a person, or an automation, does it."""
+def set_state(flow_run: UUID, state: Any) -> None:
+    """As a person or an automation does."""
     with get_client(sync_client=True) as client:
         client.set_flow_run_state(flow_run, state, force=True)
 
@@ -44,38 +44,46 @@ def state_of(flow_run: UUID) -> str:
 
 
 class Stage:
-    """Runs flows of a deployment in this process, and trains nothing in them."""
+    """Runs flows of a deployment in this process, without training.
+
+    Attributes:
+        act: called in place of training, with the flow run's id.
+        training: the flow run that trained.
+    """
 
     def __init__(self, server: PrefectServer, folder: Path) -> None:
         self.server, self.config = server, toy_config(folder)
-        self.trains: UUID | None = None
+        self.training: UUID | None = None
         self.act: Callable[[UUID, Stopping], None] = lambda flow_run, stopping: None
 
     def train_trial(self, config: Any, trial: str, stopping: Stopping, devices: Any) -> TrialResult:
-        """In place of the one that trains."""
-        self.trains = UUID(str(runtime.flow_run.id))
-        self.act(self.trains, stopping)
+        """The stand-in for `trialflow.flows.train.train_trial`."""
+        self.training = UUID(str(runtime.flow_run.id))
+        self.act(self.training, stopping)
         return TrialResult(trial, batches_trained=10, stopped_early=True)
 
-    def run(self, what: Any, parameters: dict[str, Any]) -> UUID:
-        """The id of a flow run that a worker would now execute."""
+    def create_run(self, what: Any) -> UUID:
+        """A deployment's flow run, pending on a worker."""
         created = self.server.query("flows/", {"name": what.name})
         deployment = self.server.query("deployments/", {"name": "here", "flow_id": created["id"]})
         run = self.server.query(
             f"deployments/{deployment['id']}/create_flow_run",
-            {"parameters": parameters, "state": {"type": "PENDING"}},
+            {
+                "parameters": {"config": self.config.model_dump(mode="json")},
+                "state": {"type": "PENDING"},
+            },
         )
         return UUID(run["id"])
 
     def execute(self, what: Any, run: UUID) -> Any:
-        """As a worker's process does it."""
+        """As a worker's process does."""
         with get_client(sync_client=True) as client:
             flow_run = client.read_flow_run(run)
         return run_flow(what, flow_run=flow_run)
 
     def train(self) -> tuple[UUID, Any]:
-        """Run `train`, of a deployment: its id, and what it returned or raised."""
-        run = self.run(trialflow.flows.train.train, {"config": self.config.model_dump(mode="json")})
+        """Run the flow `train`; the run's id, and what the flow returned or raised."""
+        run = self.create_run(trialflow.flows.train.train)
         try:
             return run, self.execute(trialflow.flows.train.train, run)
         except (Abort, CancelledRun, Pause, TerminationSignal) as end:
@@ -88,8 +96,8 @@ def stage(
 ) -> Iterator[Stage]:
     stage = Stage(prefect_server, tmp_path)
     monkeypatch.setattr(trialflow.flows.train, "train_trial", stage.train_trial)
-    monkeypatch.setattr(trialflow.flows.lifecycle.stop_watch, "LOOK_SECONDS", 0.1)
-    # Prefect hands the signal on, in the end, to whoever had it before: here, these tests.
+    monkeypatch.setattr(trialflow.flows.lifecycle.stop_monitor, "POLL_SECONDS", 0.1)
+    # Prefect forwards the signal to the previous handler, which here is pytest's.
     before = signal.signal(signal.SIGTERM, lambda number, frame: None)
     with prefect_server.configured():
         yield stage
@@ -97,130 +105,121 @@ def stage(
 
 
 def suspended(flow_run: UUID, stopping: Stopping) -> None:
-    put(flow_run, Suspended(timeout_seconds=3600))
-    assert stopping.wait(WAIT)
+    set_state(flow_run, Suspended(timeout_seconds=3600))
+    assert stopping.wait(TIMEOUT_SECONDS)
 
 
 def suspended_and_resumed(flow_run: UUID, stopping: Stopping) -> None:
     suspended(flow_run, stopping)
-    put(flow_run, Scheduled())
+    set_state(flow_run, Scheduled())
 
 
-def declared_crashed(flow_run: UUID, stopping: Stopping) -> None:
-    put(flow_run, Crashed())
-    assert stopping.wait(WAIT)
+def marked_crashed(flow_run: UUID, stopping: Stopping) -> None:
+    set_state(flow_run, Crashed())
+    assert stopping.wait(TIMEOUT_SECONDS)
 
 
-def declared_failed(flow_run: UUID, stopping: Stopping) -> None:
-    put(flow_run, Failed())
-    assert stopping.wait(WAIT)
+def marked_failed(flow_run: UUID, stopping: Stopping) -> None:
+    set_state(flow_run, Failed())
+    assert stopping.wait(TIMEOUT_SECONDS)
 
 
 def out_of_time_and_suspended(flow_run: UUID, stopping: Stopping) -> None:
     stopping.ask("time budget")
-    assert stopping.wait(WAIT)
-    put(flow_run, Suspended(timeout_seconds=3600))
+    assert stopping.wait(TIMEOUT_SECONDS)
+    set_state(flow_run, Suspended(timeout_seconds=3600))
+
+
+def preempted(flow_run: UUID, stopping: Stopping) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stopping.wait(TIMEOUT_SECONDS)
 
 
 def preempted_and_cancelled(flow_run: UUID, stopping: Stopping) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert stopping.wait(WAIT)
-    put(flow_run, Cancelling())
+    preempted(flow_run, stopping)
+    set_state(flow_run, Cancelling())
 
 
 def preempted_and_unable_to_save(flow_run: UUID, stopping: Stopping) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert stopping.wait(WAIT)
+    preempted(flow_run, stopping)
     raise StorageError("503 SlowDown")
 
 
 @pytest.mark.parametrize(
-    ("happens", "end"),
+    ("act", "state"),
     [
         (suspended, "Suspended"),
         (suspended_and_resumed, "Scheduled"),
-        (declared_crashed, "Crashed"),
-        (declared_failed, "Failed"),
-        (out_of_time_and_suspended, "Suspended"),
+        (marked_crashed, "Crashed"),
+        pytest.param(marked_failed, "Failed", marks=pytest.mark.long),
+        pytest.param(out_of_time_and_suspended, "Suspended", marks=pytest.mark.long),
         (preempted_and_cancelled, "Cancelled"),
         (preempted_and_unable_to_save, "AwaitingRetry"),
     ],
 )
-def test_the_state_is_true(
-    stage: Stage, happens: Callable[[UUID, Stopping], None], end: str
-) -> None:
-    """A run that has more to train is never Completed, and what others decided stays decided."""
-    stage.act = happens
-    run, came_of_it = stage.train()
-    assert not isinstance(came_of_it, TrialResult)
-    assert state_of(run) == end
+def test_the_final_state(stage: Stage, act: Callable[[UUID, Stopping], None], state: str) -> None:
+    """An unfinished run is never Completed, and a state set by others stays.
 
-
-def test_signals_and_prefect_are_as_they_were(stage: Stage) -> None:
-    """After a run, whoever had the signals before has them again."""
+    Afterwards the signal handlers are restored.
+    """
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
-    stage.act = preempted_and_cancelled
-    stage.train()
+    stage.act = act
+    run, result = stage.train()
+    assert not isinstance(result, TrialResult)
+    assert state_of(run) == state
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 @flow(name="pipeline")
 def pipeline(config: dict[str, Any]) -> None:
-    """Trains, and goes on."""
+    """Trains, then runs another task."""
     trialflow.flows.train.train(config)
-    go_on()
+    next_task()
 
 
-@task(name="go-on")
-def go_on() -> None:
-    raise AssertionError("a flow that is to stop went on")
+@task(name="next-task")
+def next_task() -> None:
+    raise AssertionError("the flow was stopped, but continued")
 
 
-def test_as_a_subflow_it_is_not_scheduled_again(stage: Stage) -> None:
-    """Nobody would run it: SIGTERM ends the flow that has called it as well."""
-    stage.act = lambda run, stopping: (
-        os.kill(os.getpid(), signal.SIGTERM),
-        stopping.wait(WAIT),
-    )[-1]  # type: ignore[assignment, return-value]
-    parent = stage.run(pipeline, {"config": stage.config.model_dump(mode="json")})
+def test_a_preempted_subflow_is_not_requeued(stage: Stage) -> None:
+    """No worker would take it: SIGTERM ends its parent flow as well."""
+    stage.act = preempted
+    parent = stage.create_run(pipeline)
     with pytest.raises(TerminationSignal):
         stage.execute(pipeline, parent)
-    assert stage.trains is not None
-    assert {state_of(parent), state_of(stage.trains)} == {"Crashed"}
+    assert stage.training is not None
+    assert {state_of(parent), state_of(stage.training)} == {"Crashed"}
 
 
-def test_as_a_subflow_it_is_suspended_with_its_parent(stage: Stage) -> None:
-    """It saves and ends; the parent does not go on, and stays Suspended."""
-    parent = stage.run(pipeline, {"config": stage.config.model_dump(mode="json")})
-
-    def suspend_the_parent(flow_run: UUID, stopping: Stopping) -> None:
-        suspended(parent, stopping)
-
-    stage.act = suspend_the_parent
+def test_a_subflow_is_suspended_with_its_parent(stage: Stage) -> None:
+    """It saves and ends; the parent does not continue, and stays Suspended."""
+    parent = stage.create_run(pipeline)
+    stage.act = lambda flow_run, stopping: suspended(parent, stopping)
     with pytest.raises(Pause):
         stage.execute(pipeline, parent)
     assert state_of(parent) == "Suspended"
 
 
-def test_the_time_budget_needs_no_server(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that keeps the run waiting does not keep it from seeing that its time is over."""
-    asked: list[str] = []
+def test_the_time_budget_needs_no_server(stage: Stage) -> None:
+    """A server that does not answer in time does not delay the end of the time budget."""
+    requests: list[str] = []
 
     def out_of_time(flow_run: UUID, stopping: Stopping) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                trialflow.flows.lifecycle.stop_watch.StopWatch,
-                "_look",
-                lambda self: stopping.wait(WAIT),
+                trialflow.flows.lifecycle.stop_monitor.StopMonitor,
+                "_check_state",
+                lambda self: stopping.wait(TIMEOUT_SECONDS),
             )
-            assert stopping.wait(WAIT)
-            asked.append(str(stopping.asked))
+            assert stopping.wait(TIMEOUT_SECONDS)
+            requests.append(str(stopping.asked))
 
     stage.act = out_of_time
     stage.config = stage.config.model_copy(
         update={"stopping": stage.config.stopping.model_copy(update={"time_budget_seconds": 0.5})}
     )
     run, result = stage.train()
-    assert asked == ["time budget (0.5 s are over)"]
+    assert requests == ["time budget (0.5 s are over)"]
     assert state_of(run) == "Completed"
     assert isinstance(result, TrialResult)

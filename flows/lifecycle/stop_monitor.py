@@ -1,0 +1,262 @@
+"""Turns signals, Prefect's states and the time budget into stop requests of a run.
+
+Prefect stops a flow by raising in the middle of its work. The stop monitor takes the signal first,
+so that the run can save; afterwards it lets Prefect do what it would have done. Where no signal
+comes (Suspend, a Cancel whose worker is gone), the monitor sees it in the flow run's state.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+from uuid import UUID
+
+import httpx
+from prefect import runtime
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.context import FlowRunContext
+from prefect.exceptions import Abort, ObjectNotFound, Pause, PrefectException
+from prefect.logging import get_run_logger
+from prefect.states import Cancelled
+
+from trial_core.errors import Stopped, Superseded
+from trial_core.run.observer import current_observer
+from trial_core.run.stop_request import Stopping, Why
+from trialflow.flows.lifecycle.detached_engine import has_lost_supervisor, ignore_broken_output
+from trialflow.flows.lifecycle.requeue import has_queue, requeue
+
+T = TypeVar("T")
+
+POLL_SECONDS = 5.0
+# One Ctrl-C may arrive twice: from the terminal, and from a parent that forwards it.
+SAME_REQUEST_SECONDS = 1.0
+
+_SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+_CANCEL_STATES = (StateType.CANCELLING, StateType.CANCELLED)
+# Another party considers the run dead or ended, and may have scheduled it again.
+_ENDED_STATES = (
+    StateType.CRASHED, StateType.FAILED, StateType.COMPLETED,
+    StateType.SCHEDULED, StateType.PENDING,
+)  # fmt: skip
+
+
+class StopMonitor:
+    """Requests a stop when a signal, the flow run's state or the time budget says so.
+
+    A context manager. A second signal requests an immediate end.
+
+    Args:
+        stopping: receives the requests.
+        time_budget_seconds: None: no limit.
+    """
+
+    def __init__(self, stopping: Stopping, time_budget_seconds: float | None) -> None:
+        self._stopping = stopping
+        self._budget_seconds = time_budget_seconds
+        self._flow_run_id = UUID(str(runtime.flow_run.id))
+        context = FlowRunContext.get()
+        run = context.flow_run if context else None
+        # Read here: in a signal handler, `runtime` would call the server.
+        self._is_subflow = run is not None and run.parent_task_run_id is not None
+        self._has_queue = has_queue(run)
+        # Not part of Prefect's public API. Releases without it suspend by state alone.
+        self._suspension = getattr(context, "flow_run_suspension_request", None)
+        self._attempt: int | None = None
+        self._logger = get_run_logger()
+        self._previous_handlers: dict[int, Any] = {}
+        self._signal: int | None = None
+        self._signalled_at = 0.0
+        self._has_ended = threading.Event()
+        # The thread needs this context's Prefect settings and client.
+        here = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=lambda: here.run(self._poll), name="stop-monitor", daemon=True
+        )
+        # A separate timer: a slow server may block the polling thread.
+        self._budget = threading.Timer(time_budget_seconds or 0, self._budget_exceeded)
+        self._budget.daemon = True
+
+    def __enter__(self) -> StopMonitor:
+        if threading.current_thread() is threading.main_thread():
+            self._install_handlers()
+        if self._suspension is not None:
+            # Prefect would end a suspended run, unsaved, at its next task. `final_state` ends it.
+            self._suspension.raise_if_requested = lambda: None
+        ignore_broken_output()
+        if self._budget_seconds is not None:
+            self._budget.start()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._has_ended.set()
+        self._budget.cancel()
+        self._thread.join()
+        self._restore_handlers()
+        if self._suspension is not None:
+            vars(self._suspension).pop("raise_if_requested", None)
+
+    def run(self, work: Callable[[], T]) -> T | State[Any]:
+        """Call `work`; its result, or the final state of a run that was stopped.
+
+        Raises:
+            BaseException: what `work` raises, or what `final_state` raises.
+        """
+        try:
+            result = work()
+        except Exception as failure:
+            if self._stopping.asked is not None:
+                self._logger.error("%s, and saving failed: %s", self._stopping.asked, failure)
+            if (state := self.final_state(failure)) is not None:
+                return state
+            raise
+        state = self.final_state()
+        return result if state is None else state
+
+    def final_state(self, failure: BaseException | None = None) -> State[Any] | None:
+        """The state for the flow run of a stopped run; None: the state that Prefect gives it.
+
+        Args:
+            failure: what the run ended with, if it could not save.
+
+        Raises:
+            Pause: the run was suspended, and stays so until it is resumed.
+            Abort: the run was preempted, and is back in its queue; or another party has set its
+                final state, or started another attempt. The server's state stays.
+            Stopped: as Abort, in a subflow.
+            BaseException: what Prefect raises for the signal that stopped the run.
+        """
+        request = self._stopping.asked
+        if request is None:
+            run = self._try_read_run() if isinstance(failure, Superseded) else None
+            if run is not None and self._is_other_attempt(run):
+                raise self._keep_state(str(failure))
+            return None
+        reason = str(request) if failure is None else f"{request}; not saved: {failure}"
+        run = self._try_read_run()
+        state = None if run is None else run.state
+        if run is not None and self._is_other_attempt(run):
+            raise self._keep_state(f"{reason}: another attempt has started")
+        if self._suspension is not None and (suspended := self._suspension.get_state()):
+            raise Pause(f"suspended: {reason}", state=suspended)
+        if state is not None and state.type == StateType.PAUSED:
+            raise Pause(f"suspended: {reason}", state=state)
+        if state is not None and state.type in _CANCEL_STATES:
+            return Cancelled(message=f"Stopped: {reason}")
+        if request.why == "time budget":
+            return None
+        if state is not None and state.type != StateType.RUNNING:
+            raise self._keep_state(f"{reason}: it stays {state.name}")
+        can_requeue = state is not None and self._has_queue and request.why == "preempted"
+        if can_requeue and requeue(reason):
+            raise Abort(f"{reason}: scheduled again")
+        if self._signal is not None:
+            self._restore_handlers()
+            signal.raise_signal(self._signal)
+        raise self._keep_state(reason)
+
+    # ----------------------------------------------------------------------- stop requests
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._signal is None:
+            self._signal, self._signalled_at = number, now
+            why: Why = "preempted" if self._has_queue else "interrupted"
+            self._stopping.ask(why, _SIGNALS[signal.Signals(number)])
+            current_observer().stopping(_SIGNALS[signal.Signals(number)])
+        elif now - self._signalled_at >= SAME_REQUEST_SECONDS:
+            self._stopping.at_once()
+            # If the run still does not end, its ranks are not the cause: a third is Prefect's.
+            self._restore_handlers()
+
+    def _budget_exceeded(self) -> None:
+        self._stopping.ask("time budget", f"{self._budget_seconds:g} s are over")
+
+    def _poll(self) -> None:
+        has_warned = has_lost_worker = False
+        pause = 0.0  # the first request learns which attempt this is
+        while not self._has_ended.wait(pause):
+            pause = POLL_SECONDS
+            if has_lost_supervisor() and not has_lost_worker:
+                has_lost_worker = True
+                if self._stopping.asked is not None:  # the second request, as with signals
+                    self._stopping.at_once()
+                self._stopping.ask("preempted", "its worker was stopped")
+            try:
+                self._check_state()
+            except (httpx.HTTPError, PrefectException, OSError, ValueError, RuntimeError) as error:
+                if not has_warned:
+                    self._logger.warning(
+                        "the flow run's state cannot be read, so a Cancel would not be seen "
+                        "(logged once; training continues): %s: %s", type(error).__name__, error,
+                    )  # fmt: skip
+                has_warned = True
+
+    def _check_state(self) -> None:
+        if self._suspension is not None and self._suspension.is_requested():
+            self._stopping.ask("suspended", "in Prefect")
+            return
+        run = self._read_run()
+        state = None if run is None else run.state
+        if run is None:
+            self._stopping.ask("cancelled", "its flow run was deleted")
+        elif self._is_other_attempt(run):
+            # This attempt was presumed dead. It could not commit a checkpoint any more.
+            self._stopping.ask("cancelled", "another attempt at its flow run has started")
+            self._stopping.at_once()
+        elif state is not None and state.type in _CANCEL_STATES:
+            self._stopping.ask("cancelled", "in Prefect")
+        elif state is not None and state.type == StateType.PAUSED:
+            self._stopping.ask("suspended", "in Prefect")
+        elif state is not None and state.type in _ENDED_STATES:
+            self._stopping.ask("cancelled", f"its flow run was set to {state.name}")
+
+    # ------------------------------------------------------------------------- the flow run
+
+    def _read_run(self) -> FlowRun | None:
+        """The flow run; None if it was deleted."""
+        with get_client(sync_client=True) as client:
+            try:
+                return client.read_flow_run(self._flow_run_id)
+            except ObjectNotFound:
+                return None
+
+    def _try_read_run(self) -> FlowRun | None:
+        """The flow run; None if it was deleted or the server does not answer."""
+        try:
+            return self._read_run()
+        except (httpx.HTTPError, PrefectException):
+            return None
+
+    def _is_other_attempt(self, run: FlowRun) -> bool:
+        """Whether another process has started the run since. Prefect counts the starts."""
+        if self._attempt is None:
+            self._attempt = run.run_count
+        return run.run_count != self._attempt
+
+    def _keep_state(self, reason: str) -> BaseException:
+        """An exception that leaves the flow run in its present state."""
+        return Stopped(reason) if self._is_subflow else Abort(reason)
+
+    def _install_handlers(self) -> None:
+        for number in _SIGNALS:
+            previous = signal.getsignal(number)
+            if previous not in (None, signal.SIG_IGN):  # set by C code, or ignored
+                self._previous_handlers[number] = previous
+                signal.signal(number, self._on_signal)
+
+    def _restore_handlers(self) -> None:
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+        self._previous_handlers = {}

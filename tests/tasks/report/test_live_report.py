@@ -1,0 +1,221 @@
+"""The live report: its history over several runs, and failures to write it."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.waiting import until
+from tests.tasks.report.reports import LOGGER
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.errors import RankFailed, Stopped
+from trialflow.tasks.report import Report
+from trialflow.tasks.report.live_report import HISTORY
+
+LOST = RankFailed(rank=1, host="here", during="TrainBatches", signal_name="SIGKILL")
+NewReport = Callable[..., Report]
+no_artifact = pytest.mark.usefixtures("no_artifact")
+
+
+def train(report: Report, begin: int, end: int) -> None:
+    """A run that reports every 10 batches and saves every 20."""
+    report.run_started("toy-0000beef", 100, begin, 16)
+    for batches in range(begin + 10, end + 1, 10):
+        report.metrics_reported("training", batches, {"loss": 1000 / batches})
+        if batches % 20 == 0:
+            report.checkpoint_committed(f"uuid-{batches}", batches, 1024)
+
+
+def curve(report: Report) -> list[int]:
+    """The batches at which the report has a training loss."""
+    return [point.batches for point in report._facts.history.curves["training"]]
+
+
+def text(report: Report) -> str:
+    return report.path.read_text(encoding="utf-8")
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == LOGGER and record.levelno == logging.WARNING
+    ]
+
+
+@no_artifact
+def test_a_resumed_run_has_the_curves_of_all_runs(new_report: NewReport) -> None:
+    """Up to the checkpoint that it resumes from: later batches are trained again."""
+    with new_report() as first:
+        train(first, 0, 70)
+        first.ended("stopped: preempted (SIGTERM)")
+    with new_report() as second:
+        train(second, 60, 80)
+        assert curve(second) == [10, 20, 30, 40, 50, 60, 70, 80]
+    why = "resumed from the last checkpoint; previous run: stopped: preempted (SIGTERM)"
+    assert f"| 60 | {why} |" in text(second)
+    assert "`uuid-20`" in text(second)
+    assert "`uuid-80`" in text(second)
+
+
+@no_artifact
+def test_another_machine_reads_the_stored_history(new_report: NewReport, tmp_path: Path) -> None:
+    """Of the local and the stored history, the newer one counts."""
+    with new_report() as first:
+        train(first, 0, 40)
+    with new_report(tmp_path / "elsewhere") as second:
+        train(second, 40, 60)
+        assert curve(second) == [10, 20, 30, 40, 50, 60]
+    with new_report() as third:  # the first machine again, with its older file
+        train(third, 60, 80)
+        assert curve(third) == [10, 20, 30, 40, 50, 60, 70, 80]
+
+
+@no_artifact
+def test_a_restart_within_a_run(new_report: NewReport) -> None:
+    """The curve continues from the checkpoint, and the report names the cause."""
+    with new_report() as report:
+        train(report, 0, 70)
+        report.restarting("rank 1 was ended by SIGKILL", 1, 5)
+        train(report, 60, 80)
+        assert curve(report) == [10, 20, 30, 40, 50, 60, 70, 80]
+    assert "| 70 | restart 1 of at most 5: rank 1 was ended by SIGKILL |" in text(report)
+    assert "| 60 | resumed from the last checkpoint |" in text(report)
+
+
+@no_artifact
+def test_a_run_from_scratch_drops_the_history(new_report: NewReport) -> None:
+    """Only how the earlier run ended is kept."""
+    with new_report() as first:
+        train(first, 0, 40)
+        first.ended("failed: out of memory")
+    with new_report() as second:
+        train(second, 0, 20)
+        assert curve(second) == [10, 20]
+    assert "`uuid-40`" not in text(second)
+    assert "| 0 | started from scratch; previous run: failed: out of memory |" in text(second)
+
+
+@no_artifact
+def test_a_run_that_fails_before_training_keeps_the_history(new_report: NewReport) -> None:
+    """The next run has all curves, and how the failed run ended."""
+    with new_report() as first:
+        train(first, 0, 40)
+        first.ended("completed")
+    second = new_report()
+    second.write()
+    with pytest.raises(RuntimeError), second:
+        raise RuntimeError("no such module")
+    with new_report() as third:
+        train(third, 40, 60)
+        assert curve(third) == [10, 20, 30, 40, 50, 60]
+    end = "resumed from the last checkpoint; previous run: failed: no such module"
+    assert f"| 40 | {end} |" in text(third)
+
+
+@no_artifact
+def test_a_damaged_history_is_a_warning(
+    new_report: NewReport, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run continues with its own history."""
+    with new_report() as first:
+        train(first, 0, 40)
+    first.path.with_name(HISTORY).write_text("{half")
+    shutil.rmtree(tmp_path / "checkpoints")
+    with new_report() as second:
+        train(second, 40, 60)
+        assert curve(second) == [50, 60]
+    assert "the history of an earlier report cannot be read" in caplog.text
+
+
+@no_artifact
+def test_the_run_after_a_killed_run_says_so(new_report: NewReport) -> None:
+    """A killed run leaves no end in its history."""
+    killed = new_report()
+    train(killed, 0, 40)
+    killed.write()
+    with new_report() as second:
+        train(second, 40, 60)
+    assert "previous run: killed, or its machine was lost" in text(second)
+
+
+@pytest.mark.usefixtures("no_server")
+def test_a_server_that_does_not_answer(
+    new_report: NewReport, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning; the file is written, and the run's own failure is raised."""
+    report = new_report()
+    report.write()
+    with pytest.raises(RankFailed) as failure, report:
+        raise LOST
+    assert failure.value is LOST
+    assert f"**failed: {LOST}**" in text(report)
+    (warning,) = warnings(caplog)
+    assert "the report is not up to date" in warning
+    assert "ConnectError" in warning
+
+
+@no_artifact
+def test_a_file_that_cannot_be_written(
+    new_report: NewReport, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a full disk: a warning, and the run's own failure is raised."""
+    report = new_report()
+    report.path.mkdir()
+    with pytest.raises(RankFailed) as failure, report:
+        raise LOST
+    assert failure.value is LOST
+    assert "IsADirectoryError" in caplog.text
+
+
+@no_artifact
+def test_a_storage_that_fails_at_the_end(
+    new_report: NewReport, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The local report is complete, and a warning says that it is not stored."""
+    report = new_report()
+    (tmp_path / "checkpoints").write_text("not a folder")
+    with report:
+        report.ended("completed")
+    assert "**completed**" in text(report)
+    assert any("the report is not stored" in warning for warning in warnings(caplog))
+
+
+@no_artifact
+def test_a_stopped_run_has_not_failed(new_report: NewReport) -> None:
+    """The report names the stop request."""
+    report = new_report()
+    with pytest.raises(Stopped), report:
+        raise Stopped("cancelled (in Prefect), before there was anything to save")
+    assert "**stopped: cancelled (in Prefect), before" in text(report)
+
+
+@no_artifact
+def test_the_file_is_replaced_atomically(new_report: NewReport) -> None:
+    """A reader that has opened it reads the earlier state, complete."""
+    report = new_report()
+    report.write()
+    with report.path.open(encoding="utf-8") as reader:
+        report.ended("completed")
+        report.write()
+        assert "**running**" in reader.read()
+    assert "**completed**" in text(report)
+
+
+@no_artifact
+def test_tensorboard_files_are_reported_after_the_first_commit(
+    new_report: NewReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the run ends, so that a failed run's report has them too."""
+    monkeypatch.setattr("trialflow.tasks.report.live_report.UPDATE_SECONDS", 0.01)
+    store = CheckpointStore(f"file://{tmp_path}/checkpoints")
+    with new_report() as report:
+        (tmp_path / "run" / "tensorboard").mkdir()
+        store.storage.write("runs/toy-0000beef/tensorboard/rank-0/events", b"event")
+        report.checkpoint_committed("uuid-20", 20, 1024)
+        line = f"TensorBoard: `{store.url}/runs/toy-0000beef/tensorboard`"
+        until(lambda: report.path.exists() and line in text(report), line, 20)
