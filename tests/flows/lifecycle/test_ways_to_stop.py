@@ -1,8 +1,7 @@
 """Each way to run the flow, with each way to end it: real server, worker and ranks.
 
-
-`docs/guides/stopping.md` has the same table for users. All of these tests are long. The default suite has
-`test_stopped_runs.test_a_cancelled_run_saves_first`,
+`docs/guides/stopping.md` has the same table for users. All of these tests are long. The default
+suite has `test_stopped_runs.test_a_cancelled_run_saves_first`,
 `test_deployment.test_a_stopped_worker_requeues_its_run` and, without ranks, `test_stop_monitor`.
 """
 
