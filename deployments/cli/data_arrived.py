@@ -22,7 +22,6 @@ def data_arrived(
         list[str] | None,
         Parameter(
             name=("--data", "--set"),
-            metavar="KEY=VALUE",
             negative=(),
             help="Set a field of the experiment's `data` for the run that this starts: "
             "--data path=s3://bucket/2026-11-21. The value is YAML. May be given several times.",

@@ -19,7 +19,6 @@ Overrides = Annotated[
     list[str] | None,
     Parameter(
         name="--set",
-        metavar="KEY=VALUE",
         negative=(),
         help="Set a field of the experiment, for example --set searcher.max_length.batches=20. "
         "VALUE is YAML. May be repeated.",

@@ -29,7 +29,6 @@ def retrain(
         list[str] | None,
         Parameter(
             name="--data",
-            metavar="KEY=VALUE",
             negative=(),
             help="Set a field of the experiment's data for this run: --data path=s3://bucket/new. "
             "The value is YAML, and is not rendered. May be given several times.",
