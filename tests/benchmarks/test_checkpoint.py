@@ -45,7 +45,7 @@ def test_what_is_not_stored_is_not_measured() -> None:
     """A store that fails would be the cheapest of all."""
     fine = Persisted(files=[], seconds=1.0)
     assert by_rank([fine, fine]) == {0: [], 1: []}
-    with pytest.raises(StorageError, match=r"rank 1 has stored nothing: .*HTTP 503"):
+    with pytest.raises(StorageError, match=r"rank 1 stored no files: .*HTTP 503"):
         by_rank([fine, Persisted(files=[], seconds=1.0, problem="HTTP 503")])
 
 
