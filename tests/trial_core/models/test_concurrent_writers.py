@@ -141,7 +141,7 @@ def test_many_threads_that_promote_at_once(place: Place) -> None:
         race(place.open(), promote_all, 7, 20)
 
 
-@places(*ALL, long=("ceph", "memory", "disk_without_links"))
+@places(*ALL, long=("ceph", "memory", "s3_without_conditions", "disk_without_links"))
 def test_concurrent_registrations(place: Place) -> None:
     """Each checkpoint gets one number, even if it is registered twice; no number is skipped."""
     store = place.open()
