@@ -304,6 +304,5 @@ def test_debugging_a_trial_in_plain_python() -> None:
     assert len(set(said["losses"])) == 3
     assert said["refusals"] == [
         "set_mpu was called twice; a trial has one ModelParallelUnit",
-        "wrap_model_engine was called twice with the same engine; an engine that is wrapped is "
-        "saved and restored, once is enough",
+        "wrap_model_engine was called twice with the same engine; wrap each engine once",
     ]

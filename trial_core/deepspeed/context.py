@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -21,10 +21,12 @@ from trial_core.deepspeed.mpu import (
 )
 from trial_core.distributed import ALONE, DistributedContext, is_launched
 from trial_core.errors import TrialError
-from trial_core.pytorch.reducer import FunctionReducer, MetricReducer, ReducerRegistry, ReducerT
+from trial_core.pytorch.reducer import FunctionReducer, MetricReducer, ReducerRegistry
 from trial_core.pytorch.to_device import to_device
 
 logger = logging.getLogger(__name__)
+
+ReducerT = TypeVar("ReducerT", bound=MetricReducer)
 
 
 class DeepSpeedTrialContext(TrialContext):

@@ -10,7 +10,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from typing import Any
 
 from trial_core.errors import TrialError
 from trial_core.pytorch.metric_values import as_array, as_plain
@@ -109,9 +109,6 @@ class FunctionReducer(MetricReducer):
         return self.function([value for value in flat if value is not missing])
 
 
-ReducerT = TypeVar("ReducerT", bound=MetricReducer)
-
-
 @dataclass(frozen=True)
 class _Wrapped:
     reducer: MetricReducer
@@ -137,24 +134,6 @@ class ReducerRegistry:
 
     def __init__(self) -> None:
         self._wrapped: list[_Wrapped] = []
-
-    @overload
-    def wrap(
-        self,
-        reducer: ReducerT,
-        name: str | None = None,
-        for_training: bool = True,
-        for_validation: bool = True,
-    ) -> ReducerT: ...
-
-    @overload
-    def wrap(
-        self,
-        reducer: Callable[[list[Any]], Any],
-        name: str | None = None,
-        for_training: bool = True,
-        for_validation: bool = True,
-    ) -> FunctionReducer: ...
 
     def wrap(
         self,

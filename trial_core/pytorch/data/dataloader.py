@@ -217,7 +217,7 @@ class DataLoader:
                 f"skip={skip}, rank={rank} and num_replicas={num_replicas}"
             )
         sharded = ShardedIterable(
-            self.dataset,  # type: ignore[arg-type]  # checked by the caller
+            dataset=self.dataset,  # type: ignore[arg-type]  # checked by the caller
             batch_size=self.batch_size,
             drop_last=self.drop_last,
             repeat=repeat,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -16,6 +17,7 @@ from trial_core.pytorch.data.worker_seeds import seed_micro_batch
 from trial_core.pytorch.seeding import derive_seed, isolated, seed_globals
 
 
+@dataclass(eq=False, kw_only=True)
 class ShardedIterable(IterableDataset[Any]):
     """One rank's micro-batches of an iterable dataset, as lists of samples.
 
@@ -43,28 +45,15 @@ class ShardedIterable(IterableDataset[Any]):
         epoch: the first epoch.
     """
 
-    def __init__(
-        self,
-        dataset: IterableDataset[Any],
-        *,
-        batch_size: int | None,
-        drop_last: bool,
-        repeat: bool,
-        skip: int,
-        num_replicas: int,
-        rank: int,
-        seed: int,
-        epoch: int,
-    ) -> None:
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.repeat = repeat
-        self.skip = skip
-        self.num_replicas = num_replicas
-        self.rank = rank
-        self.seed = seed
-        self.epoch = epoch
+    dataset: IterableDataset[Any]
+    batch_size: int | None
+    drop_last: bool
+    repeat: bool
+    skip: int
+    num_replicas: int
+    rank: int
+    seed: int
+    epoch: int
 
     def __len__(self) -> int:
         """This rank's micro-batches in one epoch.

@@ -188,19 +188,6 @@ def test_a_dataset_with_an_empty_second_epoch_is_refused() -> None:
         next(batches)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"shuffle": True}, "expected unspecified shuffle option"),
-        ({"sampler": [0]}, "expected unspecified sampler option"),
-    ],
-)
-def test_refuses_what_torch_refuses(options: dict[str, Any], message: str) -> None:
-    """Shuffling or sampling raises torch's own error."""
-    with pytest.raises(ValueError, match=message):
-        DataLoader(Stream(3), **options)
-
-
 @pytest.mark.parametrize(("skip", "rank"), [(-1, 0), (0, 2)])
 def test_impossible_shards_are_refused(skip: int, rank: int) -> None:
     """The error names skip, rank and num_replicas."""
