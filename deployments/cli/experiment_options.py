@@ -21,7 +21,7 @@ Overrides = Annotated[
         name="--set",
         negative=(),
         help="Set a field of the experiment, for example --set searcher.max_length.batches=20. "
-        "VALUE is YAML. May be repeated.",
+        "The value is YAML. May be repeated.",
     ),
 ]
 Storage = Annotated[
