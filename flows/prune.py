@@ -17,7 +17,7 @@ from prefect.artifacts import create_table_artifact
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import ConfigError
-from trial_core.retention.leftovers import GIVEN_UP_DAYS, Leftover
+from trial_core.retention.leftovers import LEFTOVER_AGE_DAYS, Leftover
 from trial_core.retention.policy import RetentionDecision
 from trial_core.retention.pruning import PruningPlan
 from trial_core.run.run_dirs import slug
@@ -49,7 +49,7 @@ def prune(
     dry_run: bool = True,
     trial: str | None = None,
     leftovers_only: bool = False,
-    leftovers_after_days: float = GIVEN_UP_DAYS,
+    leftovers_after_days: float = LEFTOVER_AGE_DAYS,
 ) -> PruneResult:
     """Delete what the rules of `checkpoint_storage` do not keep, and what killed runs have left.
 

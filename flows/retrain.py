@@ -27,7 +27,7 @@ from trial_core.models.journal import (
     RetrainingPlan,
 )
 from trial_core.models.records import Version
-from trial_core.retention.claims import running
+from trial_core.retention.claims import claim_run
 from trial_core.run.searcher_metric import searcher_metric
 from trial_core.run.stop_request import Stopping
 from trialflow.flows.evaluate import EvaluateResult, evaluate_checkpoint
@@ -134,7 +134,7 @@ def retrain_model(
     source = champion.checkpoint if champion else None
     # Under a name of its own: the challenger's trial has a claim while it trains.
     with (
-        running(retraining.store, f"{plan.trial}-retraining", source) as claim,
+        claim_run(retraining.store, f"{plan.trial}-retraining", source) as claim,
         reporting(facts, retraining, folder),
     ):
         with ending_with_its_time(stopping):
@@ -145,7 +145,7 @@ def retrain_model(
                 )  # fmt: skip
             facts.challenger = trained_challenger(retraining, plan, champion, stopping, devices)
             if facts.challenger is not None:
-                claim.needs(facts.challenger.checkpoint)
+                claim.renew(facts.challenger.checkpoint)
                 facts.outcome = decide(retraining, facts, facts.challenger, stopping)
         if facts.outcome is None:
             facts.ended = f"stopped: {stopping.asked}"

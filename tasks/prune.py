@@ -14,7 +14,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 
-from trial_core.checkpoint.intents import Swept
+from trial_core.checkpoint.intents import SweptUpload
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.retention.leftovers import (
     Leftover,
@@ -179,7 +179,7 @@ def sweep(store: CheckpointStore, found: list[Leftover], after_days: float) -> S
     """
     logger = get_run_logger()
 
-    def say(swept: Swept) -> None:
+    def say(swept: SweptUpload) -> None:
         logger.info("deleted %s", swept)
 
     done = sweep_leftovers(store, found, after_days=after_days, on_swept=say)

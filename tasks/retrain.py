@@ -187,7 +187,7 @@ def _find_callbacks(retraining: RetrainingRun) -> None:
 @task(name="register", task_run_name="register", **_ABOUT_THE_STORAGE)
 def register_challenger(retraining: RetrainingRun, plan: RetrainingPlan) -> Challenger:
     """Make the best checkpoint of the challenger's trial a version of the model."""
-    rule, manifests = retraining.rule, retraining.store.candidates(plan.trial)
+    rule, manifests = retraining.rule, retraining.store.resume_candidates(plan.trial)
     best = rule.best(manifests)
     if best is None:
         return Challenger(why_none=rule.why_none(manifests))

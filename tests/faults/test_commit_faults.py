@@ -21,7 +21,7 @@ READ_BACK = Fault("500", method="GET", key="/manifests/", times=None)
 def begun(scene: Scene, *faults: Fault) -> tuple[Site, Manifest]:
     """A checkpoint without files that is about to be committed while `faults` come in the way."""
     site, uuid, _ = scene.new_site()
-    site.behind.begin(TRIAL, uuid, ATTEMPT)
+    site.behind.announce_upload(TRIAL, uuid, ATTEMPT)
     scene.endpoint.new_plan(*faults)
     return site, new_manifest(uuid=uuid, trial=TRIAL, attempt=ATTEMPT)
 

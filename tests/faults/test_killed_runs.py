@@ -19,7 +19,7 @@ from tests.support.faults.saving import keys_of
 from tests.support.s3 import S3Server
 from tests.support.tensors import differing, tensors
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.fencing import Token
+from trial_core.checkpoint.fencing import AttemptRecord
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.transfer.files import download, verify_files
@@ -63,7 +63,7 @@ def end_of(fit: Fit, folder: Path) -> dict[str, torch.Tensor]:
 def last_attempt(store: CheckpointStore, trial: str) -> str:
     """The id of the attempt that may commit."""
     token = store.storage.read(max(store.storage.sizes(layout.attempts_folder(trial))))
-    return msgspec.json.decode(token or b"", type=Token).attempt
+    return msgspec.json.decode(token or b"", type=AttemptRecord).attempt
 
 
 def orphans(store: CheckpointStore) -> set[str]:

@@ -24,7 +24,7 @@ def kill(scene: Scene, saves: ForkedSaves, fault: Fault, rank: int | None = None
     site, uuid, plan = scene.new_site(fault)
     if rank is not None:
         # What the driver and the other rank have done by then.
-        site.behind.begin(TRIAL, uuid, ATTEMPT)
+        site.behind.announce_upload(TRIAL, uuid, ATTEMPT)
         upload_files(site.behind, uuid, scene.staged[1 - rank], 1 - rank)
     scene.endpoint.on_kill = lambda seen: saves.kill()
     code = saves.run(site, scene.staged, uuid, scene.part_bytes, rank)

@@ -35,7 +35,7 @@ def littered(scene: Scene) -> tuple[Site, Manifest]:
     assert isinstance(manifest, Manifest)
     store, orphan = site.behind, str(uuids.uuid4())
     for begun in (uuid, orphan):
-        store.begin(TRIAL, begun, ATTEMPT)
+        store.announce_upload(TRIAL, begun, ATTEMPT)
     upload_files(store, orphan, scene.staged[0], 0)
     site.begin_multipart_upload(f"checkpoints/{orphan}/in-part")
     return site, manifest

@@ -12,7 +12,7 @@ import yaml
 from prefect import flow
 
 from tests.support.flow import stages
-from tests.support.manifests import leave_an_upload, new_manifest
+from tests.support.manifests import leave_unfinished_upload, new_manifest
 from tests.support.prefect import PrefectServer
 from tests.support.slots import toy_config
 from trial_core.checkpoint.manifest import Manifest
@@ -110,7 +110,7 @@ def test_what_killed_runs_have_left(prefect_server: PrefectServer, here: Path) -
     config = experiment(here)
     manifests = commit(config, 7)
     store = CheckpointStore(config.checkpoint_storage.url)
-    lost = leave_an_upload(store, "toy-2")
+    lost = leave_unfinished_upload(store, "toy-2")
     dry, flow_run_id = prune(config, leftovers_only=True)
     assert (dry.swept, dry.freed_bytes, dry.is_dry_run) == ((lost,), 4, True)
     (artifact,) = prefect_server.query(

@@ -10,7 +10,7 @@ from typing import Any
 from tests.support.interleaving import VERBS
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.intents import Intent
-from trial_core.checkpoint.json_objects import as_object
+from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.manifest import FileEntry, Manifest, Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
@@ -76,10 +76,10 @@ def entry(path: str, data: bytes = b"x", rank: int = 0) -> FileEntry:
     return FileEntry(path=path, size_bytes=len(data), digest=digest, rank=rank)
 
 
-def leave_an_upload(store: CheckpointStore, trial: str, begun_at: str = LONG_AGO) -> str:
+def leave_unfinished_upload(store: CheckpointStore, trial: str, begun_at: str = LONG_AGO) -> str:
     """What a run that was killed then leaves of a checkpoint: intent and a file. Its uuid."""
     intent = Intent(trial=trial, uuid=str(uuids.uuid4()), attempt="dead", created_at=begun_at)
-    store.storage.write(intent.key, as_object(intent))
+    store.storage.write(intent.key, encode_json(intent))
     store.storage.write(layout.file_key(intent.uuid, "model"), b"lost")
     return intent.uuid
 

@@ -130,7 +130,7 @@ class Scene:
 
     def saved(self) -> int:
         """How far the newest committed checkpoint is; every byte of it is compared."""
-        (newest, *_) = self.store.candidates(self.trial)
+        (newest, *_) = self.store.resume_candidates(self.trial)
         self.store.verify(newest.uuid)
         return newest.progress.batches_trained
 

@@ -27,7 +27,7 @@ import logging
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.intents import Intent, read_intent
-from trial_core.checkpoint.json_objects import as_object
+from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.manifest import Manifest, is_void, utc_now
 from trial_core.errors import CheckpointDamaged, CommitConflict, StorageError
 from trial_core.storage.base import Storage
@@ -37,13 +37,15 @@ _TRIES = 20
 _logger = logging.getLogger(__name__)
 
 
-def begin(storage: Storage, trial: str, uuid: str, attempt: str, fence: Fence | None) -> None:
-    """See `CheckpointStore.begin`."""
+def announce_upload(
+    storage: Storage, trial: str, uuid: str, attempt: str, fence: Fence | None
+) -> None:
+    """See `CheckpointStore.announce_upload`."""
     number = fence.number if fence is not None else 0
     intent = Intent(trial=trial, uuid=uuid, attempt=attempt, created_at=utc_now(), number=number)
     for _ in range(_TRIES):
         try:
-            storage.create(intent.key, as_object(intent))
+            storage.create(intent.key, encode_json(intent))
             break
         except FileExistsError:
             # Of an earlier try, which stays as it is; unless it has just been swept.
@@ -90,7 +92,7 @@ def _announce(storage: Storage, manifest: Manifest, fence: Fence | None) -> Inte
         number=fence.number if fence is not None else 0,
         batches=manifest.progress.batches_trained,
     )
-    storage.write(intent.key, as_object(intent))
+    storage.write(intent.key, encode_json(intent))
     return intent
 
 

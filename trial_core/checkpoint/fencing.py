@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import msgspec
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.json_objects import as_object, this_user
+from trial_core.checkpoint.json_objects import encode_json, user_at_host
 from trial_core.checkpoint.manifest import utc_now
 from trial_core.errors import CommitConflict, StorageError, Superseded
 from trial_core.storage.base import Storage
@@ -33,7 +33,7 @@ _TRIES = 20
 _logger = logging.getLogger(__name__)
 
 
-class Token(msgspec.Struct, frozen=True, kw_only=True):
+class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
     """That an attempt has taken a trial over.
 
     Attributes:
@@ -58,7 +58,7 @@ class Fence:
         token: what it has written down in that storage.
     """
 
-    def __init__(self, storage: Storage, token: Token) -> None:
+    def __init__(self, storage: Storage, token: AttemptRecord) -> None:
         self._storage = storage
         self.token = token
 
@@ -89,7 +89,7 @@ class Fence:
         last = max(_numbers(self._storage, own.trial), default=0)
         data = self._storage.read(layout.attempt_key(own.trial, last))
         try:
-            token = msgspec.json.decode(data or b"", type=Token)
+            token = msgspec.json.decode(data or b"", type=AttemptRecord)
             who = f"attempt {token.attempt}, by {token.by}, has taken over at {token.at}"
         except (msgspec.MsgspecError, UnicodeDecodeError):  # half of one; or tidied since
             who = "another attempt has taken over since"
@@ -114,9 +114,11 @@ def take_over(storage: Storage, trial: str, attempt: str, after: int | None = No
                 f"trial {trial} is not taken over from attempt number {after}: number {number - 1} "
                 f"has come since, in {storage.url}; leave the trial to it"
             )
-        token = Token(trial=trial, number=number, attempt=attempt, by=this_user(), at=utc_now())
+        token = AttemptRecord(
+            trial=trial, number=number, attempt=attempt, by=user_at_host(), at=utc_now()
+        )
         try:
-            storage.create(layout.attempt_key(trial, number), as_object(token))
+            storage.create(layout.attempt_key(trial, number), encode_json(token))
         except FileExistsError:
             continue  # somebody else was quicker, and will be superseded
         _tidy(storage, trial, numbers)
@@ -127,13 +129,13 @@ def take_over(storage: Storage, trial: str, attempt: str, after: int | None = No
     )
 
 
-def last_attempts(storage: Storage, trial: str) -> Iterator[tuple[int, Token | None]]:
+def last_attempts(storage: Storage, trial: str) -> Iterator[tuple[int, AttemptRecord | None]]:
     """The attempts at a trial that are written down, the last one first: the number of each, and
     what it has said; None where that cannot be read."""
     for number in sorted(_numbers(storage, trial), reverse=True):
         data = storage.read(layout.attempt_key(trial, number))
         try:
-            yield number, msgspec.json.decode(data or b"", type=Token)
+            yield number, msgspec.json.decode(data or b"", type=AttemptRecord)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             yield number, None
 

@@ -46,7 +46,7 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Swept:
+class SweptUpload:
     """What a sweep has found of an upload that never ended, and deleted.
 
     Attributes:
@@ -72,7 +72,7 @@ class Swept:
         )
 
 
-def sweep(storage: Storage, trial: str, number: int | None = None) -> list[Swept]:
+def sweep(storage: Storage, trial: str, number: int | None = None) -> list[SweptUpload]:
     """Delete what uploads of a trial that never ended have left; what that was.
 
     Args:
@@ -91,10 +91,10 @@ def sweep(storage: Storage, trial: str, number: int | None = None) -> list[Swept
         if intent.batches is not None:
             storage.remove(layout.manifest_key(trial, intent.batches, intent.uuid))
         storage.remove(intent.key)
-        swept.append(Swept(intent.uuid, intent.attempt or None, *cleared))
+        swept.append(SweptUpload(intent.uuid, intent.attempt or None, *cleared))
     for folder in layout.folders_of(trial):
         if uploads := storage.end_uploads(folder):
-            swept.append(Swept(None, None, 0, 0, uploads))
+            swept.append(SweptUpload(None, None, 0, 0, uploads))
     return swept
 
 

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta, timezone
 import msgspec
 
 
-def this_user() -> str:
+def user_at_host() -> str:
     """Who runs this process: ``user@host``."""
     user = "unknown"
     with contextlib.suppress(OSError, KeyError):  # a container may have no name for its user
@@ -25,6 +25,6 @@ def is_older(at: str, age: timedelta) -> bool:
     return datetime.now(timezone.utc) - moment > age
 
 
-def as_object(value: msgspec.Struct) -> bytes:
+def encode_json(value: msgspec.Struct) -> bytes:
     """What is stored: JSON that a person can read."""
     return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.commit import begin, commit
+from trial_core.checkpoint.commit import announce_upload, commit
 from trial_core.checkpoint.fencing import Fence, take_over
-from trial_core.checkpoint.intents import Swept, sweep
+from trial_core.checkpoint.intents import SweptUpload, sweep
 from trial_core.checkpoint.manifest import Manifest, is_void
 from trial_core.errors import (
     CheckpointDamaged,
@@ -38,7 +38,7 @@ _SHOWN = 5
 # Inside a class that has a method `list`, the type of that name is out of sight.
 _Manifests = list[Manifest]
 _Names = list[layout.ManifestName]
-_AllSwept = list[Swept]
+_AllSwept = list[SweptUpload]
 
 
 class CheckpointStore:
@@ -101,7 +101,7 @@ class CheckpointStore:
             attempt: the new attempt's id.
 
         Returns:
-            What to give to `sweep`, `begin` and `commit`.
+            What to give to `sweep`, `announce_upload` and `commit`.
 
         Raises:
             CommitConflict: others take the trial over all the time.
@@ -110,7 +110,9 @@ class CheckpointStore:
             raise CheckpointError(f"no trial can be called {trial!r}")
         return take_over(self.storage, trial, attempt)
 
-    def begin(self, trial: str, uuid: str, attempt: str, fence: Fence | None = None) -> None:
+    def announce_upload(
+        self, trial: str, uuid: str, attempt: str, fence: Fence | None = None
+    ) -> None:
         """Say that a checkpoint is about to be uploaded, so that a later run of the trial finds
         what is left of it, should this one die. The driver calls it, before any rank uploads, and
         before each further try.
@@ -120,7 +122,7 @@ class CheckpointStore:
         """
         if not layout.is_name(trial) or not layout.is_uuid(uuid):
             raise CheckpointError(f"not a trial and a checkpoint's uuid: {trial!r}, {uuid!r}")
-        begin(self.storage, trial, uuid, attempt, fence)
+        announce_upload(self.storage, trial, uuid, attempt, fence)
 
     def sweep(self, trial: str, fence: Fence | None = None) -> _AllSwept:
         """Delete what earlier runs of a trial have begun to upload and never committed.
@@ -178,7 +180,7 @@ class CheckpointStore:
         found = self._read_all(self._names(trial))
         return sorted(found, key=lambda manifest: (manifest.created_at, manifest.name))
 
-    def candidates(self, trial: str) -> _Manifests:
+    def resume_candidates(self, trial: str) -> _Manifests:
         """The checkpoints that a trial may go on from, best first: most batches, then newest.
 
         Raises:
@@ -191,7 +193,7 @@ class CheckpointStore:
         return found
 
     def newest(self, trial: str) -> Manifest | None:
-        """The first of `candidates`, None where there is none; reads no more than it must."""
+        """The first of `resume_candidates`, None where there is none; reads no more than it must."""
         names = sorted(self._names(trial), key=lambda name: name.batches, reverse=True)
         for _, group in itertools.groupby(names, key=lambda name: name.batches):
             readable = self._read_all(group)

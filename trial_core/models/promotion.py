@@ -24,7 +24,7 @@ import uuid as uuids
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from trial_core.checkpoint.json_objects import this_user
+from trial_core.checkpoint.json_objects import user_at_host
 from trial_core.checkpoint.layout import ManifestName
 from trial_core.checkpoint.manifest import utc_now
 from trial_core.checkpoint.store import CheckpointStore
@@ -178,7 +178,7 @@ def _next(wish: PromotionRequest, last: Move | None) -> Move:
         champion=wish.version.number,
         previous=last.champion if last is not None else None,
         at=utc_now(),
-        by=this_user(),
+        by=user_at_host(),
         run=wish.run,
         why=wish.why,
         unique=uuids.uuid4().hex,

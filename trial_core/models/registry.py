@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.json_objects import this_user
+from trial_core.checkpoint.json_objects import user_at_host
 from trial_core.checkpoint.manifest import Manifest, utc_now
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import (
@@ -178,7 +178,7 @@ class Registry:
                 smaller_is_better=smaller_is_better,
                 value=value if value is not None and math.isfinite(value) else None,
                 at=utc_now(),
-                by=this_user(),
+                by=user_at_host(),
                 run=run,
                 note=note,
             )

@@ -25,7 +25,7 @@ from datetime import datetime, timedelta, timezone
 
 import msgspec
 
-from trial_core.checkpoint.json_objects import as_object, this_user
+from trial_core.checkpoint.json_objects import encode_json, user_at_host
 from trial_core.checkpoint.manifest import utc_now
 from trial_core.errors import StorageError
 from trial_core.storage.base import Storage
@@ -64,7 +64,7 @@ class StorageLock:
 
     def announce(self) -> None:
         """Say that one wants it."""
-        self._storage.write(self.key, as_object(Owner(by=this_user(), at=utc_now())))
+        self._storage.write(self.key, encode_json(Owner(by=user_at_host(), at=utc_now())))
 
     def others(self) -> list[str]:
         """The keys of all others that count, the first one first."""

@@ -24,7 +24,7 @@ import msgspec
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.intents import read_intent
-from trial_core.checkpoint.json_objects import as_object, is_older, this_user
+from trial_core.checkpoint.json_objects import encode_json, is_older, user_at_host
 from trial_core.checkpoint.manifest import Timestamp, utc_now
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
@@ -57,7 +57,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
         return f"trial {self.trial} runs, by {self.by}, and has started from it"
 
 
-class Running:
+class RunClaim:
     """The claim of a run under way.
 
     Args:
@@ -71,24 +71,24 @@ class Running:
         self._source = source
         self._owner = uuids.uuid4().hex
 
-    def needs(self, uuid: str | None) -> None:
+    def renew(self, uuid: str | None) -> None:
         """Say that the run goes on, and from which checkpoint, besides its source.
 
         A storage that fails is no reason not to train: it is warned of.
         """
         needs = [each for each in (self._source, uuid) if each is not None]
         claim = Claim(
-            trial=self._trial, by=this_user(), at=utc_now(), needs=needs, owner=self._owner
+            trial=self._trial, by=user_at_host(), at=utc_now(), needs=needs, owner=self._owner
         )
         try:
-            self._store.storage.write(claim_key(self._trial), as_object(claim))
+            self._store.storage.write(claim_key(self._trial), encode_json(claim))
         except StorageError as error:
             _logger.warning(
                 "whoever deletes checkpoints does not know that trial %s runs: %s",
                 self._trial, error,
             )  # fmt: skip
 
-    def end(self) -> None:
+    def release(self) -> None:
         """The run is over: nothing is needed any more. What another run has claimed since stays."""
         key = claim_key(self._trial)
         try:
@@ -100,18 +100,18 @@ class Running:
 
 
 @contextmanager
-def running(store: CheckpointStore, trial: str, source: str | None = None) -> Iterator[Running]:
+def claim_run(store: CheckpointStore, trial: str, source: str | None = None) -> Iterator[RunClaim]:
     """Claim what a trial needs for as long as the block runs. One process a trial.
 
     Args:
-        source: see `Running`.
+        source: see `RunClaim`.
     """
-    claim = Running(store, trial, source)
-    claim.needs(None)
+    claim = RunClaim(store, trial, source)
+    claim.renew(None)
     try:
         yield claim
     finally:
-        claim.end()
+        claim.release()
 
 
 def claim_key(trial: str) -> str:

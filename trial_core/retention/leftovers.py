@@ -19,17 +19,17 @@ from typing import Any
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.fencing import last_attempts, take_over
-from trial_core.checkpoint.intents import Intent, Swept, intents
+from trial_core.checkpoint.intents import Intent, SweptUpload, intents
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CommitConflict, ConfigError
 from trial_core.retention.claims import ABANDONED, Claim, claims
 
-GIVEN_UP_DAYS = 7.0
+LEFTOVER_AGE_DAYS = 7.0
 """After so long without a sign of life a trial is taken for dead: longer than any upload takes, and
 than most machines are away."""
 
-LEAST_DAYS = 1.0
+MIN_LEFTOVER_AGE_DAYS = 1.0
 
 # How the attempts of those who sweep are called: they are no sign of life.
 _SWEEPER = "sweep-"
@@ -76,7 +76,7 @@ class SweptLeftovers:
         spared: trials that have shown a sign of life since they were looked at, and which.
     """
 
-    swept: tuple[Swept, ...]
+    swept: tuple[SweptUpload, ...]
     spared: Mapping[str, str]
 
     @property
@@ -88,7 +88,7 @@ class SweptLeftovers:
 def find_leftovers(
     store: CheckpointStore,
     *,
-    after_days: float = GIVEN_UP_DAYS,
+    after_days: float = LEFTOVER_AGE_DAYS,
     trial: str | None = None,
     experiment: str | None = None,
 ) -> list[Leftover]:
@@ -104,9 +104,9 @@ def find_leftovers(
         ConfigError: `after_days` is so short that an upload may take as long.
         StorageError: the storage cannot be read.
     """
-    if not after_days >= LEAST_DAYS:
+    if not after_days >= MIN_LEFTOVER_AGE_DAYS:
         raise ConfigError(
-            f"leftovers are given up after at least {LEAST_DAYS:g} day, got {after_days:g}: what "
+            f"leftovers are given up after at least {MIN_LEFTOVER_AGE_DAYS:g} day, got {after_days:g}: what "
             "is being uploaded right now must not be taken for one"
         )
     seen = [_look(store, name) for name in _trials(store, trial)]
@@ -122,15 +122,15 @@ def sweep_leftovers(
     store: CheckpointStore,
     leftovers: Iterable[Leftover],
     *,
-    after_days: float = GIVEN_UP_DAYS,
-    on_swept: Callable[[Swept], None] = lambda swept: None,
+    after_days: float = LEFTOVER_AGE_DAYS,
+    on_swept: Callable[[SweptUpload], None] = lambda swept: None,
 ) -> SweptLeftovers:
     """Delete those that need not be kept, looking again before each trial. May be called again.
 
     Raises:
         StorageError: the storage failed; what is still there, the next sweep finds.
     """
-    swept: list[Swept] = []
+    swept: list[SweptUpload] = []
     spared: dict[str, str] = {}
     for trial in dict.fromkeys(each.trial for each in leftovers if not each.keep):
         (seen,) = _with_claims(store, [_look(store, trial)])

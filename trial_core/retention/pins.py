@@ -19,7 +19,7 @@ from datetime import timedelta
 import msgspec
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.json_objects import as_object, is_older, this_user
+from trial_core.checkpoint.json_objects import encode_json, is_older, user_at_host
 from trial_core.checkpoint.layout import ManifestName
 from trial_core.checkpoint.manifest import Timestamp, utc_now
 from trial_core.checkpoint.store import CheckpointStore
@@ -128,8 +128,8 @@ def pin(store: CheckpointStore, uuid: str, reason: str = "", by: str | None = No
     manifest = store.open(uuid)
     key = pin_key(manifest.uuid)
     before = store.storage.read(key)
-    made = Pin(uuid=manifest.uuid, reason=reason, by=by or this_user(), at=utc_now())
-    data = as_object(made)
+    made = Pin(uuid=manifest.uuid, reason=reason, by=by or user_at_host(), at=utc_now())
+    data = encode_json(made)
     store.storage.write(key, data)
     try:
         check_that_it_stays(store, manifest.name)
@@ -149,7 +149,7 @@ def hold(store: CheckpointStore, name: ManifestName, held: RegistryHold) -> None
         CommitConflict: it is being deleted.
         StorageError: the storage failed. The checkpoint may be held.
     """
-    store.storage.write(held.key, as_object(held))
+    store.storage.write(held.key, encode_json(held))
     try:
         check_that_it_stays(store, name)
     except (CheckpointNotFound, CommitConflict):

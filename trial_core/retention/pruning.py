@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.json_objects import as_object, is_older, this_user
+from trial_core.checkpoint.json_objects import encode_json, is_older, user_at_host
 from trial_core.checkpoint.manifest import Manifest, utc_now
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError
@@ -253,8 +253,8 @@ def _needs(claimed: Iterable[Claim], manifests: Collection[Manifest]) -> dict[st
 
 
 def _say_that_it_is_deleted(store: CheckpointStore, manifest: Manifest) -> None:
-    said = Deletion(by=this_user(), at=utc_now(), manifest=manifest.to_json().decode())
-    store.storage.write(deletion_key(manifest.uuid), as_object(said))
+    said = Deletion(by=user_at_host(), at=utc_now(), manifest=manifest.to_json().decode())
+    store.storage.write(deletion_key(manifest.uuid), encode_json(said))
 
 
 def _needed_by_now(store: CheckpointStore, manifest: Manifest) -> str | None:

@@ -11,12 +11,12 @@ from trialflow.deployments.cli import console
 from trialflow.deployments.cli.tables import local_time, print_table, shortest_unique
 
 if TYPE_CHECKING:
-    from trial_core.checkpoint.intents import Swept
+    from trial_core.checkpoint.intents import SweptUpload
     from trial_core.checkpoint.store import CheckpointStore
     from trial_core.retention.leftovers import Leftover, SweptLeftovers
 
 AFTER_DAYS = 7.0
-"""As `trial_core.retention.leftovers.GIVEN_UP_DAYS`, which is not imported to show a help."""
+"""As `trial_core.retention.leftovers.LEFTOVER_AGE_DAYS`, which is not imported to show a help."""
 
 Only = Annotated[
     bool,
@@ -57,7 +57,7 @@ def delete(
     """Delete those that need not be kept; see `sweep_leftovers`."""
     from trial_core.retention.leftovers import sweep_leftovers
 
-    def say(swept: Swept) -> None:
+    def say(swept: SweptUpload) -> None:
         if not is_silent:
             print(f"deleted {swept}", flush=True)
 

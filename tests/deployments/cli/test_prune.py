@@ -11,7 +11,7 @@ import pytest
 
 from tests.deployments.cli.stored import run
 from tests.support.cli import write_experiment
-from tests.support.manifests import leave_an_upload
+from tests.support.manifests import leave_unfinished_upload
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest, utc_now
 from trial_core.checkpoint.store import CheckpointStore
@@ -223,7 +223,10 @@ def test_an_empty_storage_has_nothing_to_prune(
 def leftovers(tmp_path: Path) -> list[str]:
     """Of two trials that were killed in an upload, one of them a moment ago; sorted by trial."""
     store = CheckpointStore(str(tmp_path / "storage"))
-    return [leave_an_upload(store, "toy-2"), leave_an_upload(store, "toy-3", utc_now())]
+    return [
+        leave_unfinished_upload(store, "toy-2"),
+        leave_unfinished_upload(store, "toy-3", utc_now()),
+    ]
 
 
 def uploads(tmp_path: Path) -> set[str]:

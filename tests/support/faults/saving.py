@@ -70,7 +70,7 @@ def save(
 ) -> Manifest:
     """Save as a run does: take over, begin, upload on both ranks at once, commit."""
     fence = stores["driver"].take_over(TRIAL, ATTEMPT)
-    stores["driver"].begin(TRIAL, uuid, ATTEMPT, fence)
+    stores["driver"].announce_upload(TRIAL, uuid, ATTEMPT, fence)
 
     def upload(rank: int) -> list[FileEntry]:
         return upload_files(stores[f"rank-{rank}"], uuid, staged[rank], rank)
@@ -224,7 +224,7 @@ def check(site: Site, uuid: str, outcome: Manifest | StorageError | None) -> Non
     for manifest in listed:
         assert find_damage(store, manifest.uuid, manifest.files) == []
     if not listed:
-        assert store.candidates(TRIAL) == []
+        assert store.resume_candidates(TRIAL) == []
         _cannot_be_opened(store, uuid)
     store.sweep(TRIAL)
     assert store.list() == listed

@@ -16,7 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from tests.support.interleaving import interleave
 from tests.support.manifests import FILES, Breaking, entry, new_manifest
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.fencing import KEPT, Fence, Token
+from trial_core.checkpoint.fencing import KEPT, AttemptRecord, Fence
 from trial_core.checkpoint.manifest import Manifest, void
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound, StorageError, Superseded
@@ -36,7 +36,7 @@ def put_files(store: CheckpointStore, batches: int) -> Manifest:
 def save(store: CheckpointStore, fence: Fence, batches: int = 7) -> Manifest:
     """Save as a run does."""
     manifest = put_files(store, batches)
-    store.begin(TRIAL, manifest.uuid, "attempt", fence)
+    store.announce_upload(TRIAL, manifest.uuid, "attempt", fence)
     store.commit(manifest, fence)
     return manifest
 
@@ -61,10 +61,10 @@ def test_the_last_attempt_may_save(store: CheckpointStore) -> None:
     first = store.take_over(TRIAL, "one")
     saved = save(store, first)
     begun = put_files(store, 11)
-    store.begin(TRIAL, begun.uuid, "one", first)
+    store.announce_upload(TRIAL, begun.uuid, "one", first)
     second = store.take_over(TRIAL, "two")
     for refused in (
-        lambda: store.begin(TRIAL, str(uuids.uuid4()), "one", first),
+        lambda: store.announce_upload(TRIAL, str(uuids.uuid4()), "one", first),
         lambda: store.commit(begun, first),
         lambda: store.sweep(TRIAL, first),
     ):
@@ -72,7 +72,7 @@ def test_the_last_attempt_may_save(store: CheckpointStore) -> None:
             refused()
     assert begun.uuid in {each.uuid for each in store.sweep(TRIAL, second)}
     later = save(store, second, 13)
-    assert store.candidates(TRIAL) == [later, saved]
+    assert store.resume_candidates(TRIAL) == [later, saved]
     assert everything(store) == keys_of([saved, later])
 
 
@@ -115,7 +115,7 @@ def test_an_upload_of_a_later_attempt_is_not_swept(local_store: CheckpointStore)
     first = local_store.take_over(TRIAL, "one")
     second = local_store.take_over(TRIAL, "two")
     begun = put_files(local_store, 7)
-    local_store.begin(TRIAL, begun.uuid, "two", second)
+    local_store.announce_upload(TRIAL, begun.uuid, "two", second)
     first.check = lambda what: None  # type: ignore[method-assign]  # it had looked before
     assert local_store.sweep(TRIAL, first) == []
     local_store.commit(begun, second)
@@ -126,7 +126,7 @@ def test_what_was_given_up_is_no_checkpoint(store: CheckpointStore) -> None:
     """What stands in for its manifest while it is deleted is not listed, opened or trained from."""
     manifest = put_files(store, 7)
     store.storage.create(manifest.name.key, void(manifest.uuid))
-    assert (store.list(), store.candidates(TRIAL), store.newest(TRIAL)) == ([], [], None)
+    assert (store.list(), store.resume_candidates(TRIAL), store.newest(TRIAL)) == ([], [], None)
     with pytest.raises(CheckpointNotFound):
         store.open(manifest.uuid)
     with pytest.raises(Superseded, match="not committed, and what was uploaded is deleted"):
@@ -146,7 +146,7 @@ class Scene(NamedTuple):
     """A trial with one checkpoint, of an attempt that has the files of another one."""
 
     store: CheckpointStore
-    token: Token
+    token: AttemptRecord
     saved: Manifest
     begun: Manifest
 
@@ -162,7 +162,7 @@ def new_scene(is_begun: bool = True) -> Scene:
     saved = save(store, fence)
     begun = put_files(store, 11)
     if is_begun:
-        store.begin(TRIAL, begun.uuid, "one", fence)
+        store.announce_upload(TRIAL, begun.uuid, "one", fence)
     return Scene(store, fence.token, saved, begun)
 
 
@@ -170,7 +170,7 @@ def restart(store: CheckpointStore, attempt: str) -> tuple[list[Manifest], list[
     """Take over and look what to go on from: all that is listed, and what of it is whole."""
     fence = store.take_over(TRIAL, attempt)
     store.sweep(TRIAL, fence)
-    seen = store.candidates(TRIAL)
+    seen = store.resume_candidates(TRIAL)
     return seen, [each for each in seen if is_whole(store, each)]
 
 
@@ -192,7 +192,7 @@ def meet(order: Iterable[bool], is_begun: bool) -> tuple[str, str]:
     def wake_up(store: CheckpointStore) -> Manifest:
         fence = Fence(store.storage, scene.token)
         if not is_begun:
-            store.begin(TRIAL, scene.begun.uuid, "one", fence)
+            store.announce_upload(TRIAL, scene.begun.uuid, "one", fence)
         store.commit(scene.begun, fence)
         return scene.begun
 
@@ -311,7 +311,7 @@ def test_a_commit_takes_a_few_requests(local_store: CheckpointStore) -> None:
     for number in range(KEPT + 2):
         fence = local_store.take_over(TRIAL, f"attempt-{number}")
         manifest = put_files(local_store, number)
-        local_store.begin(TRIAL, manifest.uuid, fence.token.attempt, fence)
+        local_store.announce_upload(TRIAL, manifest.uuid, fence.token.attempt, fence)
         counting = CheckpointStore(local_store.url)
         counter: Any = Breaking(counting.storage, 1000, False)
         counting.storage = counter

@@ -19,7 +19,7 @@ from trial_core.transfer.files import verify_files
 def begin(store: CheckpointStore, staging: Path, **fields: Any) -> Manifest:
     """Begin a checkpoint and upload its files; the manifest that would commit it."""
     manifest = upload(store, staging, **fields)
-    store.begin(manifest.trial, manifest.uuid, manifest.attempt)
+    store.announce_upload(manifest.trial, manifest.uuid, manifest.attempt)
     return manifest
 
 
@@ -103,10 +103,10 @@ def test_a_second_try_finds_its_intent(store: CheckpointStore, tmp_path: Path) -
     """It stays as the first try has written it; and is written anew where it was swept."""
     manifest = begin(store, tmp_path / "staging")
     said = read_intent(store.storage, manifest.trial, manifest.uuid)
-    store.begin(manifest.trial, manifest.uuid, manifest.attempt)
+    store.announce_upload(manifest.trial, manifest.uuid, manifest.attempt)
     assert read_intent(store.storage, manifest.trial, manifest.uuid) == said
     store.sweep(manifest.trial)
-    store.begin(manifest.trial, manifest.uuid, manifest.attempt)
+    store.announce_upload(manifest.trial, manifest.uuid, manifest.attempt)
     assert read_intent(store.storage, manifest.trial, manifest.uuid) is not None
 
 
@@ -126,14 +126,14 @@ def test_a_second_try_that_meets_a_sweep_has_an_intent(
             store.sweep(manifest.trial)
 
     monkeypatch.setattr(store.storage, "create", create_then_sweep)
-    store.begin(manifest.trial, manifest.uuid, manifest.attempt)
+    store.announce_upload(manifest.trial, manifest.uuid, manifest.attempt)
     assert read_intent(store.storage, manifest.trial, manifest.uuid) is not None
 
 
 def test_a_trial_without_a_proper_name_is_refused(store: CheckpointStore) -> None:
     """A name that leads out of its folder never becomes a key."""
     with pytest.raises(CheckpointError, match="not a trial and a checkpoint's uuid"):
-        store.begin("../other", "u", "attempt-1")
+        store.announce_upload("../other", "u", "attempt-1")
 
 
 def leave_open(store: CheckpointStore, key: str) -> None:
@@ -154,8 +154,8 @@ def left_open(store: CheckpointStore) -> set[str]:
 
 def test_a_sweep_ends_uploads_of_parts(s3_store: CheckpointStore) -> None:
     """Those of the trial, beside its checkpoints too, and no others."""
-    s3_store.begin("a", "u1", "attempt-1")
-    s3_store.begin("a-b", "u2", "attempt-1")
+    s3_store.announce_upload("a", "u1", "attempt-1")
+    s3_store.announce_upload("a-b", "u2", "attempt-1")
     mine = {"checkpoints/u1/x/deep", "checkpoints/u1/x", "runs/a/tensorboard/rank-0/events"}
     others = {"checkpoints/u2/x", "checkpoints/u11/x", "runs/a-b/x", "elsewhere"}
     for key in (*mine, *others):

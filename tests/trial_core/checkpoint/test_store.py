@@ -65,7 +65,7 @@ def test_an_empty_store_lists_nothing(store: CheckpointStore) -> None:
 def test_uncommitted_files_are_no_checkpoint(store: CheckpointStore, tmp_path: Path) -> None:
     """Without its manifest nothing is listed, opened or gone on from."""
     manifest = upload(store, tmp_path / "staging")
-    assert store.list() == store.candidates(manifest.trial) == []
+    assert store.list() == store.resume_candidates(manifest.trial) == []
     assert store.newest(manifest.trial) is None
     with pytest.raises(CheckpointNotFound, match="there is none at all"):
         store.open(manifest.uuid)
@@ -224,7 +224,7 @@ def test_candidates_go_by_batches_then_time(store: CheckpointStore) -> None:
     """A trial goes on from where it came furthest; of two such points, from the later one."""
     for batches, second in [(11, 4), (11, 5), (7, 9)]:
         store.commit(new_manifest(batches, created_at=f"2031-05-09T17:00:0{second}.000000Z"))
-    candidates = store.candidates("gpt-0123abcd")
+    candidates = store.resume_candidates("gpt-0123abcd")
     order = [(each.progress.batches_trained, each.created_at[-9]) for each in candidates]
     assert order == [(11, "5"), (11, "4"), (7, "9")]
     assert store.newest("gpt-0123abcd") == candidates[0]
@@ -334,4 +334,4 @@ def test_a_trial_without_a_readable_manifest_is_damaged(
     store.commit(manifest)
     store.storage.write(manifest.name.key, b"{")
     with pytest.raises(CheckpointDamaged, match=manifest.uuid):
-        store.candidates(manifest.trial)
+        store.resume_candidates(manifest.trial)

@@ -22,7 +22,7 @@ from tests.trial_core.models.helpers import (
     register,
 )
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.json_objects import as_object
+from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.manifest import utc_now
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound, PromotionConflict, PromotionRefused
@@ -95,7 +95,7 @@ def test_what_is_being_deleted_is_not_promoted(local_store: CheckpointStore) -> 
     registry = new_registry(local_store, 1)
     manifest = local_store.list()[0]
     said = Deletion(by="ann@here", at=utc_now(), manifest=manifest.to_json().decode())
-    local_store.storage.write(deletion_key(manifest.uuid), as_object(said))
+    local_store.storage.write(deletion_key(manifest.uuid), encode_json(said))
     with pytest.raises(PromotionRefused, match="is being deleted, by ann@here"):
         registry.promote(MODEL, 1)
     assert (aliases(registry), registry.held()) == ((None, None), {})

@@ -17,7 +17,7 @@ from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import ConfigError, StorageError, Superseded
-from trial_core.retention.claims import Running
+from trial_core.retention.claims import RunClaim
 from trial_core.retention.leftovers import find_leftovers, sweep_leftovers
 
 TRIAL = "gpt-0123abcd"
@@ -32,7 +32,7 @@ def left_by_a_dead_run(
             patch.setattr(f"trial_core.checkpoint.{module}.utc_now", lambda: LONG_AGO)
         manifest = upload(store, staging, trial=TRIAL, **fields)
         fence = store.take_over(TRIAL, manifest.attempt)
-        store.begin(TRIAL, manifest.uuid, manifest.attempt, fence)
+        store.announce_upload(TRIAL, manifest.uuid, manifest.attempt, fence)
     return manifest, fence
 
 
@@ -68,12 +68,12 @@ def test_one_that_wakes_can_commit_nothing(
     with pytest.raises(Superseded):
         store.commit(manifest, fence)
     with pytest.raises(Superseded):
-        store.begin(TRIAL, manifest.uuid, manifest.attempt, fence)
+        store.announce_upload(TRIAL, manifest.uuid, manifest.attempt, fence)
     assert store.list() == []
 
 
 def claim(store: CheckpointStore, manifest: Manifest) -> None:
-    Running(store, TRIAL).needs(None)
+    RunClaim(store, TRIAL).renew(None)
 
 
 def attempt(store: CheckpointStore, manifest: Manifest) -> None:
@@ -81,7 +81,7 @@ def attempt(store: CheckpointStore, manifest: Manifest) -> None:
 
 
 def begin(store: CheckpointStore, manifest: Manifest) -> None:
-    store.begin(TRIAL, "u", "another")
+    store.announce_upload(TRIAL, "u", "another")
 
 
 def half_an_attempt(store: CheckpointStore, manifest: Manifest) -> None:

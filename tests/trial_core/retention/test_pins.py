@@ -12,7 +12,7 @@ import pytest
 from tests.support.interleaving import interleave
 from tests.support.manifests import entry, new_manifest
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.json_objects import as_object
+from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.manifest import Manifest, utc_now
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound, CommitConflict
@@ -43,7 +43,7 @@ def commit(store: CheckpointStore, batches: int = 7) -> Manifest:
 
 def begin_deletion(store: CheckpointStore, manifest: Manifest, at: str) -> None:
     said = Deletion(by="ann@here", at=at, manifest=manifest.to_json().decode())
-    store.storage.write(deletion_key(manifest.uuid), as_object(said))
+    store.storage.write(deletion_key(manifest.uuid), encode_json(said))
 
 
 def test_a_pin_says_who_and_why(store: CheckpointStore) -> None:
@@ -78,7 +78,9 @@ def test_what_is_not_there_is_not_pinned(local_store: CheckpointStore) -> None:
 def test_an_ambiguous_beginning_unpins_nothing(local_store: CheckpointStore) -> None:
     """Whoever means one must say which."""
     for name in ("aaaa-1", "aaaa-2"):
-        local_store.storage.write(pin_key(name), as_object(Pin(uuid=name, reason="", by="", at="")))
+        local_store.storage.write(
+            pin_key(name), encode_json(Pin(uuid=name, reason="", by="", at=""))
+        )
     with pytest.raises(CheckpointNotFound, match=r"2 pinned checkpoints .*aaaa-1, aaaa-2"):
         unpin(local_store, "aaaa")
     assert unpin(local_store, "aaaa-2").uuid == "aaaa-2"

@@ -14,11 +14,11 @@ from tests.support.interleaving import interleave
 from tests.support.manifests import FILES, Breaking, entry, new_manifest
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.intents import Intent
-from trial_core.checkpoint.json_objects import as_object
+from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.manifest import Manifest, utc_now
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
-from trial_core.retention.claims import claim_key, claims, running
+from trial_core.retention.claims import claim_key, claim_run, claims
 from trial_core.retention.pins import DELETIONS, Deletion, deletion_key, pin
 from trial_core.retention.policy import RetentionPolicy
 from trial_core.retention.pruning import experiments, finish_deletions, plan_pruning, prune
@@ -121,8 +121,8 @@ def test_pins_and_claims_hold(local_store: CheckpointStore) -> None:
     pinned, source, _, newest = [commit(local_store, n) for n in (7, 11, 13, 17)]
     pin(local_store, pinned.uuid, "figure 3", by="ann@here")
     with (
-        running(local_store, newest.trial),
-        running(local_store, "other-1", source=source.uuid[:8]),
+        claim_run(local_store, newest.trial),
+        claim_run(local_store, "other-1", source=source.uuid[:8]),
     ):
         plan = plan_pruning(local_store, NOTHING, "gpt")
         assert [decision.why.partition(",")[0] for decision in plan.kept] == [
@@ -138,8 +138,8 @@ def test_what_is_needed_since_the_plan_was_made_is_spared(local_store: Checkpoin
     pinned, source, old = [commit(local_store, n) for n in (7, 11, 13)]
     plan = plan_pruning(local_store, NOTHING, "gpt")
     pin(local_store, pinned.uuid)
-    with running(local_store, "other-1") as claim:
-        claim.needs(source.uuid)
+    with claim_run(local_store, "other-1") as claim:
+        claim.renew(source.uuid)
         pruned = prune(local_store, plan)
     assert pruned.deleted == (old,)
     assert [decision.manifest for decision in pruned.spared] == [pinned, source]
@@ -216,14 +216,14 @@ def test_a_deletion_half_written_deletes_nothing(local_store: CheckpointStore) -
 
 def say_that_it_is_deleted(store: CheckpointStore, manifest: Manifest, at: str) -> None:
     said = Deletion(by="ann@here", at=at, manifest=manifest.to_json().decode())
-    store.storage.write(deletion_key(manifest.uuid), as_object(said))
+    store.storage.write(deletion_key(manifest.uuid), encode_json(said))
 
 
 def test_a_claim_lasts_as_long_as_the_run(store: CheckpointStore) -> None:
     """On every kind of storage; also when the run fails."""
-    with contextlib.suppress(KeyError), running(store, "gpt-1", source="abc") as claim:
+    with contextlib.suppress(KeyError), claim_run(store, "gpt-1", source="abc") as claim:
         assert [(each.trial, each.needs) for each in claims(store)] == [("gpt-1", ["abc"])]
-        claim.needs("def")
+        claim.renew("def")
         assert [each.needs for each in claims(store)] == [["abc", "def"]]
         raise KeyError
     assert claims(store) == []
@@ -231,7 +231,7 @@ def test_a_claim_lasts_as_long_as_the_run(store: CheckpointStore) -> None:
 
 def test_a_claim_that_was_left_behind_is_abandoned_one_day(local_store: CheckpointStore) -> None:
     """A killed driver takes nothing back. While the trial goes on saving, its claim counts."""
-    with running(local_store, "gpt-1"):
+    with claim_run(local_store, "gpt-1"):
         data = local_store.storage.read(claim_key("gpt-1")) or b""
     (seen,) = [line for line in data.decode().splitlines() if '"at"' in line]
     old = data.decode().replace(seen, f'"at": "{LONG_AGO}",').encode()
@@ -246,16 +246,16 @@ def test_a_trial_that_uploads_runs(local_store: CheckpointStore) -> None:
     """Also where nothing claims it; until the upload must be taken for given up."""
     newest = commit(local_store, 7)
     uuid_to_come = new_manifest().uuid
-    local_store.begin(newest.trial, uuid_to_come, "attempt-2")
+    local_store.announce_upload(newest.trial, uuid_to_come, "attempt-2")
     assert plan_pruning(local_store, NOTHING, "gpt").deletions == []
     given_up = Intent(trial=newest.trial, uuid=uuid_to_come, attempt="", created_at=LONG_AGO)
-    local_store.storage.write(given_up.key, as_object(given_up))
+    local_store.storage.write(given_up.key, encode_json(given_up))
     assert apply(local_store, NOTHING) == [newest]
 
 
 def test_a_run_leaves_its_successors_claim_alone(local_store: CheckpointStore) -> None:
     """One that was taken for dead ends at last; another needs a checkpoint for the same trial."""
-    first, second = (running(local_store, "gpt-1", source=name) for name in ("abc", "def"))
+    first, second = (claim_run(local_store, "gpt-1", source=name) for name in ("abc", "def"))
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -276,6 +276,6 @@ def test_a_claim_that_cannot_be_written_is_a_warning(
 ) -> None:
     """Training goes on."""
     local_store.storage = Breaking(local_store.storage, 1, False)  # type: ignore[assignment]
-    with running(local_store, "gpt-1"):
+    with claim_run(local_store, "gpt-1"):
         pass
     assert "does not know that trial gpt-1 runs: the storage broke down" in caplog.text

@@ -254,7 +254,7 @@ def test_an_abortion_that_fails_hides_no_cause(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What is left then is said, and found by the next sweep; the first error is raised."""
-    s3fs_store.begin("t", "u", "attempt-1")
+    s3fs_store.announce_upload("t", "u", "attempt-1")
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         fail_at(patch, "abort_multipart_upload", OSError("no abortion"))
         after_pieces(patch, 3, lambda: (_ for _ in ()).throw(OSError("the cause")).__next__())

@@ -20,7 +20,7 @@ from trial_core.context import RunInfo
 from trial_core.distributed import DistributedContext
 from trial_core.errors import CheckpointDamaged, StorageError
 from trial_core.messages import Fetched, Persisted, TrialBuilt
-from trial_core.retention.claims import claims, running
+from trial_core.retention.claims import claim_run, claims
 from trial_core.run.sequencer import Progress
 from trial_core.trainer import background_upload
 from trial_core.trainer.fit_stages import FitStages
@@ -131,7 +131,7 @@ def test_what_is_fetched_has_been_claimed(store: CheckpointStore) -> None:
     something better."""
     newer, older = saved(8), saved(4)
     told = Fetching(store, Fetched(damage="a.pt is missing"))
-    with running(store, TRIAL) as claim:
+    with claim_run(store, TRIAL) as claim:
         fit = new_fit(store, told, claim=claim)
         fit.fetch_start([ResumePoint.continuing(newer), ResumePoint.continuing(older)])
         assert told.needed == [[newer.uuid], [older.uuid]]
