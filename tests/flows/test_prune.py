@@ -128,7 +128,7 @@ def test_what_killed_runs_have_left(prefect_server: PrefectServer, here: Path) -
 
 def test_an_experiment_without_rules_is_refused(here: Path) -> None:
     """All are kept, so whoever prunes has forgotten something."""
-    with pytest.raises(ConfigError, match="checkpoint_storage says nothing of which"):
+    with pytest.raises(ConfigError, match="checkpoint_storage has no rules"):
         prune(experiment(here))
 
 
@@ -220,7 +220,7 @@ def test_a_prune_that_fails_is_a_warning(
         "logs/filter", {"logs": {"flow_run_id": {"any_": [flow_run_id]}, "level": {"ge_": 30}}}
     )
     assert [log["message"] for log in logs] == [
-        "old checkpoints were not deleted, which is tried again after the next one: the storage "
+        "old checkpoints are not deleted; the next checkpoint's prune tries again: the storage "
         "broke down"
     ]
 

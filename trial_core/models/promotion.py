@@ -7,7 +7,7 @@ A champion's checkpoint must be there, and stay. So who promotes, in this order:
 
     P1  reads every byte of it
     P2  reads the last move, n
-    P3  holds it (see `pins`), for move n + 1; looks whether it is being deleted, or gone
+    P3  holds it (see `holds`), for move n + 1; looks whether it is being deleted, or gone
     P4  creates move n + 1; where it is another's by now, gives up the hold
     P5  drops the holds for moves up to n + 1 on what is neither champion nor previous
 
@@ -39,8 +39,7 @@ from trial_core.errors import (
 )
 from trial_core.models.numbered_log import NumberedLog
 from trial_core.models.records import Kind, Move, Version
-from trial_core.retention import pins
-from trial_core.retention.pins import RegistryHold
+from trial_core.retention.holds import RegistryHold, hold, holds
 
 _logger = logging.getLogger(__name__)
 
@@ -198,7 +197,7 @@ def _hold(store: CheckpointStore, wish: PromotionRequest, move: Move) -> Registr
     )
     name = ManifestName(version.trial, version.batches_trained, version.checkpoint)
     try:
-        pins.hold(store, name, held)
+        hold(store, name, held)
     except CommitConflict as error:
         raise PromotionRefused(f"{wish.refusal}: {error}") from error
     except CheckpointNotFound as error:
@@ -214,7 +213,7 @@ def _tidy(store: CheckpointStore, versions: NumberedLog[Version], move: Move) ->
         if None in named:
             return  # who knows what is held for it
         needed = {version.checkpoint for version in named if version is not None}
-        for uuid, of_one in pins.holds(store).items():
+        for uuid, of_one in holds(store).items():
             for held in of_one:
                 if held.model == move.model and held.move <= move.number and uuid not in needed:
                     store.storage.remove(held.key)

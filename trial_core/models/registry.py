@@ -23,7 +23,7 @@ from trial_core.errors import (
 from trial_core.models.numbered_log import Entry, NumberedLog
 from trial_core.models.promotion import ANY, InsteadOf, PromotionRequest, move_aliases
 from trial_core.models.records import Alias, Move, Version
-from trial_core.retention import pins
+from trial_core.retention import holds
 
 __all__ = ["ANY", "HeldVersion", "InsteadOf", "Registry"]
 
@@ -119,21 +119,21 @@ class Registry:
 
         A model whose moves cannot be read is warned of.
         """
-        holds = pins.holds(self.store)
+        held_by_uuid = holds.holds(self.store)
         states: dict[str, Move | None] = {}
-        for model in {held.model for of_one in holds.values() for held in of_one}:
+        for model in {held.model for of_one in held_by_uuid.values() for held in of_one}:
             try:
                 states[model] = self.state(model)
             except RegistryError as error:
                 _logger.warning("what is champion of model %s is not known: %s", model, error)
 
-        def of(hold: pins.RegistryHold) -> HeldVersion:
+        def of(hold: holds.RegistryHold) -> HeldVersion:
             state = states.get(hold.model)
             return HeldVersion(
                 hold.model, hold.version, state.alias_of(hold.version) if state else None
             )
 
-        return {uuid: list(dict.fromkeys(map(of, of_one))) for uuid, of_one in holds.items()}
+        return {uuid: list(dict.fromkeys(map(of, of_one))) for uuid, of_one in held_by_uuid.items()}
 
     def register(
         self,

@@ -99,7 +99,7 @@ class FitStages:
         self._metric = metric
         self._fence = fence
         self._claim = claim
-        self._attempt = uuids.uuid4().hex if fence is None else fence.token.attempt
+        self._attempt = uuids.uuid4().hex if fence is None else fence.attempt
         self.metrics: dict[str, dict[str, Any]] = {}
         self.newest: str | None = None
         self._stop_requested = False

@@ -50,14 +50,14 @@ def unpin(
     uuids
         The checkpoints' uuids, or how they begin.
     """
-    from trial_core.retention import pins
+    from trial_core.retention import holds, pins
 
     store = _store_for(uuids, config, storage)
     gone = [pins.unpin(store, uuid) for uuid in uuids]
     _say(gone, "unpinned", json_)
     for each in gone:
-        if why := pins.why_kept(store, each.uuid):
-            console.note(f"{each.uuid} stays, {text_format.one_line(why)}: {pins.WHAT_FREES}")
+        if why := pins.why_protected(store, each.uuid):
+            console.note(f"{each.uuid} stays, {text_format.one_line(why)}: {holds.WHEN_RELEASED}")
     return 0
 
 

@@ -71,7 +71,7 @@ def test_a_manifest_that_cannot_be_read_is_warned_of(
     assert run(tmp_path, "list") == 0
     printed = capsys.readouterr()
     assert UUIDS[0][:8] not in printed.out
-    assert printed.err.startswith("warning: not listed: ")
+    assert printed.err.startswith("warning: a checkpoint is not listed: ")
 
 
 def test_show_by_prefix(

@@ -77,7 +77,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             "config experiment.yaml --set max_restarts=-1",
             "max_restarts: expected an integer of at",
         ),
-        ("checkpoints show 0123", "begins with '0123'; there is none at all"),
+        ("checkpoints show 0123", "begins with '0123'; the storage has no checkpoints"),
         ("checkpoints list --config nowhere.yaml", "nowhere.yaml: no such file"),
         ("checkpoints download 01", "parameter --to requires an argument"),
     ],

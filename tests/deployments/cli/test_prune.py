@@ -250,8 +250,8 @@ def test_what_killed_runs_have_left_is_shown(
         ["delete", leftovers[0][:8], "toy-2"],
         ["keep", leftovers[1][:8], "toy-3"],
     ]
-    assert "never committed; its trial was last at work at 2001-05-09" in rows[0]
-    assert "and is given up after 7 days" in rows[1]
+    assert "never committed; its trial was last active at 2001-05-09" in rows[0]
+    assert "and is presumed dead after 7 days" in rows[1]
     assert total == "to delete: 1 of 2 leftovers, 4 B"
     assert uploads(tmp_path) == {*leftovers}
 

@@ -16,8 +16,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from tests.support.interleaving import interleave
 from tests.support.manifests import FILES, Breaking, entry, new_manifest
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.fencing import KEPT, AttemptRecord, Fence
-from trial_core.checkpoint.manifest import Manifest, void
+from trial_core.checkpoint.fencing import ATTEMPTS_KEPT, AttemptRecord, Fence
+from trial_core.checkpoint.manifest import Manifest, tombstone
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound, StorageError, Superseded
 
@@ -68,7 +68,7 @@ def test_the_last_attempt_may_save(store: CheckpointStore) -> None:
         lambda: store.commit(begun, first),
         lambda: store.sweep(TRIAL, first),
     ):
-        with pytest.raises(Superseded, match=r"attempt two, by .*@.*, has taken over at 2.*Z, as"):
+        with pytest.raises(Superseded, match=r"attempt two, by .*@.* at 2.*Z, has taken over trial"):
             refused()
     assert begun.uuid in {each.uuid for each in store.sweep(TRIAL, second)}
     later = save(store, second, 13)
@@ -89,14 +89,14 @@ def test_of_many_who_take_over_at_once_one_is_the_last(store: CheckpointStore) -
     with ThreadPoolExecutor(4) as pool:
         fences = list(pool.map(lambda n: store.take_over(TRIAL, f"attempt-{n}"), range(6)))
     assert sorted(fence.number for fence in fences) == [1, 2, 3, 4, 5, 6]
-    assert [fence.number for fence in fences if fence.is_last()] == [6]
+    assert [fence.number for fence in fences if fence.is_newest()] == [6]
 
 
 def test_old_attempts_are_forgotten_and_stay_superseded(store: CheckpointStore) -> None:
     """A few are kept; who is no longer written down is told the same."""
-    fences = [store.take_over(TRIAL, f"attempt-{n}") for n in range(KEPT + 3)]
-    assert len(store.storage.sizes(layout.attempts_folder(TRIAL))) == KEPT
-    with pytest.raises(Superseded, match=f"number {KEPT + 3}; this is attempt attempt-0"):
+    fences = [store.take_over(TRIAL, f"attempt-{n}") for n in range(ATTEMPTS_KEPT + 3)]
+    assert len(store.storage.sizes(layout.attempts_folder(TRIAL))) == ATTEMPTS_KEPT
+    with pytest.raises(Superseded, match=f"number {ATTEMPTS_KEPT + 3}; this is attempt attempt-0"):
         fences[0].check("nothing is done")
     fences[-1].check("nothing is done")
 
@@ -105,7 +105,7 @@ def test_half_a_token_counts(local_store: CheckpointStore) -> None:
     """Whoever was killed while writing it had taken over, and the next one comes after it."""
     fence = local_store.take_over(TRIAL, "one")
     local_store.storage.write(layout.attempt_key(TRIAL, 2), b'{"trial": "g')
-    with pytest.raises(Superseded, match="another attempt has taken over since, as number 2"):
+    with pytest.raises(Superseded, match=f"another attempt has taken over trial {TRIAL}, as number 2"):
         fence.check("nothing is done")
     assert local_store.take_over(TRIAL, "three").number == 3
 
@@ -125,11 +125,11 @@ def test_an_upload_of_a_later_attempt_is_not_swept(local_store: CheckpointStore)
 def test_what_was_given_up_is_no_checkpoint(store: CheckpointStore) -> None:
     """What stands in for its manifest while it is deleted is not listed, opened or trained from."""
     manifest = put_files(store, 7)
-    store.storage.create(manifest.name.key, void(manifest.uuid))
+    store.storage.create(manifest.name.key, tombstone(manifest.uuid))
     assert (store.list(), store.resume_candidates(TRIAL), store.newest(TRIAL)) == ([], [], None)
     with pytest.raises(CheckpointNotFound):
         store.open(manifest.uuid)
-    with pytest.raises(Superseded, match="not committed, and what was uploaded is deleted"):
+    with pytest.raises(Superseded, match="not committed, and its uploaded files are deleted"):
         store.commit(manifest, store.take_over(TRIAL, "one"))
 
 
@@ -163,7 +163,7 @@ def new_scene(is_begun: bool = True) -> Scene:
     begun = put_files(store, 11)
     if is_begun:
         store.announce_upload(TRIAL, begun.uuid, "one", fence)
-    return Scene(store, fence.token, saved, begun)
+    return Scene(store, fence.record, saved, begun)
 
 
 def restart(store: CheckpointStore, attempt: str) -> tuple[list[Manifest], list[Manifest]]:
@@ -308,14 +308,14 @@ def announce_only(scene: Scene, fence: Fence) -> None:
 def test_a_commit_takes_a_few_requests(local_store: CheckpointStore) -> None:
     """As many for the first checkpoint of the first attempt as for a later one of a later one."""
     seen = set()
-    for number in range(KEPT + 2):
+    for number in range(ATTEMPTS_KEPT + 2):
         fence = local_store.take_over(TRIAL, f"attempt-{number}")
         manifest = put_files(local_store, number)
-        local_store.announce_upload(TRIAL, manifest.uuid, fence.token.attempt, fence)
+        local_store.announce_upload(TRIAL, manifest.uuid, fence.attempt, fence)
         counting = CheckpointStore(local_store.url)
         counter: Any = Breaking(counting.storage, 1000, False)
         counting.storage = counter
-        counting.commit(manifest, Fence(counter, fence.token))
+        counting.commit(manifest, Fence(counter, fence.record))
         seen.add(1000 - counter.left)
     assert seen == {6}
 

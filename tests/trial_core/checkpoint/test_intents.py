@@ -132,7 +132,7 @@ def test_a_second_try_that_meets_a_sweep_has_an_intent(
 
 def test_a_trial_without_a_proper_name_is_refused(store: CheckpointStore) -> None:
     """A name that leads out of its folder never becomes a key."""
-    with pytest.raises(CheckpointError, match="not a trial and a checkpoint's uuid"):
+    with pytest.raises(CheckpointError, match="cannot be a name in the storage"):
         store.announce_upload("../other", "u", "attempt-1")
 
 

@@ -56,7 +56,7 @@ def test_any_flipped_bit_is_found() -> None:
 @pytest.mark.parametrize("end", [0, 1, 100, -3])
 def test_a_truncated_manifest_is_damaged(end: int) -> None:
     """A manifest of which a part was written is none."""
-    with pytest.raises(CheckpointDamaged, match="the manifest is no manifest"):
+    with pytest.raises(CheckpointDamaged, match="the manifest is not a manifest"):
         Manifest.from_json(new_manifest().to_json()[:end])
 
 
@@ -77,7 +77,7 @@ def test_reformatting_does_no_harm() -> None:
 def test_a_newer_schema_is_refused() -> None:
     """An old trialflow does not guess what a newer one meant."""
     data = new_manifest(schema_version=2).to_json()
-    with pytest.raises(CheckpointError, match="schema version 2, and this trialflow reads up to 1"):
+    with pytest.raises(CheckpointError, match="schema version 2, and this trialflow reads up to version 1"):
         Manifest.from_json(data)
 
 

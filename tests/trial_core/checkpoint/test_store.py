@@ -67,7 +67,7 @@ def test_uncommitted_files_are_no_checkpoint(store: CheckpointStore, tmp_path: P
     manifest = upload(store, tmp_path / "staging")
     assert store.list() == store.resume_candidates(manifest.trial) == []
     assert store.newest(manifest.trial) is None
-    with pytest.raises(CheckpointNotFound, match="there is none at all"):
+    with pytest.raises(CheckpointNotFound, match="the storage has no checkpoints"):
         store.open(manifest.uuid)
 
 

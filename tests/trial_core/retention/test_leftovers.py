@@ -28,7 +28,7 @@ def left_by_a_dead_run(
 ) -> tuple[Manifest, Fence]:
     """A run that took its trial over long ago, and died in an upload."""
     with monkeypatch.context() as patch:
-        for module in ("fencing", "committing"):
+        for module in ("fencing", "commit"):
             patch.setattr(f"trial_core.checkpoint.{module}.utc_now", lambda: LONG_AGO)
         manifest = upload(store, staging, trial=TRIAL, **fields)
         fence = store.take_over(TRIAL, manifest.attempt)
@@ -51,7 +51,7 @@ def test_what_a_dead_trial_has_left_goes(
     (found,) = find_leftovers(store)
     assert (found.uuid, found.trial, found.keep) == (manifest.uuid, TRIAL, False)
     assert (found.files, found.size_bytes) == (len(FILES), manifest.total_bytes)
-    assert found.why == f"never committed; its trial was last at work at {LONG_AGO}"
+    assert found.why == f"never committed; its trial was last active at {LONG_AGO}"
     swept = sweep_leftovers(store, [found])
     assert [each.uuid for each in swept.swept] == [manifest.uuid]
     assert swept.freed_bytes == manifest.total_bytes
@@ -139,7 +139,7 @@ def test_who_comes_just_then_wins(
     monkeypatch.setattr(local_store.storage, "create", create_second)
     swept = sweep_leftovers(local_store, found)
     assert fences[0].is_last()
-    assert "number 2 has come since" in swept.spared[TRIAL]
+    assert "its newest attempt has number 2, expected 1" in swept.spared[TRIAL]
 
 
 def test_a_committed_checkpoint_is_none(

@@ -13,19 +13,12 @@ from tests.support.interleaving import interleave
 from tests.support.manifests import entry, new_manifest
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import encode_json
+from trial_core.checkpoint.layout import deletion_key, pin_key
 from trial_core.checkpoint.manifest import Manifest, utc_now
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound, CommitConflict
-from trial_core.retention.pins import (
-    Deletion,
-    Pin,
-    deletion_key,
-    pin,
-    pin_key,
-    pins,
-    read_pin,
-    unpin,
-)
+from trial_core.retention.deletions import Deletion
+from trial_core.retention.pins import Pin, pin, pins, read_pin, unpin
 from trial_core.retention.policy import RetentionPolicy
 from trial_core.retention.pruning import plan_pruning, prune
 

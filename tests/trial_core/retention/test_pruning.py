@@ -15,13 +15,15 @@ from tests.support.manifests import FILES, Breaking, entry, new_manifest
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.intents import Intent
 from trial_core.checkpoint.json_objects import encode_json
+from trial_core.checkpoint.layout import DELETIONS, claim_key, deletion_key
 from trial_core.checkpoint.manifest import Manifest, utc_now
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
-from trial_core.retention.claims import claim_key, claim_run, claims
-from trial_core.retention.pins import DELETIONS, Deletion, deletion_key, pin
+from trial_core.retention.claims import claim_run, claims
+from trial_core.retention.deletions import Deletion, finish_deletions
+from trial_core.retention.pins import pin
 from trial_core.retention.policy import RetentionPolicy
-from trial_core.retention.pruning import experiments, finish_deletions, plan_pruning, prune
+from trial_core.retention.pruning import experiments, plan_pruning, prune
 from trial_core.transfer.files import find_damage
 
 LATEST = RetentionPolicy(save_trial_best=0, save_trial_latest=1)
@@ -278,4 +280,4 @@ def test_a_claim_that_cannot_be_written_is_a_warning(
     local_store.storage = Breaking(local_store.storage, 1, False)  # type: ignore[assignment]
     with claim_run(local_store, "gpt-1"):
         pass
-    assert "does not know that trial gpt-1 runs: the storage broke down" in caplog.text
+    assert "trial gpt-1 has no claim, so a prune may delete checkpoints that it needs: the storage" in caplog.text

@@ -92,8 +92,8 @@ def test_where_all_are_damaged_nothing_begins(store: CheckpointStore) -> None:
     with pytest.raises(CheckpointDamaged) as refusal:
         new_fit(store, told).fetch_start(starts)
     assert str(refusal.value).startswith(
-        f"none of the 2 checkpoint(s) that trial {TRIAL} may go on from is whole; of the last that "
-        "was tried: b.pt is missing. Put its files back, or begin a new trial"
+        f"none of the 2 checkpoint(s) of trial {TRIAL} is intact; the last one tried: "
+        "b.pt is missing. Put back its files, or start a new trial"
     )
 
 
