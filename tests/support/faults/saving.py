@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import uuid as uuids
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ import pytest
 from s3fs import S3FileSystem
 
 from tests.support.faults.s3 import FaultyS3
-from tests.support.manifests import new_manifest, stage
+from tests.support.manifests import keys_of, new_manifest, stage
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import FileEntry, Manifest
 from trial_core.checkpoint.store import CheckpointStore
@@ -231,15 +231,6 @@ def check(site: Site, uuid: str, outcome: Manifest | StorageError | None) -> Non
     assert site.objects() == keys_of(listed)
     assert site.multipart_uploads() == []
     site.clear()
-
-
-def keys_of(manifests: Iterable[Manifest]) -> set[str]:
-    """All that belongs to some checkpoints."""
-    keys = set()
-    for manifest in manifests:
-        keys.add(manifest.name.key)
-        keys |= {layout.file_key(manifest.uuid, file.path) for file in manifest.files}
-    return keys
 
 
 def _cannot_be_opened(store: CheckpointStore, uuid: str) -> None:
