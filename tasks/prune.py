@@ -8,6 +8,7 @@ stages of the flow `prune`.
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -33,6 +34,14 @@ from trial_core.retention.pruning import (
 )
 from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
 from trialflow.tasks.run import TrialRun
+
+# Options of every task of the flow `prune`.
+_STAGE: dict[str, Any] = {
+    "cache_policy": NO_CACHE,
+    "retries": STORAGE_RETRIES,
+    "retry_delay_seconds": STORAGE_RETRY_SECONDS,
+    "retry_condition_fn": storage_failed,
+}
 
 
 class Pruning:
@@ -88,14 +97,7 @@ def checkpoint_prune(run: TrialRun, policy: RetentionPolicy, batches_trained: in
     )  # fmt: skip
 
 
-@task(
-    name="plan-prune",
-    task_run_name="plan-prune",
-    cache_policy=NO_CACHE,
-    retries=STORAGE_RETRIES,
-    retry_delay_seconds=STORAGE_RETRY_SECONDS,
-    retry_condition_fn=storage_failed,
-)
+@task(name="plan-prune", task_run_name="plan-prune", **_STAGE)
 def plan_prune(
     store: CheckpointStore, policy: RetentionPolicy, experiment: str, trial: str | None
 ) -> PruningPlan:
@@ -113,14 +115,7 @@ def plan_prune(
     return plan
 
 
-@task(
-    name="delete-checkpoints",
-    task_run_name="delete-checkpoints",
-    cache_policy=NO_CACHE,
-    retries=STORAGE_RETRIES,
-    retry_delay_seconds=STORAGE_RETRY_SECONDS,
-    retry_condition_fn=storage_failed,
-)
+@task(name="delete-checkpoints", task_run_name="delete-checkpoints", **_STAGE)
 def delete_checkpoints(store: CheckpointStore, plan: PruningPlan) -> Pruned:
     """Delete the plan's checkpoints, except those that are needed by now.
 
@@ -138,14 +133,7 @@ def delete_checkpoints(store: CheckpointStore, plan: PruningPlan) -> Pruned:
     return pruned
 
 
-@task(
-    name="plan-sweep",
-    task_run_name="plan-sweep",
-    cache_policy=NO_CACHE,
-    retries=STORAGE_RETRIES,
-    retry_delay_seconds=STORAGE_RETRY_SECONDS,
-    retry_condition_fn=storage_failed,
-)
+@task(name="plan-sweep", task_run_name="plan-sweep", **_STAGE)
 def plan_sweep(
     store: CheckpointStore, after_days: float, experiment: str, trial: str | None
 ) -> list[Leftover]:
@@ -163,14 +151,7 @@ def plan_sweep(
     return found
 
 
-@task(
-    name="sweep-leftovers",
-    task_run_name="sweep-leftovers",
-    cache_policy=NO_CACHE,
-    retries=STORAGE_RETRIES,
-    retry_delay_seconds=STORAGE_RETRY_SECONDS,
-    retry_condition_fn=storage_failed,
-)
+@task(name="sweep-leftovers", task_run_name="sweep-leftovers", **_STAGE)
 def sweep(store: CheckpointStore, found: list[Leftover], after_days: float) -> SweptLeftovers:
     """Delete the leftovers, except those of trials that have become active since.
 

@@ -1,4 +1,4 @@
-"""A sweep, or a deletion, over S3 of which any request fails."""
+"""A sweep, or a deletion, on S3: any request fails."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ FAULTS = (
 SOME = 6
 Scenes = Callable[[str], Scene]
 
-each_length = pytest.mark.parametrize("times", [1, None], ids=["once", "from then on"])
+each_length = pytest.mark.parametrize(
+    "times",
+    [pytest.param(1, id="once"), pytest.param(None, id="from then on", marks=pytest.mark.long)],
+)
 
 
 def littered(scene: Scene) -> tuple[Site, Manifest]:
-    """A committed checkpoint whose intent has stayed; half of another, and an upload of parts."""
+    """A committed checkpoint whose intent is left; half of another, and a multipart upload."""
     site, uuid, _ = scene.new_site()
     manifest = scene.save(site, uuid)
     assert isinstance(manifest, Manifest)
@@ -42,7 +45,7 @@ def littered(scene: Scene) -> tuple[Site, Manifest]:
 
 
 def sweep(scene: Scene, fault: Fault) -> bool:
-    """Sweep while `fault` comes in the way, then without; whether there was anything in the way."""
+    """Sweep with `fault`, then without; whether a request has met the fault."""
     site, manifest = littered(scene)
     plan = scene.endpoint.new_plan(fault)
     store = site.stores()["driver"]
@@ -60,7 +63,7 @@ def sweep(scene: Scene, fault: Fault) -> bool:
 
 
 def delete(scene: Scene, fault: Fault) -> bool:
-    """Delete while `fault` comes in the way, then without; whether there was anything."""
+    """Delete with `fault`, then without; whether a request has met the fault."""
     site, uuid, _ = scene.new_site()
     manifest = scene.save(site, uuid)
     assert isinstance(manifest, Manifest)
@@ -78,13 +81,13 @@ def delete(scene: Scene, fault: Fault) -> bool:
 
 
 def rotating(index: int, times: int | None) -> Fault:
-    """One kind of fault for each index."""
+    """A fault of another kind for each index."""
     return replace(FAULTS[index // SOME % len(FAULTS)], first=index, times=times)
 
 
 @each_length
-def test_a_sweep_that_fails(scenes: Scenes, times: int | None) -> None:
-    """At some of its requests: what is committed stays whole, and the next sweep does the rest."""
+def test_the_next_sweep_finishes_a_failed_one(scenes: Scenes, times: int | None) -> None:
+    """At some of its requests. Committed checkpoints stay intact."""
     index = 0
     while sweep(scenes("moto-s3fs"), rotating(index, times)):
         index += SOME
@@ -92,8 +95,8 @@ def test_a_sweep_that_fails(scenes: Scenes, times: int | None) -> None:
 
 
 @each_length
-def test_a_deletion_that_fails(scenes: Scenes, times: int | None) -> None:
-    """At some of its requests: what is still listed is whole, and deleting again does the rest."""
+def test_the_next_deletion_finishes_a_failed_one(scenes: Scenes, times: int | None) -> None:
+    """At some of its requests. Listed checkpoints are intact."""
     index = 0
     while delete(scenes("moto-s3fs"), rotating(index, times)):
         index += SOME
@@ -107,7 +110,7 @@ def test_a_deletion_that_fails(scenes: Scenes, times: int | None) -> None:
 def test_any_fault_at_any_request(
     s3fs_scene: Scene, times: int | None, work: Callable[[Scene, Fault], bool]
 ) -> None:
-    """At every index."""
+    """At every request."""
     for fault in FAULTS:
         index = 0
         while work(s3fs_scene, replace(fault, first=index, times=times)):
