@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import pytest
@@ -13,11 +14,8 @@ from tests.support.faults.scene import Scene
 from trial_core.transfer.files import upload_files
 
 KILLED = -9
-SOME = 5
+SOME = 9
 
-each_moment = pytest.mark.parametrize(
-    "moment", [pytest.param("kill before", marks=pytest.mark.long), "kill after"]
-)
 Moment = Literal["kill before", "kill after"]
 
 
@@ -36,39 +34,33 @@ def kill(scene: Scene, saves: ForkedSaves, fault: Fault, rank: int | None = None
     return plan
 
 
-def some(scene: Scene, count: int, moment: Moment) -> range:
-    """A few indexes of requests, not the same for both moments."""
-    step = 2 * SOME if scene.is_real else SOME
-    return range(0 if moment == "kill before" else step // 2, count, step)
-
-
 def of_a_rank(scene: Scene) -> int:
     """Number of requests of rank 1."""
     return sum(seen.client == "rank-1" for seen in scene.clean_save.seen)
 
 
-@each_moment
 def test_a_killed_driver_leaves_only_leftovers(
-    s3fs_scene: Scene, saves: ForkedSaves, moment: Moment
+    scenes: Callable[[str], Scene], saves: ForkedSaves
 ) -> None:
     """Killed at some of the save's requests: listed checkpoints are intact, and a sweep deletes the
     rest."""
-    for index in some(s3fs_scene, len(s3fs_scene.clean_save.seen), moment):
-        kill(s3fs_scene, saves, Fault(moment, first=index))
+    scene = scenes("moto-s3fs")
+    for index in range(0, len(scene.clean_save.seen), SOME):
+        kill(scene, saves, Fault("kill after", first=index))
 
 
-@each_moment
 def test_a_killed_rank_leaves_only_leftovers(
-    scene: Scene, saves: ForkedSaves, moment: Moment
+    scenes: Callable[[str], Scene], saves: ForkedSaves
 ) -> None:
     """Killed at some of its requests: nothing is listed, and a sweep deletes everything."""
-    for index in some(scene, of_a_rank(scene), moment):
-        kill(scene, saves, Fault(moment, first=index), rank=1)
+    scene = scenes("moto-s3fs")
+    for index in range(0, of_a_rank(scene), SOME // 2):
+        kill(scene, saves, Fault("kill before", first=index), rank=1)
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(1800)
-@each_moment
+@pytest.mark.parametrize("moment", ["kill before", "kill after"])
 def test_killed_at_any_request(scene: Scene, saves: ForkedSaves, moment: Moment) -> None:
     """At every request of a save, and of a rank."""
     for index in range(len(scene.clean_save.seen)):

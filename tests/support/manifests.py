@@ -75,6 +75,24 @@ def entry(path: str, data: bytes = b"x", rank: int = 0) -> FileEntry:
     return FileEntry(path=path, size_bytes=len(data), digest=digest, rank=rank)
 
 
+def put_files(
+    store: CheckpointStore, batches: int = 7, files: dict[str, bytes] = FILES, **fields: Any
+) -> Manifest:
+    """Store a checkpoint's files one by one; the manifest to commit."""
+    entries = [entry(path, data) for path, data in files.items()]
+    manifest = new_manifest(batches, **{"files": entries, **fields})
+    for path, data in files.items():
+        store.storage.write(layout.file_key(manifest.uuid, path), data)
+    return manifest
+
+
+def commit_files(store: CheckpointStore, batches: int = 7, **fields: Any) -> Manifest:
+    """Store and commit a checkpoint of several files."""
+    manifest = put_files(store, batches, **fields)
+    store.commit(manifest)
+    return manifest
+
+
 def leave_unfinished_upload(store: CheckpointStore, trial: str, begun_at: str = LONG_AGO) -> str:
     """Leave an intent and a file, as a run that was killed during an upload; return the uuid."""
     intent = Intent(trial=trial, uuid=str(uuids.uuid4()), attempt="dead", created_at=begun_at)

@@ -41,7 +41,6 @@ class Scene:
     Attributes:
         engine: see `trial_core.storage.open_storage.ENGINES`.
         staged: each rank's folder.
-        is_real: whether the server is a real gateway, which is slower.
     """
 
     endpoint: FaultyS3
@@ -49,7 +48,6 @@ class Scene:
     engine: str
     staged: Mapping[int, Path]
     part_bytes: int
-    is_real: bool
 
     def new_site(self, *faults: Fault) -> tuple[Site, str, Plan]:
         """An empty folder, a checkpoint's uuid, and a plan of `faults` from now on."""
@@ -100,9 +98,7 @@ def scenes(
                 endpoint = stack.enter_context(faulty_s3(backend))
                 part_bytes = PART_BYTES[server]
                 staged = stage_ranks(tmp_path_factory.mktemp(name), part_bytes)
-                made[name] = Scene(
-                    endpoint, Sites(endpoint), engine, staged, part_bytes, server == "ceph"
-                )
+                made[name] = Scene(endpoint, Sites(endpoint), engine, staged, part_bytes)
             return made[name]
 
         yield get
@@ -129,12 +125,6 @@ def scene(request: pytest.FixtureRequest, scenes: Callable[[str], Scene]) -> Sce
 )
 def s3fs_scene(request: pytest.FixtureRequest, scenes: Callable[[str], Scene]) -> Scene:
     """Each server with s3fs, for requests that are the same with every engine."""
-    return scenes(request.param)
-
-
-@pytest.fixture(params=["moto-s3fs", pytest.param("moto-obstore", marks=pytest.mark.long)])
-def quick_scene(request: pytest.FixtureRequest, scenes: Callable[[str], Scene]) -> Scene:
-    """Each engine, on moto."""
     return scenes(request.param)
 
 

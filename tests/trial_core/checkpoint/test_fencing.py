@@ -14,7 +14,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.support.interleaving import FailingStore, interleave
-from tests.support.manifests import FILES, entry, keys_of, new_manifest, stored_keys
+from tests.support.manifests import keys_of, new_manifest, put_files, stored_keys
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.fencing import ATTEMPTS_KEPT, AttemptRecord, Fence
 from trial_core.checkpoint.manifest import Manifest, tombstone
@@ -23,15 +23,6 @@ from trial_core.errors import CheckpointNotFound, StorageError, Superseded
 
 TRIAL = new_manifest().trial
 long = pytest.mark.long
-
-
-def put_files(store: CheckpointStore, batches: int) -> Manifest:
-    """Store a checkpoint's files; the manifest to commit."""
-    files = [entry(path, data) for path, data in FILES.items()]
-    manifest = new_manifest(batches, files=files)
-    for path, data in FILES.items():
-        store.storage.write(layout.file_key(manifest.uuid, path), data)
-    return manifest
 
 
 def save(store: CheckpointStore, fence: Fence, batches: int = 7) -> Manifest:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.manifests import LONG_AGO, entry, keys_of, new_manifest, stored_keys
-from trial_core.checkpoint.layout import DELETIONS, deletion_key, file_key
+from tests.support.manifests import LONG_AGO, commit_files, keys_of, stored_keys
+from trial_core.checkpoint.layout import DELETIONS, deletion_key
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.retention.deletions import finish_deletions, mark_deletion
@@ -14,9 +14,7 @@ from trial_core.retention.deletions import finish_deletions, mark_deletion
 @pytest.fixture
 def manifest(local_store: CheckpointStore) -> Manifest:
     """A committed checkpoint that is about to be deleted."""
-    manifest = new_manifest(files=[entry("shard")])
-    local_store.storage.write(file_key(manifest.uuid, "shard"), b"x")
-    local_store.commit(manifest)
+    manifest = commit_files(local_store)
     mark_deletion(local_store, manifest)
     return manifest
 

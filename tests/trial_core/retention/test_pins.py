@@ -9,11 +9,10 @@ from functools import partial
 import pytest
 
 from tests.support.interleaving import interleave
-from tests.support.manifests import LONG_AGO, entry, new_manifest
+from tests.support.manifests import LONG_AGO, commit_files
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.layout import pin_key
-from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound, CommitConflict
 from trial_core.retention.deletions import mark_deletion
@@ -24,17 +23,9 @@ from trial_core.retention.pruning import plan_pruning, prune
 KEEP_NONE = RetentionPolicy(save_trial_best=0, save_trial_latest=0)
 
 
-def commit(store: CheckpointStore, batches: int = 7) -> Manifest:
-    """Commit a checkpoint of one small file."""
-    manifest = new_manifest(batches, files=[entry("shard")])
-    store.storage.write(layout.file_key(manifest.uuid, "shard"), b"x")
-    store.commit(manifest)
-    return manifest
-
-
 def test_a_pin_says_who_and_why(store: CheckpointStore) -> None:
     """A prefix of the uuid is enough to pin and to unpin."""
-    manifest = commit(store)
+    manifest = commit_files(store)
     made = pin(store, manifest.uuid[:9], "figure 3", by="ann@here")
     assert pins(store) == {manifest.uuid: made}
     assert (made.uuid, made.reason, made.by) == (manifest.uuid, "figure 3", "ann@here")
@@ -47,7 +38,7 @@ def test_a_pin_says_who_and_why(store: CheckpointStore) -> None:
 
 def test_a_second_pin_replaces_the_first(local_store: CheckpointStore) -> None:
     """The last reason given is shown."""
-    manifest = commit(local_store)
+    manifest = commit_files(local_store)
     pin(local_store, manifest.uuid, "figure 3")
     second = pin(local_store, manifest.uuid, "figure 4")
     assert read_pin(local_store, manifest.uuid) == second
@@ -55,7 +46,7 @@ def test_a_second_pin_replaces_the_first(local_store: CheckpointStore) -> None:
 
 def test_an_unknown_uuid_is_refused(local_store: CheckpointStore) -> None:
     """To pin and to unpin; the error lists what there is."""
-    manifest = commit(local_store)
+    manifest = commit_files(local_store)
     with pytest.raises(CheckpointNotFound, match="begins with 'abc'"):
         pin(local_store, "abc")
     pin(local_store, manifest.uuid)
@@ -77,7 +68,7 @@ def test_an_ambiguous_prefix_unpins_nothing(local_store: CheckpointStore) -> Non
 @pytest.mark.parametrize("data", [b"", b"\xff", b'{"uuid": 3}'])
 def test_an_unreadable_pin_counts(local_store: CheckpointStore, data: bytes) -> None:
     """The checkpoint was meant to stay."""
-    manifest = commit(local_store)
+    manifest = commit_files(local_store)
     local_store.storage.write(pin_key(manifest.uuid), data)
     (decision,) = plan_pruning(local_store, KEEP_NONE, "gpt").decisions
     assert decision.keep
@@ -86,7 +77,7 @@ def test_an_unreadable_pin_counts(local_store: CheckpointStore, data: bytes) -> 
 
 def test_a_checkpoint_that_is_being_deleted_cannot_be_pinned(local_store: CheckpointStore) -> None:
     """No pin is left, but an earlier pin stays."""
-    manifest = commit(local_store)
+    manifest = commit_files(local_store)
     mark_deletion(local_store, manifest)
     with pytest.raises(CommitConflict, match=r"is being deleted, by .*@"):
         pin(local_store, manifest.uuid)
@@ -101,7 +92,7 @@ def test_a_stale_deletion_does_not_prevent_a_pin(
     local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its pruner died, and the checkpoint is still there."""
-    manifest = commit(local_store)
+    manifest = commit_files(local_store)
     monkeypatch.setattr("trial_core.retention.deletions.utc_now", lambda: LONG_AGO)
     mark_deletion(local_store, manifest)
     pin(local_store, manifest.uuid)
@@ -124,7 +115,7 @@ def pin_and_prune(order: list[bool]) -> bool:
     """Pin and prune a checkpoint in this order of requests; whether the pin succeeded."""
     url = f"memory://{uuid.uuid4()}"
     store = CheckpointStore(url)
-    manifest = commit(store)
+    manifest = commit_files(store)
     plan = plan_pruning(store, KEEP_NONE, "gpt")
     pinned, pruned = interleave(
         url, partial(pin, uuid=manifest.uuid), partial(prune, plan=plan), order

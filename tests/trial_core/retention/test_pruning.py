@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.interleaving import FailingStore, interleave
-from tests.support.manifests import FILES, LONG_AGO, entry, new_manifest
+from tests.support.manifests import FILES, LONG_AGO, commit_files, new_manifest
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.intents import Intent
 from trial_core.checkpoint.json_objects import encode_json
@@ -25,16 +25,6 @@ from trial_core.transfer.files import find_damage
 
 LATEST = RetentionPolicy(save_trial_best=0, save_trial_latest=1)
 KEEP_NONE = RetentionPolicy(save_trial_best=0, save_trial_latest=0)
-
-
-def commit(store: CheckpointStore, batches: int, **fields: Any) -> Manifest:
-    """Commit a checkpoint of several files."""
-    files = [entry(path, data) for path, data in FILES.items()]
-    manifest = new_manifest(batches, **{"files": files, **fields})
-    for path, data in FILES.items():
-        store.storage.write(layout.file_key(manifest.uuid, path), data)
-    store.commit(manifest)
-    return manifest
 
 
 def memory() -> CheckpointStore:
@@ -57,8 +47,8 @@ def assert_clean(store: CheckpointStore) -> None:
 
 def test_a_prune_deletes_what_the_rules_do_not_keep(store: CheckpointStore) -> None:
     """Manifest and files; other checkpoints and experiments stay."""
-    old, new = commit(store, 7), commit(store, 11)
-    others = [commit(store, n, trial="other-1", experiment="other") for n in (3, 5)]
+    old, new = commit_files(store, 7), commit_files(store, 11)
+    others = [commit_files(store, n, trial="other-1", experiment="other") for n in (3, 5)]
     assert apply(store) == [old]
     assert store.list() == [*others, new]
     assert_clean(store)
@@ -66,7 +56,7 @@ def test_a_prune_deletes_what_the_rules_do_not_keep(store: CheckpointStore) -> N
 
 def test_a_plan_changes_nothing(local_store: CheckpointStore) -> None:
     """It says what would be deleted, its size, and why."""
-    old, new = commit(local_store, 7), commit(local_store, 11)
+    old, new = commit_files(local_store, 7), commit_files(local_store, 11)
     plan = plan_pruning(local_store, LATEST, "gpt")
     assert [decision.manifest for decision in plan.deletions] == [old]
     assert [decision.manifest for decision in plan.kept] == [new]
@@ -85,9 +75,11 @@ def test_one_trial_can_be_pruned(local_store: CheckpointStore) -> None:
         progress = new_manifest(batches).progress.after_validation(loss, smaller_is_better=True)
         return {"progress": progress, "metrics": {"validation": {"loss": loss}}}
 
-    mine = [commit(local_store, n, trial="mine-1", **validated(n, loss=n / 10)) for n in (7, 11)]
+    mine = [
+        commit_files(local_store, n, trial="mine-1", **validated(n, loss=n / 10)) for n in (7, 11)
+    ]
     for n in (5, 3):
-        commit(local_store, n, trial="other-1", **validated(n, loss=0.1))
+        commit_files(local_store, n, trial="other-1", **validated(n, loss=0.1))
     policy = RetentionPolicy(0, 0, save_experiment_best=2, metric="loss")
     assert apply(local_store, policy, trial="mine-1") == mine
     assert len(local_store.list("other-1")) == 2
@@ -95,8 +87,8 @@ def test_one_trial_can_be_pruned(local_store: CheckpointStore) -> None:
 
 def test_a_renamed_experiment_owns_the_whole_trial(local_store: CheckpointStore) -> None:
     """A trial belongs to the experiment of its last checkpoint, also with its older ones."""
-    old = commit(local_store, 7, experiment="old name")
-    commit(local_store, 11)
+    old = commit_files(local_store, 7, experiment="old name")
+    commit_files(local_store, 11)
     assert experiments(local_store) == ["gpt"]
     assert plan_pruning(local_store, KEEP_NONE, "old name").decisions == ()
     assert apply(local_store) == [old]
@@ -104,8 +96,8 @@ def test_a_renamed_experiment_owns_the_whole_trial(local_store: CheckpointStore)
 
 def test_an_unreadable_manifest_is_left_alone(local_store: CheckpointStore) -> None:
     """Nothing is decided about its checkpoint."""
-    old = commit(local_store, 7)
-    commit(local_store, 11)
+    old = commit_files(local_store, 7)
+    commit_files(local_store, 11)
     local_store.storage.write(old.name.key, b"{}")
     assert apply(local_store) == []
     assert len(local_store.storage.sizes(layout.files_folder(old.uuid))) == len(FILES)
@@ -113,7 +105,7 @@ def test_an_unreadable_manifest_is_left_alone(local_store: CheckpointStore) -> N
 
 def test_pins_and_claims_keep_checkpoints(local_store: CheckpointStore) -> None:
     """A pinned checkpoint, another trial's source, and the newest of a running trial all stay."""
-    pinned, source, _, newest = [commit(local_store, n) for n in (7, 11, 13, 17)]
+    pinned, source, _, newest = [commit_files(local_store, n) for n in (7, 11, 13, 17)]
     pin(local_store, pinned.uuid, "figure 3", by="ann@here")
     with (
         claim_run(local_store, newest.trial),
@@ -130,7 +122,7 @@ def test_pins_and_claims_keep_checkpoints(local_store: CheckpointStore) -> None:
 
 def test_checkpoints_needed_since_the_plan_are_spared(local_store: CheckpointStore) -> None:
     """By a pin, or by a run that has started from them."""
-    pinned, source, old = [commit(local_store, n) for n in (7, 11, 13)]
+    pinned, source, old = [commit_files(local_store, n) for n in (7, 11, 13)]
     plan = plan_pruning(local_store, KEEP_NONE, "gpt")
     pin(local_store, pinned.uuid)
     with claim_run(local_store, "other-1") as claim:
@@ -143,7 +135,7 @@ def test_checkpoints_needed_since_the_plan_are_spared(local_store: CheckpointSto
 
 def test_an_uploading_trial_runs(local_store: CheckpointStore) -> None:
     """Also without a claim, as long as its intent is not too old."""
-    newest, uuid_to_come = commit(local_store, 7), new_manifest().uuid
+    newest, uuid_to_come = commit_files(local_store, 7), new_manifest().uuid
     local_store.announce_upload(newest.trial, uuid_to_come, "attempt-2")
     assert plan_pruning(local_store, KEEP_NONE, "gpt").deletions == []
     old = Intent(trial=newest.trial, uuid=uuid_to_come, attempt="", created_at=LONG_AGO)
@@ -156,7 +148,7 @@ def test_the_next_prune_finishes_a_failed_one(is_done: bool) -> None:
     """At whichever request it failed, listed checkpoints are intact."""
     for nth in itertools.count(1):
         store = memory()
-        manifests = [commit(store, n) for n in (7, 11, 13)]
+        manifests = [commit_files(store, n) for n in (7, 11, 13)]
         failing = FailingStore(store, nth, is_done)
         try:
             prune(failing, plan_pruning(store, LATEST, "gpt"))
@@ -176,7 +168,7 @@ def test_two_concurrent_prunes(step: int) -> None:
     """In any order of requests both succeed, and what the rules keep is left."""
     for begun, others, more in itertools.product(range(0, 16, step), range(0, 21, step), (1, 5)):
         store = memory()
-        manifests = [commit(store, n) for n in (7, 11, 13)]
+        manifests = [commit_files(store, n) for n in (7, 11, 13)]
         act = partial(prune, plan=plan_pruning(store, LATEST, "gpt"))
         order = [False] * begun + [True] * others + [False] * more + [True] * 40
         for outcome in interleave(store.url, act, act, order):
