@@ -26,7 +26,7 @@ from trial_core.errors import (
     Stalled,
     Stopped,
 )
-from trial_core.retention.claims import running
+from trial_core.retention.claims import claim_run
 from trial_core.run.observer import current_observer
 from trial_core.run.run_dirs import run_folder, slug, trial_id
 from trial_core.run.stop_request import Stopping
@@ -115,7 +115,7 @@ def evaluate_checkpoint(
     store = CheckpointStore(config.checkpoint_storage.url, config.checkpoint_storage.options)
     candidates = _candidates(store, config.name, checkpoint)
     name = trial_id(f"{config.name} evaluation", unique)
-    with run_folder(name, patience(config)) as run_dir, running(store, name) as claim:
+    with run_folder(name, patience(config)) as run_dir, claim_run(store, name) as claim:
         run = TrialRun(
             config, name, run_dir, store, current_observer(), stopping, claim, devices=devices
         )
@@ -145,7 +145,7 @@ def _candidates(store: CheckpointStore, experiment: str, asked_for: str | None) 
     if asked_for is not None:
         return [store.open(asked_for)]
     trial = store.newest_trial(experiment)
-    found = list(store.candidates(trial)) if trial is not None else []
+    found = list(store.resume_candidates(trial)) if trial is not None else []
     if not found:
         raise CheckpointNotFound(
             f"no checkpoint in {store.url} is of experiment {experiment!r}: train it first, or "

@@ -30,7 +30,7 @@ from trial_core.models.journal import (
     RetrainingPlan,
 )
 from trial_core.models.records import Version
-from trial_core.retention.claims import running
+from trial_core.retention.claims import claim_run
 from trial_core.run.searcher_metric import searcher_metric
 from trial_core.run.stop_request import Stopping
 from trialflow.flows.evaluate import EvaluateResult, evaluate_checkpoint
@@ -158,7 +158,7 @@ def retrain_model(
     )  # fmt: skip
     with (
         # The challenger's trial has a claim under its own name while it trains.
-        running(
+        claim_run(
             retraining.store, f"{plan.trial}-retraining", champion.checkpoint if champion else None
         ) as claim,
         report_failure(facts, retraining),
@@ -167,7 +167,7 @@ def retrain_model(
             facts.champion_result = validated_champion(attempt)
             facts.challenger = trained_challenger(attempt)
             if facts.challenger is not None:
-                claim.needs(facts.challenger.checkpoint)
+                claim.renew(facts.challenger.checkpoint)
                 facts.outcome = decide(attempt, facts.champion_result, facts.challenger)
         if facts.outcome is None:
             facts.ended = f"stopped: {stopping.asked}"

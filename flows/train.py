@@ -29,7 +29,7 @@ from trial_core.errors import (
     Stopped,
     TrialError,
 )
-from trial_core.retention.claims import running
+from trial_core.retention.claims import claim_run
 from trial_core.run.observer import current_observer
 from trial_core.run.run_dirs import clear_kept, clear_leftovers, run_folder, trial_id
 from trial_core.run.sequencer import (
@@ -152,7 +152,7 @@ def train_trial(
     with (
         run_folder(trial, patience(config)) as run_dir,
         Report(config, trial, run_dir, current_observer(), store, stopping) as report,
-        running(store, trial, config.searcher.source_checkpoint_uuid) as claim,
+        claim_run(store, trial, config.searcher.source_checkpoint_uuid) as claim,
     ):
         # Once, and not for each restart: that would win against a run that has come since.
         fence = store.take_over(trial, str(runtime.flow_run.id))
@@ -304,7 +304,7 @@ def fetch_start(run: TrialRun) -> ResumePoint:
         StorageError: the storage does not give one. It may be whole, so none takes its place.
     """
     tried: list[ResumePoint] = []
-    for manifest in run.store.candidates(run.trial):
+    for manifest in run.store.resume_candidates(run.trial):
         tried.append(start := ResumePoint.continuing(manifest))
         if (damage := fetch(run, start, manifest)) is None:
             run.metrics = start.metrics
@@ -325,5 +325,5 @@ def fetch(run: TrialRun, start: ResumePoint, manifest: Manifest) -> str | None:
     """Bring what `start` restores to the ranks; what is wrong with it, if something is."""
     if run.topology is not None:
         start.require_convertible(run.topology)
-    run.claim.needs(manifest.uuid)  # before: it must not be pruned while it is fetched
+    run.claim.renew(manifest.uuid)  # before: it must not be pruned while it is fetched
     return fetch_checkpoint(run, manifest, restore=start.restore)

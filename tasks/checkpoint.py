@@ -83,7 +83,7 @@ def checkpoint_upload(run: TrialRun, staged: StagedCheckpoint) -> Manifest:
     if run.topology is None:
         raise SlotsError("a checkpoint is saved only after the trial was built")
     with run.stage("checkpoint-upload", f"@{staged.progress.batches_trained}"):
-        run.store.begin(run.trial, staged.uuid, run.attempt, run.fence)
+        run.store.announce_upload(run.trial, staged.uuid, run.attempt, run.fence)
         manifest = staged.manifest(
             _upload(run, staged),
             trial=run.trial,

@@ -198,7 +198,7 @@ def _check_callbacks(retraining: RetrainingRun) -> None:
 @task(name="register", task_run_name="register", **_STORAGE_TASK)
 def register_challenger(retraining: RetrainingRun, plan: RetrainingPlan) -> Challenger:
     """Register the best checkpoint of the challenger's trial as a version of the model."""
-    rule, manifests = retraining.rule, retraining.store.candidates(plan.trial)
+    rule, manifests = retraining.rule, retraining.store.resume_candidates(plan.trial)
     best = rule.best_checkpoint(manifests)
     if best is None:
         return Challenger(why_none=rule.explain_no_best(manifests))

@@ -13,7 +13,7 @@ from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
-from trial_core.retention.claims import Running
+from trial_core.retention.claims import RunClaim
 from trial_core.run.observer import Observer
 from trial_core.run.stop_request import Stopping
 from trial_core.slots.group import SlotGroup
@@ -56,7 +56,7 @@ class TrialRun:
         store: CheckpointStore,
         observer: Observer,
         stopping: Stopping | None = None,
-        claim: Running | None = None,
+        claim: RunClaim | None = None,
         fence: Fence | None = None,
         devices: Mapping[str, str] | None = None,
     ) -> None:
@@ -67,7 +67,7 @@ class TrialRun:
         self.store = store
         self.observer = observer
         self.stopping = stopping or Stopping(0)
-        self.claim = claim or Running(store, trial)
+        self.claim = claim or RunClaim(store, trial)
         self.fence = fence
         self.devices = devices or {}
         self.metrics: dict[str, dict[str, Any]] = {}

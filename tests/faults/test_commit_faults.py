@@ -1,4 +1,4 @@
-"""The commit, when its reply is lost: told from a race that is lost."""
+"""A commit whose reply is lost is not mistaken for a conflict, nor the other way round."""
 
 from __future__ import annotations
 
@@ -19,24 +19,23 @@ READ_BACK = Fault("500", method="GET", key="/manifests/", times=None)
 
 
 def begun(scene: Scene, *faults: Fault) -> tuple[Site, Manifest]:
-    """A checkpoint without files that is about to be committed while `faults` come in the way."""
+    """A checkpoint without files that is about to be committed, with these faults."""
     site, uuid, _ = scene.new_site()
-    site.behind.begin(TRIAL, uuid, ATTEMPT)
+    site.behind.announce_upload(TRIAL, uuid, ATTEMPT)
     scene.endpoint.new_plan(*faults)
     return site, new_manifest(uuid=uuid, trial=TRIAL, attempt=ATTEMPT)
 
 
-@pytest.mark.parametrize("times", [1, None])
+@pytest.mark.parametrize("times", [1, pytest.param(None, marks=pytest.mark.long)])
 def test_a_lost_reply_is_no_failure(s3fs_scene: Scene, times: int | None) -> None:
-    """Once, or each time that it is tried again: what is stored tells that the commit was done."""
+    """The stored manifest shows that the commit has succeeded, also if all retries fail."""
     site, manifest = begun(s3fs_scene, replace(COMMIT, times=times))
     site.stores()["driver"].commit(manifest)
     check(site, manifest.uuid, manifest)
 
 
-def test_a_commit_of_which_nothing_more_is_heard(s3fs_scene: Scene) -> None:
-    """The reply is lost and the server gone: the storage has failed, nobody else has won; and
-    committing again finds that it was done."""
+def test_a_lost_reply_and_a_lost_server_are_a_storage_error(s3fs_scene: Scene) -> None:
+    """Not a conflict. Committing again finds that the commit has succeeded."""
     again = Fault("500", method="PUT", key="/manifests/", first=1, times=None)
     site, manifest = begun(s3fs_scene, COMMIT, again, READ_BACK)
     assert isinstance(
@@ -48,8 +47,8 @@ def test_a_commit_of_which_nothing_more_is_heard(s3fs_scene: Scene) -> None:
     check(site, manifest.uuid, manifest)
 
 
-def test_a_lost_race_is_a_conflict_although_its_reply_was_lost(s3fs_scene: Scene) -> None:
-    """Another attempt had committed: whoever lost the reply is told so, and changes nothing."""
+def test_a_conflict_with_a_lost_reply_is_a_conflict(s3fs_scene: Scene) -> None:
+    """Another attempt has committed before, and its manifest stays."""
     site, manifest = begun(s3fs_scene, COMMIT)
     winner = msgspec.structs.replace(manifest, attempt="attempt-2")
     site.behind.commit(winner)
@@ -58,8 +57,8 @@ def test_a_lost_race_is_a_conflict_although_its_reply_was_lost(s3fs_scene: Scene
     assert site.behind.list() == [winner]
 
 
-def test_a_commit_that_never_arrived_is_no_conflict(s3fs_scene: Scene) -> None:
-    """The request is cut each time: nothing is stored, and the storage has failed."""
+def test_a_commit_that_never_arrives_is_a_storage_error(s3fs_scene: Scene) -> None:
+    """The request is cut each time, and nothing is stored."""
     site, manifest = begun(
         s3fs_scene, Fault("cut request", method="PUT", key="/manifests/", times=None, byte=50)
     )

@@ -1,6 +1,6 @@
-"""kill -9 at random moments of a run on 2 ranks: the run that goes on is the undisturbed one.
+"""SIGKILL at random moments of a run on 2 ranks: the resumed run equals an undisturbed one.
 
-A few seeds by default, all 20 with ``-m long`` (``make test-long``).
+One seed by default, all 20 with ``-m long`` (``make test-long``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support.faults.saving import keys_of
 from tests.support.s3 import S3Server
 from tests.support.tensors import differing, tensors
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.fencing import Token
+from trial_core.checkpoint.fencing import AttemptRecord
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.transfer.fetch import download
@@ -47,12 +47,12 @@ def store_of(fit: Fit) -> CheckpointStore:
 
 
 def newest(fit: Fit) -> Manifest | None:
-    """The checkpoint that the next attempt would go on from."""
+    """The checkpoint that the next attempt resumes from."""
     return max(store_of(fit).list(), key=lambda each: each.progress.batches_trained, default=None)
 
 
 def end_of(fit: Fit, folder: Path) -> dict[str, torch.Tensor]:
-    """All that the last checkpoint holds."""
+    """All tensors of the last checkpoint."""
     last = newest(fit)
     assert last is not None
     assert last.progress.batches_trained == BATCHES
@@ -61,14 +61,17 @@ def end_of(fit: Fit, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def last_attempt(store: CheckpointStore, trial: str) -> str:
-    """The id of the attempt that may commit."""
+    """The id of the newest attempt."""
     token = store.storage.read(max(store.storage.sizes(layout.attempts_folder(trial))))
-    return msgspec.json.decode(token or b"", type=Token).attempt
+    return msgspec.json.decode(token or b"", type=AttemptRecord).attempt
 
 
 def orphans(store: CheckpointStore) -> set[str]:
-    """What is no checkpoint's, but for what another trial had begun: a run that is killed before
-    its first commit is not gone on with, and only its own trial's next run would sweep."""
+    """Files and intents that should have been swept.
+
+    A run that is killed before its first commit is not resumed. Its leftovers are not counted: only
+    a prune would sweep them.
+    """
     listed = store.list()
     trials = {manifest.trial for manifest in listed}
     begun = [key.split("/")[1:] for key in store.storage.sizes("uploads")]
@@ -88,7 +91,7 @@ def fits() -> Iterator[ForkedFits]:
 
 @pytest.fixture(scope="module")
 def straight(fits: ForkedFits, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Fit]:
-    """The undisturbed run of each ZeRO stage, when first asked for."""
+    """The undisturbed run of each ZeRO stage, created on first use."""
     runs: dict[int, Fit] = {}
 
     def run(zero_stage: int) -> Fit:
@@ -104,12 +107,11 @@ def straight(fits: ForkedFits, tmp_path_factory: pytest.TempPathFactory) -> Call
     "seed",
     [pytest.param(n, marks=[] if n in BY_DEFAULT else [pytest.mark.long]) for n in range(SEEDS)],
 )
-def test_a_killed_run_goes_on_bit_for_bit(
+def test_a_killed_run_resumes_bit_for_bit(
     fits: ForkedFits, straight: Callable[[int], Fit], moto_s3: S3Server, tmp_path: Path, seed: int
 ) -> None:
-    """Of every batch that any attempt trains: the samples, the loss and the random state are those
-    of the undisturbed run, and so is every tensor of the last checkpoint; none listed is damaged.
-    Half of the runs store on S3."""
+    """All attempts train the undisturbed run's batches, with its losses and random states, to the
+    same last checkpoint. Listed checkpoints are intact. Half of the runs store on S3."""
     rng = random.Random(seed)
     whole = straight(ZERO_STAGES[seed * len(ZERO_STAGES) // SEEDS])
     on_s3 = {"url": f"{moto_s3.new_bucket()}/runs", "options": moto_s3.options}
@@ -128,7 +130,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
     last = newest(fit)
     assert last is not None
     if before is not None and before.progress.batches_trained == BATCHES:
-        assert last == before  # killed when all was trained and committed
+        assert last == before  # killed after its last commit
     else:
         assert last.attempt == last_attempt(store_of(fit), last.trial)
     assert orphans(store_of(fit)) == set()

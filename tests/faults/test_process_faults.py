@@ -1,7 +1,8 @@
-"""Processes that save over S3 and are killed by SIGKILL at any of their requests."""
+"""Processes that save to S3 and are killed by SIGKILL at any of their requests."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import pytest
@@ -13,18 +14,17 @@ from tests.support.faults.scene import Scene
 from trial_core.transfer.upload import upload_files
 
 KILLED = -9
-SOME = 5
+SOME = 9
 
-each_moment = pytest.mark.parametrize("moment", ["kill before", "kill after"])
 Moment = Literal["kill before", "kill after"]
 
 
 def kill(scene: Scene, saves: ForkedSaves, fault: Fault, rank: int | None = None) -> Plan:
-    """Save in a process that is killed when a request meets `fault`; then all must be well."""
+    """Save in a process that is killed when a request meets `fault`; check and sweep."""
     site, uuid, plan = scene.new_site(fault)
     if rank is not None:
-        # What the driver and the other rank have done by then.
-        site.behind.begin(TRIAL, uuid, ATTEMPT)
+        # The driver and the other rank have done their part before.
+        site.behind.announce_upload(TRIAL, uuid, ATTEMPT)
         upload_files(site.behind, uuid, scene.staged[1 - rank], 1 - rank)
     scene.endpoint.on_kill = lambda seen: saves.kill()
     code = saves.run(site, scene.staged, uuid, scene.part_bytes, rank)
@@ -34,39 +34,35 @@ def kill(scene: Scene, saves: ForkedSaves, fault: Fault, rank: int | None = None
     return plan
 
 
-def some(scene: Scene, count: int, moment: Moment) -> range:
-    """A few indexes; not the same ones before and after."""
-    step = 2 * SOME if scene.is_real else SOME
-    return range(0 if moment == "kill before" else step // 2, count, step)
-
-
 def of_a_rank(scene: Scene) -> int:
-    """How many requests rank 1 sends."""
+    """Number of requests of rank 1."""
     return sum(seen.client == "rank-1" for seen in scene.clean_save.seen)
 
 
-@each_moment
-def test_a_driver_is_killed_with_its_ranks(
-    s3fs_scene: Scene, saves: ForkedSaves, moment: Moment
+def test_a_killed_driver_leaves_only_leftovers(
+    scenes: Callable[[str], Scene], saves: ForkedSaves
 ) -> None:
-    """At some of its requests, before or after they are carried out: what is listed verifies, and
-    a sweep takes the rest away."""
-    for index in some(s3fs_scene, len(s3fs_scene.clean_save.seen), moment):
-        kill(s3fs_scene, saves, Fault(moment, first=index))
+    """Killed at some of the save's requests: listed checkpoints are intact, and a sweep deletes the
+    rest."""
+    scene = scenes("moto-s3fs")
+    for index in range(0, len(scene.clean_save.seen), SOME):
+        kill(scene, saves, Fault("kill after", first=index))
 
 
-@each_moment
-def test_a_rank_is_killed(scene: Scene, saves: ForkedSaves, moment: Moment) -> None:
-    """At some of its requests: nothing is listed, and a sweep takes all of it away."""
-    for index in some(scene, of_a_rank(scene), moment):
-        kill(scene, saves, Fault(moment, first=index), rank=1)
+def test_a_killed_rank_leaves_only_leftovers(
+    scenes: Callable[[str], Scene], saves: ForkedSaves
+) -> None:
+    """Killed at some of its requests: nothing is listed, and a sweep deletes everything."""
+    scene = scenes("moto-s3fs")
+    for index in range(0, of_a_rank(scene), SOME // 2):
+        kill(scene, saves, Fault("kill before", first=index), rank=1)
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(1800)
-@each_moment
+@pytest.mark.parametrize("moment", ["kill before", "kill after"])
 def test_killed_at_any_request(scene: Scene, saves: ForkedSaves, moment: Moment) -> None:
-    """At every index, of all requests and of a rank's."""
+    """At every request of a save, and of a rank."""
     for index in range(len(scene.clean_save.seen)):
         kill(scene, saves, Fault(moment, first=index))
     for index in range(of_a_rank(scene)):

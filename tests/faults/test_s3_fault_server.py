@@ -9,8 +9,8 @@ from tests.support.s3 import S3Server
 from tests.support.waiting import until
 
 
-def test_a_hang_ends_when_its_client_does(moto_s3: S3Server) -> None:
-    """Also of a request whose body is larger than what is read without being asked for."""
+def test_a_hang_ends_when_the_client_disconnects(moto_s3: S3Server) -> None:
+    """Also if the request's body is larger than the server's read buffer."""
     with faulty_s3(moto_s3) as endpoint:
         plan = endpoint.new_plan(Fault("hang"))
         client = HTTPConnection(urlsplit(endpoint.server().endpoint_url).netloc)

@@ -21,7 +21,7 @@ with ceph_gateway() as server:
 
 
 def daemons_of(port: str) -> list[int]:
-    """The process ids of the gateway on that port and of what serves it."""
+    """The process ids of the gateway on a port and of its daemons."""
     found = []
     for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -30,13 +30,14 @@ def daemons_of(port: str) -> list[int]:
             if f"127.0.0.1:{port}\n" in config.read_text():
                 found.append(int(cmdline.parent.name))
         except (OSError, StopIteration):
-            continue  # ended meanwhile, or none of Ceph's
+            continue  # it has ended, or is not one of Ceph's
     return found
 
 
 @pytest.mark.gateway
+@pytest.mark.long
 def test_a_killed_test_session_leaves_no_gateway() -> None:
-    """SIGKILL of whoever started a gateway takes all its daemons down."""
+    """SIGKILL of the process that started a gateway ends all its daemons."""
     starter = subprocess.Popen(
         [sys.executable, "-c", STARTER],
         cwd=CEPH_SCRIPT.parents[2],

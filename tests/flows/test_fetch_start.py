@@ -65,8 +65,8 @@ def test_where_all_are_damaged_nothing_begins(tmp_path: Path, damaged: set[str])
     with pytest.raises(CheckpointDamaged) as refusal:
         trialflow.flows.train.fetch_start(run)
     assert str(refusal.value).startswith(
-        f"none of the 2 checkpoint(s) that trial {TRIAL} may go on from is whole; of the last that "
-        f"was tried: {older.uuid} lacks a file. Put its files back, or begin a new trial"
+        f"none of the 2 checkpoint(s) of trial {TRIAL} is intact; the last one tried: "
+        f"{older.uuid} lacks a file. Put back its files, or start a new trial"
     )
 
 

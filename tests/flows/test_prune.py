@@ -1,4 +1,4 @@
-"""The flow `prune`, and the prune that follows a run's commits, on a real server."""
+"""The flow `prune`, and the prunes after a run's commits, on a real server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from prefect import flow
 
 from tests.support.flow import stages
-from tests.support.manifests import leave_an_upload, new_manifest
+from tests.support.manifests import leave_unfinished_upload, new_manifest
 from tests.support.prefect import PrefectServer
 from tests.support.slots import toy_config
 from trial_core.checkpoint.manifest import Manifest
@@ -36,7 +36,7 @@ def experiment(here: Path, **rules: Any) -> ExperimentConfig:
 
 
 def commit(config: ExperimentConfig, *batches: int) -> list[Manifest]:
-    """Checkpoints without files, of a trial that gets worse."""
+    """Commit checkpoints without files, of a trial whose loss grows."""
     store = CheckpointStore(config.checkpoint_storage.url)
     manifests = [
         new_manifest(
@@ -52,7 +52,7 @@ def commit(config: ExperimentConfig, *batches: int) -> list[Manifest]:
 
 
 def prune(config: ExperimentConfig, **parameters: Any) -> tuple[Any, str]:
-    """Run the flow; its result, and the flow run's id."""
+    """Run the flow; its result and the flow run's id."""
     from trialflow.flows.prune import prune as prune_flow
     from trialflow.flows.server.embedded import flush
 
@@ -64,19 +64,18 @@ def prune(config: ExperimentConfig, **parameters: Any) -> tuple[Any, str]:
         flush()
 
 
-def there(config: ExperimentConfig) -> list[Manifest]:
+def listed(config: ExperimentConfig) -> list[Manifest]:
     return CheckpointStore(config.checkpoint_storage.url).list()
 
 
-def test_a_dry_run_is_a_table(prefect_server: PrefectServer, here: Path) -> None:
-    """By default: what would become of each checkpoint and why, as an artifact; nothing is
-    deleted."""
+def test_a_dry_run_deletes_nothing(prefect_server: PrefectServer, here: Path) -> None:
+    """It is the default, and shows each decision and its reason as an artifact."""
     config = experiment(here, save_trial_latest=1)
     best, old, new = commit(config, 7, 11, 13)
     result, flow_run_id = prune(config)
     assert (result.kept, result.deleted) == ((best.uuid, new.uuid), (old.uuid,))
     assert result.is_dry_run
-    assert there(config) == [best, old, new]
+    assert listed(config) == [best, old, new]
     (artifact,) = prefect_server.query(
         "artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [flow_run_id]}}}
     )
@@ -93,24 +92,24 @@ def test_a_dry_run_is_a_table(prefect_server: PrefectServer, here: Path) -> None
     assert names == ["plan-prune", "plan-sweep"]
 
 
-def test_a_prune(prefect_server: PrefectServer, here: Path) -> None:
-    """What is not kept is gone, in a stage of its own; what is pinned is there."""
+def test_a_prune_deletes_unpinned_checkpoints(prefect_server: PrefectServer, here: Path) -> None:
+    """In a separate stage, which a dry run does not have."""
     config = experiment(here, save_trial_latest=1)
     best, pinned, old, new = commit(config, 7, 9, 11, 13)
     pin(CheckpointStore(config.checkpoint_storage.url), pinned.uuid)
     result, flow_run_id = prune(config, dry_run=False)
-    assert there(config) == [best, pinned, new]
+    assert listed(config) == [best, pinned, new]
     assert (result.deleted, result.is_dry_run) == ((old.uuid,), False)
     names = [stage.name for stage in stages(prefect_server, flow_run_id, "delete-checkpoints")]
     assert names == ["plan-prune", "plan-sweep", "delete-checkpoints"]
 
 
-def test_what_killed_runs_have_left(prefect_server: PrefectServer, here: Path) -> None:
-    """Is in the table, with why, and then swept; for that alone no rules are needed."""
+def test_leftovers_are_swept(prefect_server: PrefectServer, here: Path) -> None:
+    """A dry run shows them as an artifact. An experiment without rules has leftovers too."""
     config = experiment(here)
     manifests = commit(config, 7)
     store = CheckpointStore(config.checkpoint_storage.url)
-    lost = leave_an_upload(store, "toy-2")
+    lost = leave_unfinished_upload(store, "toy-2")
     dry, flow_run_id = prune(config, leftovers_only=True)
     assert (dry.swept, dry.freed_bytes, dry.is_dry_run) == ((lost,), 4, True)
     (artifact,) = prefect_server.query(
@@ -121,19 +120,19 @@ def test_what_killed_runs_have_left(prefect_server: PrefectServer, here: Path) -
     assert (row["uuid"], row["trial"], row["action"]) == (lost, "toy-2", "delete")
     done, flow_run_id = prune(config, dry_run=False, leftovers_only=True)
     assert (done.swept, done.deleted, done.freed_bytes) == ((lost,), (), 4)
-    assert there(config) == manifests
+    assert listed(config) == manifests
     names = [stage.name for stage in stages(prefect_server, flow_run_id, "sweep-leftovers")]
     assert names == ["plan-sweep", "sweep-leftovers"]
 
 
 def test_an_experiment_without_rules_is_refused(here: Path) -> None:
-    """All are kept, so whoever prunes has forgotten something."""
-    with pytest.raises(ConfigError, match="checkpoint_storage says nothing of which"):
+    """It keeps all checkpoints, so there is nothing to prune."""
+    with pytest.raises(ConfigError, match="checkpoint_storage has no rules"):
         prune(experiment(here))
 
 
 def in_a_run(config: ExperimentConfig, act: Any) -> str:
-    """Call `act` with the pruning of a trial's run, inside a flow run; the latter's id."""
+    """Call `act` with a run's `Pruning` inside a flow run; the flow run's id."""
     from trialflow.flows.server.embedded import flush
 
     store = CheckpointStore(config.checkpoint_storage.url)
@@ -154,38 +153,37 @@ def in_a_run(config: ExperimentConfig, act: Any) -> str:
 
 
 def test_a_run_prunes_after_a_commit(prefect_server: PrefectServer, here: Path) -> None:
-    """Its own trial; the stage says after which batch."""
+    """The stage's name says after which batch."""
     config = experiment(here, save_trial_latest=1)
     best, _, new = commit(config, 7, 11, 13)
     flow_run_id = in_a_run(config, lambda pruning: pruning.start(13))
-    assert there(config) == [best, new]
+    assert listed(config) == [best, new]
     (stage,) = stages(prefect_server, flow_run_id, "checkpoint-prune @13")
     assert stage.state == "Completed"
 
 
-def test_a_run_without_rules_does_not(prefect_server: PrefectServer, here: Path) -> None:
-    """Nothing is deleted, and no stage shown."""
+def test_a_run_without_rules_does_not_prune(prefect_server: PrefectServer, here: Path) -> None:
+    """It has no such stage."""
     config = experiment(here)
     manifests = commit(config, 7, 11, 13)
     flow_run_id = in_a_run(config, lambda pruning: pruning.start(13))
-    assert there(config) == manifests
+    assert listed(config) == manifests
     assert stages(prefect_server, flow_run_id) == []
 
 
-def test_commits_meanwhile_are_one_more_prune(
+def test_commits_during_a_prune_cause_one_more_prune(
     prefect_server: PrefectServer, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many: the last state of the trial is pruned when the run ends, and starting never
-    waits for a prune under way."""
+    """However many they are. A commit never waits for the prune in progress."""
     config = experiment(here, save_trial_latest=1, save_trial_best=0)
     commit(config, 7, 11)
-    began, may_go_on = threading.Event(), threading.Event()
+    began, may_continue = threading.Event(), threading.Event()
     list_ = CheckpointStore.list
 
     def slow(store: CheckpointStore, trial: str | None = None) -> list[Manifest]:
         found = list_(store, trial)
         began.set()
-        may_go_on.wait(60)
+        may_continue.wait(60)
         return found
 
     def act(pruning: Pruning) -> None:
@@ -194,19 +192,19 @@ def test_commits_meanwhile_are_one_more_prune(
         commit(config, 13, 17)
         pruning.start(13)
         pruning.start(17)
-        may_go_on.set()
+        may_continue.set()
 
     monkeypatch.setattr(CheckpointStore, "list", slow)
     flow_run_id = in_a_run(config, act)
-    assert [each.progress.batches_trained for each in there(config)] == [17]
+    assert [each.progress.batches_trained for each in listed(config)] == [17]
     names = [stage.name for stage in stages(prefect_server, flow_run_id, "checkpoint-prune @17")]
     assert names == ["checkpoint-prune @11", "checkpoint-prune @17"]
 
 
-def test_a_prune_that_fails_is_a_warning(
+def test_a_failed_prune_is_a_warning(
     prefect_server: PrefectServer, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run goes on, and the first cause is in its log."""
+    """The run continues, and its log names the cause."""
     config = experiment(here, save_trial_latest=1)
 
     def broken(store: CheckpointStore, trial: str | None = None) -> list[Manifest]:
@@ -220,13 +218,13 @@ def test_a_prune_that_fails_is_a_warning(
         "logs/filter", {"logs": {"flow_run_id": {"any_": [flow_run_id]}, "level": {"ge_": 30}}}
     )
     assert [log["message"] for log in logs] == [
-        "old checkpoints were not deleted, which is tried again after the next one: the storage "
+        "old checkpoints are not deleted; the next checkpoint's prune tries again: the storage "
         "broke down"
     ]
 
 
-def test_its_deployment_is_a_dry_run() -> None:
-    """What is started by a click deletes nothing; a schedule that shall delete says so."""
+def test_the_deployment_is_a_dry_run() -> None:
+    """A person who starts it with a click deletes nothing."""
     from trialflow.flows.prune import prune as prune_flow
 
     described = yaml.safe_load(Path(__file__).parents[2].joinpath(PREFECT_FILE).read_text())

@@ -1,4 +1,4 @@
-"""Old checkpoints go while their trial trains: through the flow, on real ranks."""
+"""A run deletes old checkpoints while it trains: the flow on real ranks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from trial_core.retention.claims import claims
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
 
-def test_a_run_keeps_what_its_experiment_says(prefect_server: PrefectServer, here: Path) -> None:
-    """Saved every 4 batches; of those the last stays, and the first after each 8. It claims what
-    it needs no longer than it runs."""
+def test_a_run_keeps_the_checkpoints_of_its_rules(
+    prefect_server: PrefectServer, here: Path
+) -> None:
+    """It prunes after its commits, and its claim ends with it."""
     rules = {"save_trial_best": 0, "save_trial_latest": 1, "keep_every": {"batches": 8}}
     url = f"file://{here}/checkpoints"
-    result = train(one_slot(here, 20, checkpoint_storage={"url": url, **rules}))
+    result = train(one_slot(here, 20, checkpoint_storage={"url": url, **rules}))  # saves every 4
     store = CheckpointStore(url)
     manifests = store.list()
     assert [manifest.progress.batches_trained for manifest in manifests] == [8, 16, 20]

@@ -1,4 +1,4 @@
-"""Two actors on one storage, whose requests follow each other in an order that a test chooses."""
+"""Stores whose requests a test controls: two actors in a chosen order, a request that fails."""
 
 from __future__ import annotations
 
@@ -7,54 +7,81 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.errors import StorageError
 
 VERBS = frozenset({"read", "create", "write", "sizes", "delete", "remove", "clear"})
-"""What waits for its turn: a request, or several that another actor is not let in between."""
+"""The methods of a storage that count as one request."""
 LIMIT_SECONDS = 30.0
 
 
-class _Turns:
-    """A storage of which every request waits until it is told to go on."""
+class _RequestHook:
+    """A storage that calls `around` for each request, which may carry it out."""
 
-    def __init__(self, storage: Any) -> None:
-        self._storage = storage
-        self.news = threading.Semaphore(0)  # a request waits, or all is over
-        self.go = threading.Semaphore(0)
-        self.waiting = 0
+    def __init__(self, storage: Any, around: Callable[[Callable[[], Any]], Any]) -> None:
+        self._storage, self._around = storage, around
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._storage, name)
         if name not in VERBS:
             return attribute
+        return lambda *args, **options: self._around(lambda: attribute(*args, **options))
 
-        def in_turn(*arguments: Any, **named: Any) -> Any:
-            self.waiting += 1
-            self.news.release()
-            self.go.acquire(timeout=LIMIT_SECONDS)
-            self.waiting -= 1
-            return attribute(*arguments, **named)
 
-        return in_turn
+class FailingStore(CheckpointStore):
+    """Another client of a store, whose `nth` request fails.
+
+    Args:
+        is_done: whether that request is carried out, and only its reply is lost.
+    """
+
+    def __init__(self, store: CheckpointStore, nth: int, is_done: bool = False) -> None:
+        super().__init__(store.url, store.spec.options)
+        self._nth, self._is_done = nth, is_done
+        self.requests = 0
+        hook: Any = _RequestHook(self.storage, self._count)
+        self.storage = hook
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the request that fails has been sent."""
+        return self.requests >= self._nth
+
+    def _count(self, request: Callable[[], Any]) -> Any:
+        self.requests += 1
+        if self.requests != self._nth:
+            return request()
+        if self._is_done:
+            request()
+            raise StorageError("the reply was lost")
+        raise StorageError("the storage broke down")
 
 
 class _Actor:
+    """A thread that acts on a store and waits before each request."""
+
     def __init__(self, url: str, act: Callable[[CheckpointStore], Any]) -> None:
-        self._store = CheckpointStore(url)
-        self._turns = _Turns(self._store.storage)
-        self._store.storage = self._turns  # type: ignore[assignment]  # the same verbs
-        self._act = act
+        self._store, self._act = CheckpointStore(url), act
+        hook: Any = _RequestHook(self._store.storage, self._in_turn)
+        self._store.storage = hook
+        self._is_waiting = threading.Semaphore(0)  # before a request, or at the end
+        self._may_continue = threading.Semaphore(0)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.has_ended = False
         self.outcome: Any = None
 
     def start(self) -> None:
         self._thread.start()
-        self._turns.news.acquire(timeout=LIMIT_SECONDS)
+        self._is_waiting.acquire(timeout=LIMIT_SECONDS)
 
     def step(self) -> None:
-        """Carry out one request, up to the next one."""
-        self._turns.go.release()
-        self._turns.news.acquire(timeout=LIMIT_SECONDS)
+        """Carry out one request, and wait until the actor is before the next."""
+        self._may_continue.release()
+        self._is_waiting.acquire(timeout=LIMIT_SECONDS)
+
+    def _in_turn(self, request: Callable[[], Any]) -> Any:
+        self._is_waiting.release()
+        self._may_continue.acquire(timeout=LIMIT_SECONDS)
+        return request()
 
     def _run(self) -> None:
         try:
@@ -62,7 +89,7 @@ class _Actor:
         except Exception as error:  # noqa: BLE001 - the test looks at it
             self.outcome = error
         self.has_ended = True
-        self._turns.news.release()
+        self._is_waiting.release()
 
 
 def interleave(
@@ -71,11 +98,11 @@ def interleave(
     second: Callable[[CheckpointStore], Any],
     order: Iterable[bool],
 ) -> tuple[Any, Any]:
-    """Run both; what each returned or raised.
+    """Run both actors; what each returned or raised.
 
     Args:
-        order: whose request is next: False the first's, True the second's. When it is at its end,
-            or an actor at its own, the rest follows.
+        order: whose request is next: False the first actor's, True the second's. After the order's
+            end, or an actor's, the other requests follow.
     """
     actors = (_Actor(url, first), _Actor(url, second))
     for actor in actors:

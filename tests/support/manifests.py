@@ -1,19 +1,18 @@
-"""Checkpoints to test with."""
+"""Checkpoints for tests."""
 
 from __future__ import annotations
 
 import hashlib
 import uuid as uuids
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tests.support.interleaving import VERBS
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.intents import Intent
-from trial_core.checkpoint.json_objects import as_object
+from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.manifest import FileEntry, Manifest, Topology
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import StorageError
 from trial_core.run.sequencer import Progress
 from trial_core.transfer.upload import upload_files
 
@@ -26,7 +25,7 @@ FILES = {
 
 
 def new_manifest(batches: int = 7, **fields: Any) -> Manifest:
-    """A manifest without files, of a checkpoint of its own."""
+    """The manifest of a new checkpoint, without files."""
     return Manifest(
         **{
             "uuid": str(uuids.uuid4()),
@@ -64,50 +63,60 @@ def upload(
     rank: int = 3,
     **fields: Any,
 ) -> Manifest:
-    """Stage and upload files; the manifest that would commit them."""
+    """Stage and upload files; the manifest to commit."""
     manifest = new_manifest(batches, **fields)
     entries = upload_files(store, manifest.uuid, stage(staging, files), rank)
     return new_manifest(batches, **fields, uuid=manifest.uuid, files=entries)
 
 
 def entry(path: str, data: bytes = b"x", rank: int = 0) -> FileEntry:
-    """What a manifest says of a file."""
+    """A file's entry in a manifest."""
     digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
     return FileEntry(path=path, size_bytes=len(data), digest=digest, rank=rank)
 
 
-def leave_an_upload(store: CheckpointStore, trial: str, begun_at: str = LONG_AGO) -> str:
-    """What a run that was killed then leaves of a checkpoint: intent and a file. Its uuid."""
+def put_files(
+    store: CheckpointStore, batches: int = 7, files: dict[str, bytes] = FILES, **fields: Any
+) -> Manifest:
+    """Store a checkpoint's files one by one; the manifest to commit."""
+    entries = [entry(path, data) for path, data in files.items()]
+    manifest = new_manifest(batches, **{"files": entries, **fields})
+    for path, data in files.items():
+        store.storage.write(layout.file_key(manifest.uuid, path), data)
+    return manifest
+
+
+def commit_files(store: CheckpointStore, batches: int = 7, **fields: Any) -> Manifest:
+    """Store and commit a checkpoint of several files."""
+    manifest = put_files(store, batches, **fields)
+    store.commit(manifest)
+    return manifest
+
+
+def leave_unfinished_upload(store: CheckpointStore, trial: str, begun_at: str = LONG_AGO) -> str:
+    """Leave an intent and a file, as a run that was killed during an upload; return the uuid."""
     intent = Intent(trial=trial, uuid=str(uuids.uuid4()), attempt="dead", created_at=begun_at)
-    store.storage.write(intent.key, as_object(intent))
+    store.storage.write(intent.key, encode_json(intent))
     store.storage.write(layout.file_key(intent.uuid, "model"), b"lost")
     return intent.uuid
+
+
+def stored_keys(store: CheckpointStore) -> set[str]:
+    """All keys of manifests, files, intents and run files."""
+    folders = (layout.MANIFESTS, layout.CHECKPOINTS, layout.UPLOADS, layout.RUNS)
+    return {key for folder in folders for key in store.storage.sizes(folder)}
+
+
+def keys_of(manifests: Iterable[Manifest]) -> set[str]:
+    """All keys of committed checkpoints."""
+    return {
+        key
+        for each in manifests
+        for key in (each.name.key, *(layout.file_key(each.uuid, file.path) for file in each.files))
+    }
 
 
 def stored_files(folder: Path) -> dict[str, bytes]:
     """All files below a folder."""
     found = (path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
-
-
-class Breaking:
-    """A storage whose `nth` request fails, before it or after it was carried out."""
-
-    def __init__(self, storage: Any, nth: int, is_done: bool) -> None:
-        self._storage, self.left, self._is_done = storage, nth, is_done
-
-    def __getattr__(self, name: str) -> Any:
-        attribute = getattr(self._storage, name)
-        if name not in VERBS:
-            return attribute
-
-        def request(*arguments: Any, **named: Any) -> Any:
-            self.left -= 1
-            if self.left == 0 and not self._is_done:
-                raise StorageError("the storage broke down")
-            result = attribute(*arguments, **named)
-            if self.left == 0:
-                raise StorageError("the reply was lost")
-            return result
-
-        return request

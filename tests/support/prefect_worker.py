@@ -131,7 +131,7 @@ class Scene:
 
     def saved(self) -> int:
         """The batches of the newest checkpoint, which is verified."""
-        (newest, *_) = self.store.candidates(self.trial)
+        (newest, *_) = self.store.resume_candidates(self.trial)
         self.store.verify(newest.uuid)
         return newest.progress.batches_trained
 

@@ -1,4 +1,4 @@
-"""How long the ranks may take over what each stage asks of them."""
+"""The stall timeout that each stage passes with its request to the ranks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from trialflow.tasks.run_files import upload_run_files
 from trialflow.tasks.train_workload import train_workload
 from trialflow.tasks.validate import validate
 
-BATCHES: dict[str, Callable[[TrialRun], Any]] = {
-    "train-workload": lambda run: train_workload.fn(run, 0, 5),
-    "validate": lambda run: validate.fn(run, 5),
-}
 CHECKPOINT: Any = SimpleNamespace(
     uuid="4f0c21aa", files=[], topology=None, progress=Progress(batches_trained=5)
 )
-OTHERS: dict[str, Callable[[TrialRun], Any]] = {
+BATCH_STAGES: dict[str, Callable[[TrialRun], Any]] = {
+    "train-workload": lambda run: train_workload.fn(run, 0, 5),
+    "validate": lambda run: validate.fn(run, 5),
+}
+OTHER_STAGES: dict[str, Callable[[TrialRun], Any]] = {
     "build-trial": lambda run: build_trial.fn(run),
     "fetch-checkpoint": lambda run: fetch_checkpoint.fn(run, CHECKPOINT),
     "build-loaders": lambda run: build_loaders.fn(run, ResumePoint()),
@@ -37,39 +37,32 @@ OTHERS: dict[str, Callable[[TrialRun], Any]] = {
     "checkpoint-save": lambda run: checkpoint_save.fn(run, Progress(batches_trained=5)),
     "upload-run-files": lambda run: upload_run_files.fn(run, 5),
 }
+STAGES = {**BATCH_STAGES, **OTHER_STAGES}
 
 
-class _Asked(Exception):
-    """The ranks were asked for something."""
+class _Requested(Exception):
+    """A request was sent to the ranks."""
 
 
-def limit(stage: Callable[[TrialRun], Any], folder: Path, stall_timeout: float | None) -> Any:
-    """How long ranks may give no sign during a stage, by what the experiment says."""
+def requested_limit(stage: str, folder: Path, stall_timeout: float | None) -> Any:
+    """The stall timeout of a stage's request, if the experiment's is `stall_timeout`."""
 
     def request(*arguments: Any, **limits: Any) -> Any:
-        raise _Asked(limits)
+        raise _Requested(limits)
 
     stopping = {"stall_timeout_seconds": stall_timeout}
     store = CheckpointStore(f"file://{folder}")
     run = TrialRun(toy_config(folder, stopping=stopping), "toy-0a", folder, store, Observer())
-    run.slots = SimpleNamespace(request=request)  # type: ignore[assignment]  # asked, not driven
-    with pytest.raises(_Asked) as asked:
-        stage(run)
-    return asked.value.args[0].get("stall_seconds")
+    run.slots = SimpleNamespace(request=request)  # type: ignore[assignment]  # no real ranks
+    with pytest.raises(_Requested) as requested:
+        STAGES[stage](run)
+    return requested.value.args[0].get("stall_seconds")
 
 
-@pytest.mark.parametrize("stage", [*BATCHES, *OTHERS])
-def test_no_stage_hangs_for_ever(tmp_path: Path, stage: str) -> None:
-    """Unless the experiment has it so."""
-    ask = {**BATCHES, **OTHERS}[stage]
-    assert limit(ask, tmp_path, 7200.0) == 7200.0
-    assert limit(ask, tmp_path, None) is None
-
-
-@pytest.mark.parametrize("stage", [*BATCHES, *OTHERS])
-def test_who_knows_how_long_batches_take_does_not_hurry_the_rest(
-    tmp_path: Path, stage: str
-) -> None:
-    """A short limit is for batches: builds, callbacks and saves have half an hour at least."""
-    ask = {**BATCHES, **OTHERS}[stage]
-    assert limit(ask, tmp_path, 60.0) == (60.0 if stage in BATCHES else 1800.0)
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_has_a_stall_timeout(tmp_path: Path, stage: str) -> None:
+    """Unless the experiment turns it off. A short one applies to batches only: the other stages
+    have at least half an hour."""
+    assert requested_limit(stage, tmp_path, 7200.0) == 7200.0
+    assert requested_limit(stage, tmp_path, None) is None
+    assert requested_limit(stage, tmp_path, 60.0) == (60.0 if stage in BATCH_STAGES else 1800.0)

@@ -1,1 +1,1 @@
-"""What a checkpoint is: its manifest, where it lies, how it is committed and found again."""
+"""Checkpoints: their manifests, keys and intents, the commit, fencing, and where a run resumes."""

@@ -1,23 +1,26 @@
-"""Beginning and committing a checkpoint: in which order what is written and looked at.
+"""Announcing and committing a checkpoint: the order of the reads and writes.
 
-The manifest is written last, once and create-only, after every file it lists is there. Meanwhile
-another attempt may take the trial over and sweep away what this one has begun::
+The manifest is written last, once and create-only, after all files that it lists are stored. During
+a commit another attempt may take over the trial and sweep what this attempt has uploaded::
 
-    who commits                                     who takes over
-    C1  says as what, in its intent                 T1  takes its number
-    C2  looks for a later number; gives up          T2  looks for intents
-    C3  looks whether all files are there           T3  for those that say as what: writes a void
-    C4  writes the manifest, if nothing is there        in the manifest's place, if nothing is there
-    C5  where there is a later number: looks        T4  deletes the files of those that had none,
-        again whether all files are there,              the void, the intent; then looks for the
-        and takes the manifest back if not              checkpoints to go on from
+    commit                                          take-over and sweep
+    C1  adds the manifest's key to the intent       T1  takes the next number
+    C2  checks the fence: fails if superseded       T2  reads the intents
+    C3  checks that all files are stored            T3  for each with a manifest's key: writes a
+    C4  creates the manifest                            tombstone under that key, create-only
+    C5  if superseded: checks again that all        T4  where that succeeded, or there was no key:
+        files are stored; if not, deletes the           deletes the files, the tombstone, the
+        manifest and fails                              intent; then looks for checkpoints to
+                                                        resume from
 
-Either C2 sees T1, or it came before; then T2 sees C1, and one of C4 and T3 comes first, and
-decides. If it is C4, the checkpoint stays, and who takes over may go on from it. If it is T3, it is
-none: as long as the void is there C4 fails; once it is gone, so are the files, and C5 finds that.
-So nobody goes on from a checkpoint that is taken back, and none appears once another attempt has
-looked for those that it may go on from. (Who is killed between C4 and C5, after T4, leaves a
-manifest without files: listed, and found damaged by whoever would restore it.)
+Either C2 sees T1 and the commit fails; or C1 came before T1, and T2 reads the manifest's key. Then
+C4 and T3 write the same key, create-only, and the first one decides. If C4 is first, the
+checkpoint stays, and the new attempt may resume from it. If T3 is first, C4 fails while the
+tombstone is there; after T4 the files are gone, which C5 finds. So no run resumes from a checkpoint
+that is deleted later, and no checkpoint of the old attempt appears after the new one has looked.
+
+One case is left: a driver that is killed between C4 and C5, after T4, leaves a manifest without
+files. The checkpoint is listed, and a restore finds that it is damaged.
 """
 
 from __future__ import annotations
@@ -27,34 +30,37 @@ import logging
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.intents import Intent, read_intent
-from trial_core.checkpoint.json_objects import as_object
-from trial_core.checkpoint.manifest import Manifest, is_void, utc_now
+from trial_core.checkpoint.json_objects import encode_json
+from trial_core.checkpoint.manifest import Manifest, is_tombstone, utc_now
 from trial_core.errors import CheckpointDamaged, CommitConflict, StorageError
 from trial_core.storage.base import Storage
 
-_TRIES = 20
+_ANNOUNCE_TRIES = 20
 
 _logger = logging.getLogger(__name__)
 
 
-def begin(storage: Storage, trial: str, uuid: str, attempt: str, fence: Fence | None) -> None:
-    """See `CheckpointStore.begin`."""
+def announce_upload(
+    storage: Storage, trial: str, uuid: str, attempt: str, fence: Fence | None
+) -> None:
+    """See `CheckpointStore.announce_upload`."""
     number = fence.number if fence is not None else 0
     intent = Intent(trial=trial, uuid=uuid, attempt=attempt, created_at=utc_now(), number=number)
-    for _ in range(_TRIES):
+    for _ in range(_ANNOUNCE_TRIES):
         try:
-            storage.create(intent.key, as_object(intent))
+            storage.create(intent.key, encode_json(intent))
             break
         except FileExistsError:
-            # Of an earlier try, which stays as it is; unless it has just been swept.
+            # The intent of an earlier try stays as it is, unless it has just been swept.
             if read_intent(storage, trial, uuid) is not None:
                 break
     else:
         raise CommitConflict(
-            f"checkpoint {uuid} is not uploaded: {storage.url}/{intent.key} comes and goes; let "
-            f"only one run train trial {trial}"
+            f"checkpoint {uuid} is not uploaded: its intent, {storage.url}/{intent.key}, was "
+            f"written and deleted by others {_ANNOUNCE_TRIES} times; let only one run train trial "
+            f"{trial}"
         )
-    if fence is not None:  # after the intent: who takes over from now on finds it
+    if fence is not None:  # after the intent is written: a later take-over then finds it
         fence.check(f"checkpoint {uuid} is not uploaded")
 
 
@@ -63,25 +69,26 @@ def commit(storage: Storage, manifest: Manifest, fence: Fence | None) -> None:
     data = manifest.to_json()
     # What readers would refuse must not be committed.
     Manifest.from_json(data, f"the manifest of checkpoint {manifest.uuid}")
-    intent = _announce(storage, manifest, fence)
+    intent = _announce_commit(storage, manifest, fence)
     if fence is not None:
         fence.check(_not_committed(manifest))
-    if (missing := _first_missing(storage, manifest)) is not None:
-        if fence is not None:  # they may have been swept just now
+    if (missing := _first_missing_file(storage, manifest)) is not None:
+        if fence is not None:  # the files may have just been swept
             fence.check(_not_committed(manifest))
         raise CheckpointDamaged(f"{_not_committed(manifest)}: {missing}")
     try:
         storage.create(manifest.name.key, data)
     except FileExistsError as error:
-        raise _refused(storage, manifest, fence, intent) from error
-    if (fence is None or not fence.is_last()) and _first_missing(storage, manifest) is not None:
+        raise _conflict(storage, manifest, fence, intent) from error
+    is_fenced = fence is not None and fence.is_newest()
+    if not is_fenced and _first_missing_file(storage, manifest) is not None:
         storage.remove(manifest.name.key)
-        raise _was_swept(storage, manifest, fence)
+        raise _swept_error(storage, manifest, fence)
     _tidy(storage, intent)
 
 
-def _announce(storage: Storage, manifest: Manifest, fence: Fence | None) -> Intent:
-    """Say in the intent as what the checkpoint is about to be committed."""
+def _announce_commit(storage: Storage, manifest: Manifest, fence: Fence | None) -> Intent:
+    """Write into the intent under which key the manifest is about to be written."""
     intent = Intent(
         trial=manifest.trial,
         uuid=manifest.uuid,
@@ -90,51 +97,57 @@ def _announce(storage: Storage, manifest: Manifest, fence: Fence | None) -> Inte
         number=fence.number if fence is not None else 0,
         batches=manifest.progress.batches_trained,
     )
-    storage.write(intent.key, as_object(intent))
+    storage.write(intent.key, encode_json(intent))
     return intent
 
 
 def _tidy(storage: Storage, intent: Intent) -> None:
-    """Drop what retries may have left beside a committed checkpoint's files, and its intent."""
+    """Delete a committed checkpoint's intent, and partial uploads that retries have left."""
     try:
         storage.abort_uploads(layout.files_folder(intent.uuid))
         storage.remove(intent.key)
     except StorageError as error:
-        _logger.warning("left until trial %s runs again: %s", intent.trial, error)
+        _logger.warning(
+            "checkpoint %s is committed, but leftovers of its upload stay until trial %s runs "
+            "again: %s",
+            intent.uuid, intent.trial, error,
+        )  # fmt: skip
 
 
 def _not_committed(manifest: Manifest) -> str:
     return f"checkpoint {manifest.uuid} is not committed"
 
 
-def _refused(
+def _conflict(
     storage: Storage, manifest: Manifest, fence: Fence | None, intent: Intent
 ) -> CommitConflict:
-    """Why the manifest cannot be written."""
+    """Why the manifest's key is not free."""
     there = storage.read(manifest.name.key)
-    if there is None or is_void(there):
-        return _was_swept(storage, manifest, fence)
-    storage.remove(intent.key)  # it is committed, whoever did it
+    if there is None or is_tombstone(there):
+        return _swept_error(storage, manifest, fence)
+    storage.remove(intent.key)  # the checkpoint is committed, by whatever attempt
     return CommitConflict(
-        f"checkpoint {manifest.uuid} of trial {manifest.trial} is committed already, by "
-        f"another writer than {manifest.attempt} or with another manifest "
-        f"({storage.url}/{manifest.name.key}): two runs may be writing this trial; let only "
-        "one of them go on"
+        f"checkpoint {manifest.uuid} of trial {manifest.trial} is already committed, by another "
+        f"writer than {manifest.attempt} or with another manifest "
+        f"({storage.url}/{manifest.name.key}): two runs may be training this trial; let only one "
+        "of them continue"
     )
 
 
-def _was_swept(storage: Storage, manifest: Manifest, fence: Fence | None) -> CommitConflict:
+def _swept_error(storage: Storage, manifest: Manifest, fence: Fence | None) -> CommitConflict:
     if fence is not None:
-        return fence.superseded(f"{_not_committed(manifest)}, and what was uploaded is deleted")
+        return fence.superseded_error(
+            f"{_not_committed(manifest)}, and its uploaded files are deleted"
+        )
     return CommitConflict(
-        f"{_not_committed(manifest)}: another run of trial {manifest.trial} has begun since, and "
-        f"deleted what {manifest.attempt} had uploaded of it to "
-        f"{storage.url}/{layout.files_folder(manifest.uuid)}; let only one of them go on"
+        f"{_not_committed(manifest)}: another run of trial {manifest.trial} has started since, and "
+        f"has deleted what {manifest.attempt} had uploaded to "
+        f"{storage.url}/{layout.files_folder(manifest.uuid)}; let only one of them continue"
     )
 
 
-def _first_missing(storage: Storage, manifest: Manifest) -> str | None:
-    """What is wrong with the first file that is not stored whole."""
+def _first_missing_file(storage: Storage, manifest: Manifest) -> str | None:
+    """What is wrong with the first file that is missing or has another size; None: nothing."""
     folder = layout.files_folder(manifest.uuid)
     there = storage.sizes(folder)
     for file in manifest.files:
@@ -143,7 +156,7 @@ def _first_missing(storage: Storage, manifest: Manifest) -> str | None:
             return (
                 f"{file.path}, written by rank {file.rank}, "
                 f"{'is missing' if seen is None else f'has {seen} bytes'} in "
-                f"{storage.url}/{folder}, and {file.size_bytes} bytes were expected; upload it "
-                "before committing"
+                f"{storage.url}/{folder}, expected {file.size_bytes} bytes; upload it before "
+                "committing"
             )
     return None

@@ -1,15 +1,16 @@
-"""Fencing: of all attempts at a trial the last one alone may commit.
+"""Fencing: of all attempts at a trial only the newest may commit.
 
-An attempt that was taken for dead is not always dead: its machine slept, its network was gone.
-Meanwhile another one goes on with the trial, and must not find checkpoints under its feet that the
-first has saved since. So each attempt, before it looks at what there is, takes the next number::
+An attempt that is presumed dead may be alive: its machine slept, or its network failed. Another
+attempt has taken over its trial meanwhile, and must not find new checkpoints of the older one. So
+before an attempt looks for a checkpoint to resume from, it takes the trial's next number::
 
-    attempts/{trial}/{number:06d}.json     who it is, and since when
+    attempts/{trial}/{number:06d}.json     who took over, and when
 
-It is created only if nobody has it, so of two attempts at once one is the later. An attempt after
-which another has come is superseded. It is told so before it uploads and before it commits.
+The object is create-only, so two attempts at the same time get two numbers. An attempt with a lower
+number than the newest is superseded, and is refused when it announces an upload or commits. Numbers
+are never reused, also after the run has ended: an attempt may wake up at any time.
 
-What it had begun before is decided with each checkpoint's manifest; see `committing`.
+`commit` describes what happens to a commit in progress during a take-over.
 """
 
 from __future__ import annotations
@@ -20,28 +21,28 @@ from collections.abc import Iterator
 import msgspec
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.json_objects import as_object, this_user
+from trial_core.checkpoint.json_objects import decode_json, encode_json, user_at_host
 from trial_core.checkpoint.manifest import utc_now
 from trial_core.errors import CommitConflict, StorageError, Superseded
 from trial_core.storage.base import Storage
 
-KEPT = 8
-"""How many attempts at a trial stay written down; older ones tell nobody anything."""
+ATTEMPTS_KEPT = 8
+"""How many attempts of a trial stay recorded."""
 
-_TRIES = 20
+_TAKE_OVER_TRIES = 20
 
 _logger = logging.getLogger(__name__)
 
 
-class Token(msgspec.Struct, frozen=True, kw_only=True):
-    """That an attempt has taken a trial over.
+class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The record that an attempt has taken over a trial.
 
     Attributes:
-        trial: which.
-        number: of the attempt, among all at this trial: the highest may commit.
-        attempt: its id.
-        by: who drives it: ``user@host``.
-        at: when it took over: ISO 8601, UTC.
+        trial: the trial's id.
+        number: the attempt's number among all attempts at the trial. The highest may commit.
+        attempt: the attempt's id.
+        by: user and machine of its driver: ``user@host``.
+        at: time of the take-over: ISO 8601, UTC.
     """
 
     trial: str
@@ -52,51 +53,55 @@ class Token(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fence:
-    """What an attempt holds while it trains: its number. Safe to use from several threads.
+    """An attempt's number, and whether it is still the newest. Safe to use from several threads.
 
     Args:
-        token: what it has written down in that storage.
+        storage: where `record` is stored.
     """
 
-    def __init__(self, storage: Storage, token: Token) -> None:
+    def __init__(self, storage: Storage, record: AttemptRecord) -> None:
         self._storage = storage
-        self.token = token
+        self.record = record
 
     @property
     def number(self) -> int:
-        """The attempt's number; later ones have higher ones."""
-        return self.token.number
+        """The attempt's number. Later attempts have higher ones."""
+        return self.record.number
 
-    def is_last(self) -> bool:
-        """Whether no other attempt has come since. One request."""
-        return max(_numbers(self._storage, self.token.trial), default=0) <= self.number
+    @property
+    def attempt(self) -> str:
+        """The attempt's id."""
+        return self.record.attempt
 
-    def check(self, what: str) -> None:
-        """Refuse to go on if another attempt has come since. One request, unless it refuses.
+    def is_newest(self) -> bool:
+        """Whether no later attempt has taken over. One request."""
+        return max(_numbers(self._storage, self.record.trial), default=0) <= self.number
+
+    def check(self, consequence: str) -> None:
+        """Raise if a later attempt has taken over. One request if not.
 
         Args:
-            what: what is refused then, as a sentence without its end: ``"checkpoint u is not …"``.
+            consequence: what is not done then, as the start of the error message.
 
         Raises:
-            Superseded: says by whom, where, and since when.
+            Superseded: says which attempt has taken over, by whom and when.
         """
-        if not self.is_last():
-            raise self.superseded(what)
+        if not self.is_newest():
+            raise self.superseded_error(consequence)
 
-    def superseded(self, what: str) -> Superseded:
-        """The error that says who has come since; see `check`."""
-        own = self.token
-        last = max(_numbers(self._storage, own.trial), default=0)
-        data = self._storage.read(layout.attempt_key(own.trial, last))
-        try:
-            token = msgspec.json.decode(data or b"", type=Token)
-            who = f"attempt {token.attempt}, by {token.by}, has taken over at {token.at}"
-        except (msgspec.MsgspecError, UnicodeDecodeError):  # half of one; or tidied since
-            who = "another attempt has taken over since"
+    def superseded_error(self, consequence: str) -> Superseded:
+        """The error that `check` raises."""
+        own = self.record
+        newest = max(_numbers(self._storage, own.trial), default=0)
+        data = self._storage.read(layout.attempt_key(own.trial, newest))
+        other = decode_json(data or b"", AttemptRecord)
+        who = "another attempt"
+        if other is not None:  # not half an object, and not deleted since
+            who = f"attempt {other.attempt}, by {other.by} at {other.at},"
         return Superseded(
-            f"{what}: trial {own.trial} is not this attempt's any more. {who}, as number {last}; "
-            f"this is attempt {own.attempt}, by {own.by}, number {own.number} of {own.at}. It was "
-            "taken for dead, or the trial was started twice: end this one, and let the other go on"
+            f"{consequence}: {who} has taken over trial {own.trial}, as number {newest}; this is "
+            f"attempt {own.attempt}, by {own.by}, number {own.number} of {own.at}. It was presumed "
+            "dead, or the trial was started twice: end this run and let the other one continue"
         )
 
 
@@ -104,51 +109,53 @@ def take_over(storage: Storage, trial: str, attempt: str, after: int | None = No
     """See `CheckpointStore.take_over`.
 
     Args:
-        after: take over from the attempt of that number alone, not from one that has come since.
+        after: the newest attempt's number as the caller knows it; refuse if a later one has come.
     """
-    for _ in range(_TRIES):
+    for _ in range(_TAKE_OVER_TRIES):
         numbers = _numbers(storage, trial)
         number = max(numbers, default=0) + 1
         if after is not None and number != after + 1:
             raise CommitConflict(
-                f"trial {trial} is not taken over from attempt number {after}: number {number - 1} "
-                f"has come since, in {storage.url}; leave the trial to it"
+                f"trial {trial} in {storage.url} is not taken over: its newest attempt has number "
+                f"{number - 1}, expected {after}; leave the trial to that attempt"
             )
-        token = Token(trial=trial, number=number, attempt=attempt, by=this_user(), at=utc_now())
+        record = AttemptRecord(
+            trial=trial, number=number, attempt=attempt, by=user_at_host(), at=utc_now()
+        )
         try:
-            storage.create(layout.attempt_key(trial, number), as_object(token))
+            storage.create(layout.attempt_key(trial, number), encode_json(record))
         except FileExistsError:
-            continue  # somebody else was quicker, and will be superseded
-        _tidy(storage, trial, numbers)
-        return Fence(storage, token)
+            continue  # another attempt took this number: take the next one, and supersede it
+        _delete_old_records(storage, trial, numbers)
+        return Fence(storage, record)
     raise CommitConflict(
-        f"attempt {attempt} cannot take trial {trial} over: in {storage.url}, others took over "
-        f"{_TRIES} times while it tried; find out who starts this trial again and again"
+        f"attempt {attempt} cannot take over trial {trial} in {storage.url}: other attempts took "
+        f"the next number {_TAKE_OVER_TRIES} times; find out what keeps starting this trial"
     )
 
 
-def last_attempts(storage: Storage, trial: str) -> Iterator[tuple[int, Token | None]]:
-    """The attempts at a trial that are written down, the last one first: the number of each, and
-    what it has said; None where that cannot be read."""
+def newest_attempts(storage: Storage, trial: str) -> Iterator[tuple[int, AttemptRecord | None]]:
+    """Number and record of a trial's recorded attempts, newest first. None: unreadable."""
     for number in sorted(_numbers(storage, trial), reverse=True):
         data = storage.read(layout.attempt_key(trial, number))
-        try:
-            yield number, msgspec.json.decode(data or b"", type=Token)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            yield number, None
+        yield number, decode_json(data or b"", AttemptRecord)
 
 
 def _numbers(storage: Storage, trial: str) -> list[int]:
-    """The numbers of the attempts at a trial that are written down."""
-    keys = storage.sizes(layout.attempts_folder(trial))
-    return [number for key in keys if (number := layout.parse_attempt_key(key)) is not None]
+    folder = layout.attempts_folder(trial)
+    keys = storage.sizes(folder)
+    found = (layout.parse_numbered_key(folder, key) for key in keys)
+    return [number for number in found if number is not None]
 
 
-def _tidy(storage: Storage, trial: str, numbers: list[int]) -> None:
-    """Forget attempts of long ago. The oldest first: whoever misses one must see a later one."""
-    for number in sorted(numbers)[: -(KEPT - 1)]:
+def _delete_old_records(storage: Storage, trial: str, numbers: list[int]) -> None:
+    # Oldest first: a listing that misses one must show a later one.
+    for number in sorted(numbers)[: -(ATTEMPTS_KEPT - 1)]:
         try:
             storage.remove(layout.attempt_key(trial, number))
         except StorageError as error:
-            _logger.warning("left until trial %s is taken over again: %s", trial, error)
+            _logger.warning(
+                "an old attempt of trial %s stays recorded until the next take-over: %s",
+                trial, error,
+            )  # fmt: skip
             return

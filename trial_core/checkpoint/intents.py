@@ -1,11 +1,10 @@
-"""Intents: a word in the storage that a checkpoint is being uploaded, before its first byte is.
+"""Intents: objects that announce an upload before its first byte; and the sweep of leftovers.
 
-What a killed run leaves behind is then found by its trial's next run: without its intent, half a
-checkpoint of one trial looks like the upload under way of another. For trials that never run again,
-see `leftovers`.
+A trial's next run finds the leftovers of a killed run by their intents. Without an intent, half a
+checkpoint of one trial looks like an upload of another trial in progress. `retention.leftovers`
+sweeps trials that never run again.
 
-Two attempts may train one trial without knowing of each other: see `fencing`, and for what becomes
-of a commit that meets a sweep, `committing`.
+See `fencing` for two attempts at one trial, and `commit` for a commit that meets a sweep.
 """
 
 from __future__ import annotations
@@ -16,20 +15,21 @@ from dataclasses import dataclass
 import msgspec
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.manifest import Count, is_json, is_void, void
+from trial_core.checkpoint.json_objects import decode_json
+from trial_core.checkpoint.manifest import Count, is_json, is_tombstone, tombstone
 from trial_core.storage.base import Storage
 
 
 class Intent(msgspec.Struct, frozen=True, kw_only=True):
-    """That a checkpoint is being uploaded.
+    """The announcement that a checkpoint is being uploaded.
 
     Attributes:
-        trial: whose.
-        uuid: which.
-        attempt: id of the writer.
-        created_at: when it began: ISO 8601, UTC.
-        number: the attempt's, if it has taken the trial over.
-        batches: what its manifest's key says; known once it is about to be committed.
+        trial: the trial's id.
+        uuid: the checkpoint's.
+        attempt: the id of the attempt that uploads; empty if the intent is unreadable.
+        created_at: start of the upload: ISO 8601, UTC; empty if the intent is unreadable.
+        number: the attempt's number, 0 if it has not taken over the trial.
+        batches: those in its manifest's key; None until the commit begins.
     """
 
     trial: str
@@ -41,20 +41,20 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """Where it is stored."""
+        """The intent's key."""
         return layout.intent_key(self.trial, self.uuid)
 
 
 @dataclass(frozen=True)
-class Swept:
-    """What a sweep has found of an upload that never ended, and deleted.
+class SweptUpload:
+    """The leftovers of one upload, which a sweep has deleted.
 
     Attributes:
-        uuid: of the checkpoint that it would have been; None: of other files of the trial.
-        attempt: whose it was, if that is known.
-        files: how many were stored whole.
-        size_bytes: their size together.
-        uploads: how many files were stored in part.
+        uuid: the checkpoint's; None: other files of the trial.
+        attempt: the id of the attempt that uploaded, None if not known.
+        files: number of complete files.
+        size_bytes: their total size.
+        uploads: number of partially uploaded files.
     """
 
     uuid: str | None
@@ -65,65 +65,70 @@ class Swept:
 
     def __str__(self) -> str:
         what = f"checkpoint {self.uuid}" if self.uuid else "files beside checkpoints"
-        whose = f" of attempt {self.attempt}" if self.attempt else ""
+        attempt = f" of attempt {self.attempt}" if self.attempt else ""
         return (
-            f"{what}{whose}, never committed: {self.files} files of {self.size_bytes} bytes, and "
-            f"{self.uploads} in part"
+            f"{what}{attempt}, never committed: {self.files} files of {self.size_bytes} bytes, and "
+            f"{self.uploads} partial uploads"
         )
 
 
-def sweep(storage: Storage, trial: str, number: int | None = None) -> list[Swept]:
-    """Delete what uploads of a trial that never ended have left; what that was.
+def sweep(storage: Storage, trial: str, number: int | None = None) -> list[SweptUpload]:
+    """Delete the leftovers of a trial's uploads; return what was deleted.
 
     Args:
-        number: of the attempt that sweeps, and has nothing under way: what later ones upload is
-            left alone. None: nobody else may be at the trial.
+        number: the sweeping attempt's number: uploads of later attempts are left alone. None: no
+            other attempt may be running.
     """
     begun = intents(storage, trial, number)
     committed = _committed(storage, trial, {intent.uuid for intent in begun})
     swept = []
     for intent in begun:
-        if intent.uuid in committed or not _is_given_up(storage, intent):
-            storage.remove(intent.key)  # its writer died between the two
+        if intent.uuid in committed or not _prevent_commit(storage, intent):
+            storage.remove(intent.key)  # the driver was killed after the commit
             continue
         cleared = storage.clear(layout.files_folder(intent.uuid))
-        # In this order: what is left of a sweep that dies here is found again.
+        # In this order, the next sweep finds what is left if this one is killed here.
         if intent.batches is not None:
             storage.remove(layout.manifest_key(trial, intent.batches, intent.uuid))
         storage.remove(intent.key)
-        swept.append(Swept(intent.uuid, intent.attempt or None, *cleared))
-    for folder in layout.folders_of(trial):
+        swept.append(SweptUpload(intent.uuid, intent.attempt or None, *cleared))
+    for folder in layout.trial_folders(trial):
         if uploads := storage.abort_uploads(folder):
-            swept.append(Swept(None, None, 0, 0, uploads))
+            swept.append(SweptUpload(None, None, 0, 0, uploads))
     return swept
 
 
 def read_intent(storage: Storage, trial: str, uuid: str) -> Intent | None:
-    """The intent to upload a checkpoint; None where there is none."""
+    """The intent to upload a checkpoint, None if there is none.
+
+    An unreadable intent still announces its upload: the key says which.
+    """
     data = storage.read(layout.intent_key(trial, uuid))
     if data is None:
         return None
-    try:
-        read = msgspec.json.decode(data, type=Intent)
-    except (msgspec.MsgspecError, UnicodeDecodeError):  # half of one: its writer was killed
-        read = Intent(trial=trial, uuid=uuid, attempt="", created_at="")
+    read = decode_json(data, Intent)
+    if read is None:
+        return Intent(trial=trial, uuid=uuid, attempt="", created_at="")
     return msgspec.structs.replace(read, trial=trial, uuid=uuid)
 
 
 def intents(storage: Storage, trial: str, number: int | None = None) -> list[Intent]:
-    """The intents of a trial, but for those of attempts later than that one."""
+    """A trial's intents, without those of attempts later than `number`."""
     found = []
     for key in sorted(storage.sizes(layout.intents_folder(trial))):
-        uuid = layout.parse_intent_key(key)
-        intent = read_intent(storage, trial, uuid) if uuid is not None else None
+        name = layout.parse_intent_key(key)
+        intent = read_intent(storage, trial, name.uuid) if name is not None else None
         if intent is not None and (number is None or intent.number <= number):
             found.append(intent)
     return found
 
 
 def _committed(storage: Storage, trial: str, uuids: Collection[str]) -> set[str]:
-    """Which of those checkpoints are committed now. Half a manifest, which a broken connection may
-    leave where a storage has no conditional write, makes none, and goes."""
+    """Those of the checkpoints that are committed.
+
+    Deletes half manifests: where a storage has no conditional writes, a broken connection may leave
+    one, and it is no commit.
+    """
     found = set()
     for key, size_bytes in storage.sizes(layout.trial_folder(trial)).items():
         name = layout.parse_manifest_key(key)
@@ -132,18 +137,18 @@ def _committed(storage: Storage, trial: str, uuids: Collection[str]) -> set[str]
         data = storage.read(key)
         if data is not None and len(data) == size_bytes and not is_json(data):
             storage.remove(key)
-        elif data is not None and not is_void(data):
+        elif data is not None and not is_tombstone(data):
             found.add(name.uuid)
     return found
 
 
-def _is_given_up(storage: Storage, intent: Intent) -> bool:
-    """Whether nobody can commit that checkpoint any more; False: somebody has, just now."""
+def _prevent_commit(storage: Storage, intent: Intent) -> bool:
+    """Make sure that the checkpoint cannot be committed any more; False: it has just been."""
     if intent.batches is None:
-        return True  # whoever uploads it has yet to look who has taken over
+        return True  # its attempt checks the fence before it commits
     key = layout.manifest_key(intent.trial, intent.batches, intent.uuid)
     try:
-        storage.create(key, void(intent.uuid))
+        storage.create(key, tombstone(intent.uuid))
     except FileExistsError:
         return False
     return True

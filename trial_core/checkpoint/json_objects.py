@@ -1,4 +1,4 @@
-"""What is left in the storage for others to read: small JSON objects that say who, and when."""
+"""Small JSON objects in the storage, which say who did what, and when."""
 
 from __future__ import annotations
 
@@ -6,25 +6,47 @@ import contextlib
 import getpass
 import socket
 from datetime import datetime, timedelta, timezone
+from typing import TypeVar
 
 import msgspec
 
+Record = TypeVar("Record", bound=msgspec.Struct)
 
-def this_user() -> str:
-    """Who runs this process: ``user@host``."""
+
+def encode_json(value: msgspec.Struct) -> bytes:
+    """The bytes to store: JSON that a person can read."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+
+
+def decode_json(data: bytes, kind: type[Record]) -> Record | None:
+    """The stored record; None if it cannot be read.
+
+    A writer that is killed may leave half an object, where the storage has no atomic writes.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def user_at_host() -> str:
+    """The user and the machine of this process: ``user@host``."""
     user = "unknown"
     with contextlib.suppress(OSError, KeyError):  # a container may have no name for its user
         user = getpass.getuser()
     return f"{user}@{socket.gethostname()}"
 
 
+def age_of(at: str) -> timedelta | None:
+    """The time since `at` (ISO 8601, with an offset or Z); None if it is not such a time."""
+    try:
+        moment = datetime.fromisoformat(at.replace("Z", "+00:00"))  # Python 3.10 does not read Z
+    except ValueError:
+        return None
+    return None if moment.tzinfo is None else datetime.now(timezone.utc) - moment
+
+
 def is_older(at: str, age: timedelta) -> bool:
-    """Whether a time as a manifest writes it lies further back than `age`."""
-    # Python 3.10 does not read the Z.
-    moment = datetime.fromisoformat(at.replace("Z", "+00:00"))
-    return datetime.now(timezone.utc) - moment > age
-
-
-def as_object(value: msgspec.Struct) -> bytes:
-    """What is stored: JSON that a person can read."""
-    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+    """Whether `at` is longer ago than `age`. An unreadable time is not."""
+    seen = age_of(at)
+    return seen is not None and seen > age

@@ -1,25 +1,28 @@
-"""Where things lie under a storage's root. Pure names, no I/O.
+"""The keys of all objects in a storage. Pure names, no I/O.
 
-::
+A key is a POSIX path relative to the storage's root. All families of keys:
 
-    manifests/{trial}/{batches:010d}-{uuid}.json   the commit: written last, once, create-only
-    checkpoints/{uuid}/{path}                      files as the trial's save wrote them
-    uploads/{trial}/{uuid}.json                    that somebody uploads it, until the commit
-    attempts/{trial}/{number:06d}.json             who has taken the trial over; the last may commit
-    pins/{uuid}.json                               that a checkpoint stays
-    pins/{uuid}/{model}/{move:06d}-{unique}.json   that the registry needs it
-    claims/{trial}.json                            that a trial runs, and what it needs
-    deletions/{uuid}.json                          that a checkpoint is being deleted
-    runs/{trial}/{path}                            what a run writes beside: TensorBoard, traces
-    models/{model}/versions/{number:06d}.json      a checkpoint under a number; create-only
-    models/{model}/moves/{number:06d}.json         what the model's aliases are; the last holds
-    models/{model}/locks/{time}-{unique}.json      who appends to these, where `create` is not safe
-    models/{model}/retrainings/{run}/{path}        what a retraining writes
-    probes/{uuid}                                  written, read and deleted to try the storage
+==============================================  ======================================  =====================================
+key                                             written by                              deleted by
+==============================================  ======================================  =====================================
+manifests/{trial}/{batches:010d}-{uuid}.json    driver, to commit: last, create-only    prune
+checkpoints/{uuid}/{path}                       ranks, while they upload                prune; sweep if never committed
+uploads/{trial}/{uuid}.json                     driver, before the upload (intent)      commit; sweep if never committed
+attempts/{trial}/{number:06d}.json              driver, to take over the trial          later attempts: the last 8 stay
+claims/{trial}.json                             driver, when it starts and restores     end of the run; ignored after 30 days
+pins/{uuid}.json                                a person who pins                       a person who unpins
+pins/{uuid}/{model}/{move:06d}-{unique}.json    registry, before a promotion (hold)     a later move of the model's aliases
+deletions/{uuid}.json                           prune, before it deletes                prune, when it has deleted
+runs/{trial}/{path}                             ranks: TensorBoard files, traces        nothing
+models/{model}/versions/{number:06d}.json       registry, to register; create-only      nothing
+models/{model}/moves/{number:06d}.json          registry, to move aliases; create-only  nothing
+models/{model}/locks/{time}-{unique}.json       registry, if writes are not atomic      the writer; the next one if stale
+models/{model}/retrainings/{run}/{path}         a retraining: its journal, its report   nothing
+probes/{uuid}                                   a check of the storage                  the same check
+==============================================  ======================================  =====================================
 
-A key is a POSIX path relative to the root. A file without a manifest is no checkpoint: it is an
-upload under way, or what is left of one.
-"""
+Files without a manifest are no checkpoint: they belong to an upload in progress, or are leftovers.
+"""  # noqa: E501 - a table
 
 from __future__ import annotations
 
@@ -30,11 +33,14 @@ MANIFESTS = "manifests"
 CHECKPOINTS = "checkpoints"
 UPLOADS = "uploads"
 ATTEMPTS = "attempts"
+CLAIMS = "claims"
+PINS = "pins"
+DELETIONS = "deletions"
 RUNS = "runs"
 MODELS = "models"
 
 MANIFEST_NAME = "manifest.json"
-"""What the manifest is called in a downloaded checkpoint's folder; no file may be called so."""
+"""The manifest's name in a downloaded checkpoint's folder. No file of a checkpoint may have it."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")
@@ -42,12 +48,14 @@ _MANIFEST_KEY = re.compile(
     rf"{MANIFESTS}/(?P<trial>[^/]+)/(?P<batches>[0-9]{{10,}})-(?P<uuid>[^/]+)\.json"
 )
 _INTENT_KEY = re.compile(rf"{UPLOADS}/(?P<trial>[^/]+)/(?P<uuid>[^/]+)\.json")
+_HOLD_KEY = re.compile(
+    rf"{PINS}/(?P<uuid>[^/]+)/(?P<model>[^/]+)/(?P<move>[0-9]{{6,}})-(?P<unique>[^/]+)\.json"
+)
 _NUMBERED = re.compile(r"(?P<folder>.+)/(?P<number>[0-9]{6,})\.json")
-_ATTEMPT_KEY = re.compile(rf"{ATTEMPTS}/[^/]+/(?P<number>[0-9]{{6,}})\.json")
 
 
 class ManifestName(NamedTuple):
-    """What a manifest's key says of its checkpoint."""
+    """What a manifest's key says about its checkpoint."""
 
     trial: str
     batches: int
@@ -55,13 +63,40 @@ class ManifestName(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The key this was read from."""
+        """The manifest's key."""
         return manifest_key(self.trial, self.batches, self.uuid)
 
 
+class IntentName(NamedTuple):
+    """What an intent's key says about its upload."""
+
+    trial: str
+    uuid: str
+
+
+class HoldName(NamedTuple):
+    """What a hold's key says about it."""
+
+    uuid: str
+    model: str
+    move: int
+    unique: str
+
+
+# ------------------------------------------------------------------------------- checkpoints
+
+
 def manifest_key(trial: str, batches: int, uuid: str) -> str:
-    """The key of a checkpoint's manifest. Sorting the keys of a trial sorts by batches."""
+    """The key of a checkpoint's manifest. Sorting a trial's keys sorts them by batches."""
     return f"{trial_folder(trial)}/{batches:010d}-{uuid}.json"
+
+
+def parse_manifest_key(key: str) -> ManifestName | None:
+    """What a manifest's key says; None if it is not a manifest's key."""
+    match = _MANIFEST_KEY.fullmatch(key)
+    if match is None or not is_name(match["trial"]) or not is_uuid(match["uuid"]):
+        return None
+    return ManifestName(match["trial"], int(match["batches"]), match["uuid"])
 
 
 def trial_folder(trial: str) -> str:
@@ -79,60 +114,113 @@ def file_key(uuid: str, path: str) -> str:
     return f"{files_folder(uuid)}/{path}"
 
 
+# --------------------------------------------------------------------- trials and their runs
+
+
 def intents_folder(trial: str) -> str:
-    """The folder of what says which checkpoints of a trial are being uploaded."""
+    """The folder of a trial's intents."""
     return f"{UPLOADS}/{trial}"
 
 
 def intent_key(trial: str, uuid: str) -> str:
-    """The key of what says that a checkpoint is being uploaded."""
+    """The key of the intent to upload a checkpoint."""
     return f"{intents_folder(trial)}/{uuid}.json"
 
 
-def parse_intent_key(key: str) -> str | None:
-    """The uuid of the checkpoint that is being uploaded; None where the key is another one."""
+def parse_intent_key(key: str) -> IntentName | None:
+    """What an intent's key says; None if it is not an intent's key."""
     match = _INTENT_KEY.fullmatch(key)
-    return match["uuid"] if match is not None and is_uuid(match["uuid"]) else None
+    if match is None or not is_name(match["trial"]) or not is_uuid(match["uuid"]):
+        return None
+    return IntentName(match["trial"], match["uuid"])
 
 
 def attempts_folder(trial: str) -> str:
-    """The folder of what says who has taken a trial over."""
+    """The folder of a trial's attempts, which are numbered."""
     return f"{ATTEMPTS}/{trial}"
 
 
 def attempt_key(trial: str, number: int) -> str:
-    """The key of what says that an attempt has taken a trial over."""
-    return f"{attempts_folder(trial)}/{number:06d}.json"
+    """The key of the record that an attempt has taken over a trial."""
+    return numbered_key(attempts_folder(trial), number)
 
 
-def parse_attempt_key(key: str) -> int | None:
-    """The attempt's number; None where the key is another one."""
-    match = _ATTEMPT_KEY.fullmatch(key)
-    return int(match["number"]) if match is not None else None
+def claim_key(trial: str) -> str:
+    """The key of a trial's claim."""
+    return f"{CLAIMS}/{trial}.json"
+
+
+def run_folder(trial: str) -> str:
+    """The folder of the files that a trial's runs write besides checkpoints."""
+    return f"{RUNS}/{trial}"
+
+
+def run_file_key(trial: str, path: str) -> str:
+    """The key of one of the files in `run_folder`."""
+    return f"{run_folder(trial)}/{path}"
+
+
+def trial_folders(trial: str) -> tuple[str, ...]:
+    """The folders that one trial alone writes to, besides those of its checkpoints' files."""
+    return trial_folder(trial), intents_folder(trial), run_folder(trial)
+
+
+# ---------------------------------------------------------------------- keeping and deleting
+
+
+def pin_key(uuid: str) -> str:
+    """The key of a checkpoint's pin."""
+    return f"{PINS}/{uuid}.json"
+
+
+def holds_folder(uuid: str) -> str:
+    """The folder of the registry's holds on a checkpoint."""
+    return f"{PINS}/{uuid}"
+
+
+def hold_key(name: HoldName) -> str:
+    """The key of a hold."""
+    return f"{holds_folder(name.uuid)}/{name.model}/{name.move:06d}-{name.unique}.json"
+
+
+def parse_hold_key(key: str) -> HoldName | None:
+    """What a hold's key says; None if it is not a hold's key."""
+    match = _HOLD_KEY.fullmatch(key)
+    if match is None:
+        return None
+    return HoldName(match["uuid"], match["model"], int(match["move"]), match["unique"])
+
+
+def deletion_key(uuid: str) -> str:
+    """The key of the marker that a checkpoint is being deleted."""
+    return f"{DELETIONS}/{uuid}.json"
+
+
+# ------------------------------------------------------------------------------------ models
 
 
 def model_folder(model: str) -> str:
-    """The folder of all that belongs to a model."""
+    """The folder of everything that belongs to a model."""
     return f"{MODELS}/{model}"
 
 
 def versions_folder(model: str) -> str:
-    """The folder of a model's versions."""
+    """The folder of a model's versions, which are numbered."""
     return f"{model_folder(model)}/versions"
 
 
 def moves_folder(model: str) -> str:
-    """The folder of the moves of a model's aliases."""
+    """The folder of the moves of a model's aliases, which are numbered."""
     return f"{model_folder(model)}/moves"
 
 
 def locks_folder(model: str) -> str:
-    """The folder of what says who appends to a model's versions or moves."""
+    """The folder of the locks on a model's versions and moves."""
     return f"{model_folder(model)}/locks"
 
 
 def retraining_key(model: str, run: str, path: str) -> str:
-    """The key of one of the files that a retraining of a model writes.
+    """The key of a file that a retraining of a model writes.
 
     Args:
         run: the retraining's id.
@@ -140,55 +228,35 @@ def retraining_key(model: str, run: str, path: str) -> str:
     return f"{model_folder(model)}/retrainings/{run}/{path}"
 
 
+# ------------------------------------------------------------------------------------- names
+
+
 def numbered_key(folder: str, number: int) -> str:
-    """The key of an object that is called by a number. Sorting the keys sorts by it."""
+    """The key of a numbered object. Sorting the keys sorts them by number."""
     return f"{folder}/{number:06d}.json"
 
 
 def parse_numbered_key(folder: str, key: str) -> int | None:
-    """The number; None where the key is another one."""
+    """The number of an object in `folder`; None if the key is another one."""
     match = _NUMBERED.fullmatch(key)
     return int(match["number"]) if match is not None and match["folder"] == folder else None
 
 
-def run_folder(trial: str) -> str:
-    """The folder of what a trial's runs write beside checkpoints."""
-    return f"{RUNS}/{trial}"
-
-
-def folders_of(trial: str) -> tuple[str, ...]:
-    """The folders that belong to a trial as a whole."""
-    return trial_folder(trial), intents_folder(trial), run_folder(trial)
-
-
-def run_file_key(trial: str, path: str) -> str:
-    """The key of one of those files."""
-    return f"{run_folder(trial)}/{path}"
-
-
-def parse_manifest_key(key: str) -> ManifestName | None:
-    """What the key of a manifest says, or None when it is no manifest's key."""
-    match = _MANIFEST_KEY.fullmatch(key)
-    if match is None or not is_name(match["trial"]) or not is_uuid(match["uuid"]):
-        return None
-    return ManifestName(match["trial"], int(match["batches"]), match["uuid"])
-
-
 def is_name(text: str) -> bool:
-    """Whether a trial or a model may be called so: letters, digits, and within them ``._-``."""
+    """Whether a trial or a model may have this name: letters, digits, and ``._-`` within them."""
     return _NAME.fullmatch(text) is not None
 
 
 def is_uuid(text: str) -> bool:
-    """Whether a checkpoint may be called so: letters, digits, and within them ``-``."""
+    """Whether a checkpoint may have this uuid: letters, digits, and ``-`` within them."""
     return _UUID.fullmatch(text) is not None
 
 
 def is_file_path(path: str) -> bool:
-    """Whether a checkpoint's file may be called so, and joined to a folder stays inside it.
+    """Whether a checkpoint's file may have this path, which must not leave the folder it is in.
 
-    A relative POSIX path in its plainest spelling: no ``..``, ``.`` or empty part, no backslash
-    and no drive (either would climb out on Windows), no control character, valid UTF-8.
+    A relative POSIX path in its plainest spelling: no ``..``, ``.`` or empty part, no control
+    character, valid UTF-8. No backslash and no drive either: on Windows both leave the folder.
     """
     if not path.isprintable() or "\\" in path or re.match(r"[A-Za-z]:", path):
         return False

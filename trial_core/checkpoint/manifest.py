@@ -1,17 +1,17 @@
 """The manifest: the object whose existence makes a checkpoint real.
 
-It is one JSON object, readable by anything: the fields of `Manifest`, and ``digest``, which seals
-them. A float that JSON has no number for is written ``{"$float": "nan"}`` (or ``inf``, ``-inf``).
-The seal is the SHA-256 of the object without ``digest``, keys sorted, without white space, in
-UTF-8; so a manifest that was altered is found, and one that was merely reformatted still reads.
+One JSON object: the fields of `Manifest`, and ``digest``, the SHA-256 of the object without
+``digest``: keys sorted, no white space, UTF-8. So an altered manifest is refused, and a reformatted
+one is read. Floats that JSON lacks are written ``{"$float": "nan"}`` (or ``inf``, ``-inf``).
 
-Within a schema version fields may be added, with a default; readers ignore what they do not know.
+Within a schema version, fields with a default may be added. Readers ignore fields they do not know.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from datetime import datetime, timezone
 from typing import Annotated, Any
 
@@ -24,9 +24,9 @@ from trial_core.units import EpochLength
 
 SCHEMA_VERSION = 1
 
-_SEAL = "digest"
+_DIGEST = "digest"
 _FLOAT = "$float"
-_VOID = b'{"given_up": '
+_TOMBSTONE = b'{"given_up": '
 
 Digest = Annotated[str, msgspec.Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -40,7 +40,6 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         path: relative POSIX path below the checkpoint's folder.
-        size_bytes: its size.
         digest: ``sha256:`` and 64 hexadecimal digits.
         rank: the rank that wrote it.
     """
@@ -52,10 +51,10 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
-    """Over how many ranks, and how, the state was spread when it was saved.
+    """How the ranks divided the state when it was saved.
 
     Attributes:
-        batch_samples: samples in one batch, all ranks together; 0: not known.
+        batch_samples: samples in one batch on all ranks; 0: not known.
     """
 
     world_size: int
@@ -66,29 +65,29 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
     batch_samples: int = 0
 
     def spreads_like(self, other: Topology) -> bool:
-        """Whether each rank has the same part of the state there: files can be used as they are."""
+        """Whether each rank has the same part of the state, so that no file has to be converted."""
         return msgspec.structs.replace(self, batch_samples=other.batch_samples) == other
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint is, and what its files must be.
+    """What a checkpoint is, and which files it must have.
 
     Attributes:
         uuid: the checkpoint's id.
         trial: id of the trial that saved it.
-        experiment: name of its experiment.
-        attempt: id of the writer: one attempt at running the trial.
-        created_at: when its state was saved: ISO 8601, UTC (see `utc_now`).
-        progress: how far the run had come.
-        metrics: the last ones as of this checkpoint: ``{"training": {…}, "validation": {…}}``.
-        topology: over which ranks the state is spread.
-        versions: of what wrote it: ``{"torch": "2.13.0", …}``.
-        config_digest: of the experiment's configuration, without storage and environment.
-        files: every rank's files.
+        experiment: the experiment's name.
+        attempt: id of the attempt that saved it.
+        created_at: time of the snapshot: ISO 8601, UTC (see `utc_now`).
+        progress: the trial's progress at the snapshot.
+        metrics: the latest at the snapshot: ``{"training": {…}, "validation": {…}}``.
+        topology: how the ranks divide the state.
+        versions: of the software that saved it: ``{"torch": "2.13.0", …}``.
+        config_digest: digest of the experiment's configuration, without storage and environment.
+        files: the files of all ranks.
         entrypoint: the trial's class: ``module:Class``.
-        hyperparameters: the trial's.
-        epoch: how long one was; None: the training loader had no length, or that was not noted.
-        schema_version: of this very structure.
+        hyperparameters: the trial's hyperparameters.
+        epoch: length of an epoch; None: the training loader had no length, or it was not recorded.
+        schema_version: version of this structure.
     """
 
     uuid: str
@@ -109,7 +108,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_bytes(self) -> int:
-        """Size of all files together."""
+        """Total size of all files."""
         return sum(file.size_bytes for file in self.files)
 
     @property
@@ -117,11 +116,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """What the manifest's key must say."""
         return layout.ManifestName(self.trial, self.progress.batches_trained, self.uuid)
 
+    @property
+    def resume_order(self) -> tuple[int, str, str]:
+        """Sort key: a run resumes from the greatest. Most batches first, then the newest."""
+        return self.progress.batches_trained, self.created_at, self.uuid
+
     def to_json(self) -> bytes:
-        """The manifest as it is stored: indented JSON, sealed. Equal manifests give equal bytes.
+        """The bytes to store: indented JSON with its digest. Equal manifests give equal bytes.
 
         Raises:
-            CheckpointError: it holds something that JSON cannot, a tensor among the metrics say.
+            CheckpointError: a value, for example a tensor, cannot be written as JSON.
         """
         try:
             fields = msgspec.json.decode(msgspec.json.encode(tagged(msgspec.to_builtins(self))))
@@ -131,7 +135,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
                 "metrics and hyperparameters may hold numbers, strings, booleans, lists and "
                 "mappings with string keys"
             ) from error
-        sealed = msgspec.json.encode({**fields, _SEAL: _seal(fields)})
+        sealed = msgspec.json.encode({**fields, _DIGEST: _digest_of(fields)})
         return msgspec.json.format(sealed, indent=2) + b"\n"
 
     @classmethod
@@ -139,41 +143,41 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """Read a stored manifest.
 
         Args:
-            where: what to call it in an error.
+            where: the manifest's name in errors.
 
         Raises:
-            CheckpointDamaged: it is no manifest, was altered, or names files outside its folder.
-            CheckpointError: a newer trialflow wrote it.
+            CheckpointDamaged: not a manifest, altered, or lists files outside its folder.
+            CheckpointError: written by a newer trialflow.
         """
         try:
             fields = msgspec.json.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise CheckpointDamaged(f"{where} is no manifest: {error}") from error
+            raise CheckpointDamaged(f"{where} is not a manifest: {error}") from error
         if not isinstance(fields, dict):
-            raise CheckpointDamaged(f"{where} is no manifest: not a JSON object")
+            raise CheckpointDamaged(f"{where} is not a manifest: it is not a JSON object")
         version = fields.get("schema_version")
         if isinstance(version, int) and version > SCHEMA_VERSION:
             raise CheckpointError(
-                f"{where} has schema version {version}, and this trialflow reads up to "
+                f"{where} has schema version {version}, and this trialflow reads up to version "
                 f"{SCHEMA_VERSION}: use the trialflow that wrote it, or a newer one"
             )
-        expected = fields.pop(_SEAL, None)
-        seen = _seal(fields)
+        expected = fields.pop(_DIGEST, None)
+        seen = _digest_of(fields)
         if expected != seen:
             raise CheckpointDamaged(
-                f"{where} was altered after it was written: it says its digest is {expected}, "
-                f"but it is {seen}"
+                f"{where} was altered after it was written: its digest is {seen}, expected "
+                f"{expected}; restore it from a backup, or use another checkpoint"
             )
         try:
             manifest = msgspec.convert(untagged(fields), cls)
         except msgspec.ValidationError as error:
-            raise CheckpointDamaged(f"{where} is no manifest: {error}") from error
+            raise CheckpointDamaged(f"{where} is not a manifest: {error}") from error
         _check_names(manifest, where)
         return manifest
 
 
 def is_json(data: bytes) -> bool:
-    """Whether that is a whole JSON value, as every manifest is."""
+    """Whether `data` is one complete JSON value, as every manifest is."""
     try:
         msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -181,45 +185,44 @@ def is_json(data: bytes) -> bool:
     return True
 
 
-def void(uuid: str) -> bytes:
-    """What is stored in a manifest's place while what was uploaded of its checkpoint is deleted: it
-    makes no checkpoint, and nobody can commit one there."""
-    return _VOID + msgspec.json.encode(uuid) + b"}\n"
+def tombstone(uuid: str) -> bytes:
+    """Stored under a manifest's key during a sweep, so that the checkpoint cannot be committed."""
+    return _TOMBSTONE + msgspec.json.encode(uuid) + b"}\n"
 
 
-def is_void(data: bytes) -> bool:
-    """Whether that was stored in a manifest's place."""
-    return data.startswith(_VOID)
+def is_tombstone(data: bytes) -> bool:
+    """Whether the object under a manifest's key is a tombstone."""
+    return data.startswith(_TOMBSTONE)
 
 
 def utc_now() -> str:
-    """The time as a manifest writes it: ``2031-05-09T17:04:00.123456Z``, so that text sorts."""
+    """The current time as in manifests: ``2031-05-09T17:04:00.123456Z``. Sorts as text."""
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-def _seal(fields: dict[str, Any]) -> str:
+def _digest_of(fields: dict[str, Any]) -> str:
     canonical = msgspec.json.encode(fields, order="sorted")
     return "sha256:" + hashlib.sha256(canonical).hexdigest()
 
 
 def _check_names(manifest: Manifest, where: str) -> None:
-    """Refuse names that would be joined to a path and lead out of it."""
+    """Refuse names that would lead out of the folder that they are joined to."""
     if not layout.is_name(manifest.trial) or not layout.is_uuid(manifest.uuid):
         raise CheckpointDamaged(
-            f"{where} names trial {manifest.trial!r} and checkpoint {manifest.uuid!r}: ids are "
-            "made of letters, digits and dashes"
+            f"{where} names trial {manifest.trial!r} and checkpoint {manifest.uuid!r}; expected "
+            "letters, digits and dashes: do not use it"
         )
-    paths = {file.path for file in manifest.files}
-    if len(paths) != len(manifest.files):
-        raise CheckpointDamaged(f"{where} lists a file twice")
+    paths = Counter(file.path for file in manifest.files)
+    if twice := sorted(path for path, count in paths.items() if count > 1):
+        raise CheckpointDamaged(f"{where} lists these files twice: {', '.join(twice)}")
     for path in sorted(paths):
         if not layout.is_file_path(path) or path == layout.MANIFEST_NAME:
             raise CheckpointDamaged(
                 f"{where} lists {path!r}, which is not a plain relative path below the "
-                "checkpoint's folder: it may be hostile, do not use it"
+                "checkpoint's folder: the manifest may be hostile, do not use it"
             )
-        if not paths.isdisjoint(_folders_of(path)):
-            raise CheckpointDamaged(f"{where} lists {path!r} below another file")
+        if not paths.keys().isdisjoint(_folders_of(path)):
+            raise CheckpointDamaged(f"{where} lists {path!r} below another file of its list")
 
 
 def _folders_of(path: str) -> list[str]:
@@ -229,7 +232,7 @@ def _folders_of(path: str) -> list[str]:
 
 
 def tagged(value: Any) -> Any:
-    """The same plain data, with floats that JSON lacks written as text under a tag."""
+    """The same plain data, with NaN and infinities as tagged text."""
     if isinstance(value, float) and not math.isfinite(value):
         return {_FLOAT: str(value)}
     if isinstance(value, dict):

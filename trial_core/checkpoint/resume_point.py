@@ -1,4 +1,4 @@
-"""What a run starts from: nothing, its own last checkpoint, or another trial's."""
+"""The resume point: what a run starts from. Nothing, its own checkpoint, or another trial's."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from trial_core.errors import CheckpointDamaged, CheckpointError
 from trial_core.run.sequencer import Progress
 
 Restore = Literal["everything", "state", "weights"]
-"""How much of a checkpoint is restored. ``everything`` continues the trial that saved it. The
-others begin a trial with it, at batch 0: ``state`` takes the engines' whole state (weights,
-optimizers, learning-rate schedules) and the callbacks', but neither position nor random state;
-``weights`` takes the models' weights alone."""
+"""How much of a checkpoint is restored.
+
+``everything`` continues the trial that saved it. The others start a new trial at batch 0. ``state``
+restores the engines (weights, optimizers, learning-rate schedules) and the callbacks, but neither
+the position in the data nor random states. ``weights`` restores only the models' weights.
+"""
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,9 @@ class ResumePoint:
     """What a run starts from.
 
     Attributes:
-        progress: how far the trial has come already.
-        checkpoint: what is restored, None for a trial that begins with nothing.
-        restore: how much of it.
+        progress: the trial's progress so far.
+        checkpoint: the checkpoint to restore, None if there is none.
+        restore: how much of it to restore.
     """
 
     progress: Progress = field(default_factory=Progress)
@@ -33,17 +35,17 @@ class ResumePoint:
 
     @classmethod
     def continuing(cls, checkpoint: Manifest) -> ResumePoint:
-        """Go on with the trial that saved `checkpoint`."""
+        """Continue the trial that saved `checkpoint`."""
         return cls(checkpoint.progress.stopping(False), checkpoint)
 
     @classmethod
     def warm(cls, checkpoint: Manifest, weights_only: bool) -> ResumePoint:
-        """Begin another trial with what `checkpoint` holds."""
+        """Start another trial from `checkpoint`: a warm start."""
         return cls(Progress(), checkpoint, "weights" if weights_only else "state")
 
     @property
     def uuid(self) -> str | None:
-        """The checkpoint's, as `on_trial_startup` is told."""
+        """The checkpoint's uuid, which `on_trial_startup` receives."""
         return self.checkpoint.uuid if self.checkpoint else None
 
     @property
@@ -53,40 +55,40 @@ class ResumePoint:
 
     @property
     def metrics(self) -> dict[str, dict[str, Any]]:
-        """The trial's own last metrics so far: those of another trial do not count."""
+        """The trial's latest metrics; empty for a warm start."""
         if self.checkpoint is None or self.restore != "everything":
             return {}
         return {kind: dict(values) for kind, values in self.checkpoint.metrics.items()}
 
     def require_convertible(self, now: Topology) -> None:
-        """Check that ranks like these can restore the checkpoint, whoever saved it.
+        """Check that ranks of topology `now` can restore the checkpoint.
 
-        The number of data-parallel ranks and the ZeRO stage may be others. What only ranks know,
-        they refuse when they restore.
+        The number of data-parallel ranks and the ZeRO stage may differ. The ranks check the rest
+        when they restore.
 
         Raises:
-            CheckpointError: they cannot; says why, and what to resume with.
+            CheckpointError: they cannot; says why, and which topology can.
         """
         if self.checkpoint is None or self.restore == "weights":
             return
         saved = self.checkpoint.topology
         if saved.spreads_like(now):
             return
-        reason = _other_model_parts(saved, now)
+        reason = _model_parts_mismatch(saved, now)
         if reason is None and self.restore == "everything":
-            reason = _other_batches(saved, now)
+            reason = _batch_size_mismatch(saved, now)
         if reason is None:
             return
         if self.restore == "state":
-            reason += ", or take its weights alone: searcher.source_weights_only=true"
+            reason += ", or restore only its weights: searcher.source_weights_only=true"
         raise CheckpointError(f"checkpoint {self.checkpoint.uuid} was saved by {reason}")
 
 
 def no_intact_checkpoint(tried: Sequence[ResumePoint], damage: str) -> CheckpointDamaged:
-    """What to raise where a run has something to start from, and all of it is damaged.
+    """The error for a run whose resume points are all damaged.
 
     Args:
-        tried: in that order; at least one, each with a checkpoint.
+        tried: the resume points in the order tried; at least one, each with a checkpoint.
         damage: what is wrong with the last one.
     """
     last = tried[-1]
@@ -94,14 +96,14 @@ def no_intact_checkpoint(tried: Sequence[ResumePoint], damage: str) -> Checkpoin
         return CheckpointDamaged(f"searcher.source_checkpoint_uuid: {damage}")
     trial = last.checkpoint.trial if last.checkpoint else "?"
     return CheckpointDamaged(
-        f"none of the {len(tried)} checkpoint(s) that trial {trial} may go on from is whole; of "
-        f"the last that was tried: {damage}. Put its files back, or begin a new trial (without "
-        "--resume; in a script, without latest_checkpoint): under this name nothing begins anew"
+        f"none of the {len(tried)} checkpoint(s) of trial {trial} is intact; the last one tried: "
+        f"{damage}. Put back its files, or start a new trial (without --resume; in a script, "
+        "without latest_checkpoint): a trial that has checkpoints is never restarted from scratch"
     )
 
 
-def _other_model_parts(saved: Topology, now: Topology) -> str | None:
-    """What is wrong where a model is divided among ranks otherwise than it was."""
+def _model_parts_mismatch(saved: Topology, now: Topology) -> str | None:
+    """Why `now` cannot restore if its ranks divide a model in another way; None: they do not."""
     if (saved.pipeline_parallel_size, saved.model_parallel_size) == (
         now.pipeline_parallel_size,
         now.model_parallel_size,
@@ -109,19 +111,19 @@ def _other_model_parts(saved: Topology, now: Topology) -> str | None:
         return None
     return (
         f"{saved.world_size} slots with {_model_parts(saved)}, and this run has {now.world_size} "
-        f"with {_model_parts(now)}: how a model is divided is known to the trial alone. Resume "
-        "with models divided as they were; how many copies of them are trained does not matter"
+        f"with {_model_parts(now)}: trialflow cannot convert how a trial divides its model. Resume "
+        "with the same numbers of stages and parts; the number of data-parallel copies may differ"
     )
 
 
-def _other_batches(saved: Topology, now: Topology) -> str | None:
-    """What is wrong where a batch has more or fewer samples than it had."""
+def _batch_size_mismatch(saved: Topology, now: Topology) -> str | None:
+    """Why `now` cannot restore if its batches have another number of samples; None: they do not."""
     if not saved.batch_samples or saved.batch_samples == now.batch_samples:
         return None
     return (
         f"{saved.world_size} slots in batches of {saved.batch_samples} samples, and this run's "
         f"batches have {now.batch_samples} on {now.world_size} slots: schedules, learning rates "
-        "and the place in the data, all counted in batches, would mean something else. Resume "
+        "and the position in the data are counted in batches, and would change. Resume "
         f"with train_batch_size={saved.batch_samples} in DeepSpeed's configuration (micro-batch "
         f"size x gradient_accumulation_steps x data-parallel slots), or with {saved.world_size} "
         "slots"

@@ -1,8 +1,7 @@
 """The checkpoints in a storage: commit them, list them, find them.
 
-A checkpoint exists when its manifest does. The manifest is written last, once and create-only,
-after every file it lists is known to be there; whatever else lies in the storage counts for
-nothing. A manifest that cannot be read is never listed.
+A checkpoint exists if its manifest does. The manifest is written last, once and create-only, after
+all files that it lists are stored. A manifest that cannot be read is never listed.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.commit import begin, commit
+from trial_core.checkpoint.commit import announce_upload, commit
 from trial_core.checkpoint.fencing import Fence, take_over
-from trial_core.checkpoint.intents import Swept, sweep
-from trial_core.checkpoint.manifest import FileEntry, Manifest, is_void
+from trial_core.checkpoint.intents import SweptUpload, sweep
+from trial_core.checkpoint.manifest import FileEntry, Manifest, is_tombstone
 from trial_core.checkpoint.verified_read import Damage, damage_error, find_damage
 from trial_core.errors import (
     CheckpointDamaged,
@@ -33,18 +32,19 @@ __all__ = ["CheckpointStore", "StorageSpec"]
 _logger = logging.getLogger(__name__)
 _READ_THREADS = 8
 _SHOWN = 5
+_NAME_RULE = "expected letters, digits and dashes, and in a trial's name also dots and underscores"
 
-# Inside a class that has a method `list`, the type of that name is out of sight.
+# Inside a class with a method `list`, annotations cannot use the type `list`.
 _Manifests = list[Manifest]
 _Damaged = list[Damage]
 _Names = list[layout.ManifestName]
-_AllSwept = list[Swept]
+_AllSwept = list[SweptUpload]
 
 
 class CheckpointStore:
     """The checkpoints below a storage URL. Safe to use from several threads.
 
-    Every method may raise `StorageError`. Listings are never cached: each shows what is there now.
+    Every method may raise `StorageError`. Listings are never cached.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
@@ -52,16 +52,16 @@ class CheckpointStore:
 
         Args:
             url: fsspec URL, or a local path.
-            options: for fsspec's file system: endpoint, credentials, …
+            options: of fsspec's file system: endpoint, credentials, …
 
         Raises:
-            StorageError: the URL is none, or a package for it is not installed.
+            StorageError: the URL is invalid, or a package for it is not installed.
         """
         self.storage = open_storage(url, dict(options or {}))
 
     @classmethod
     def from_spec(cls, spec: StorageSpec) -> CheckpointStore:
-        """The store that another process calls `spec`."""
+        """Open the store that another process describes by `spec`."""
         return cls(spec.url, spec.options)
 
     @property
@@ -71,83 +71,87 @@ class CheckpointStore:
 
     @property
     def url(self) -> str:
-        """Where the store is, for people to read: absolute, without credentials."""
+        """The store's absolute URL without credentials, for messages."""
         return self.storage.url
 
     @property
     def is_process_local(self) -> bool:
-        """Whether only this process can see what is stored (``memory://``)."""
+        """Whether only this process can see the stored objects (``memory://``)."""
         return self.storage.is_process_local
 
     def files_url(self, uuid: str) -> str:
-        """Where a checkpoint's files are, for people to read."""
+        """The URL of the folder of a checkpoint's files, for messages."""
         return f"{self.url}/{layout.files_folder(uuid)}"
 
     def check_writable(self) -> None:
         """Write, read back and delete a small object.
 
         Raises:
-            StorageError: that fails; says why and what to do.
+            StorageError: the storage cannot be used; says why and what to do.
         """
         self.storage.check_usable()
 
     def take_over(self, trial: str, attempt: str) -> Fence:
-        """Begin an attempt at a trial: from now on no earlier one can commit. The driver calls it
-        once, before it sweeps, and before it looks what to go on from. When its ranks are launched
-        anew the attempt remains the same: to take over again would be to win against whoever has
-        come since.
+        """Become a trial's newest attempt: from now on no earlier attempt can commit.
+
+        The driver calls this once, before it sweeps and looks for checkpoints to resume from. It
+        does not call it again when it relaunches its ranks: that would supersede a newer attempt.
 
         Args:
             attempt: the new attempt's id.
 
         Returns:
-            What to give to `sweep`, `begin` and `commit`.
+            The fence to pass to `sweep`, `announce_upload` and `commit`.
 
         Raises:
-            CommitConflict: others take the trial over all the time.
+            CommitConflict: other attempts keep taking over the trial.
         """
         if not layout.is_name(trial):
-            raise CheckpointError(f"no trial can be called {trial!r}")
+            raise CheckpointError(f"{trial!r} cannot be a trial's name: {_NAME_RULE}")
         return take_over(self.storage, trial, attempt)
 
-    def begin(self, trial: str, uuid: str, attempt: str, fence: Fence | None = None) -> None:
-        """Say that a checkpoint is about to be uploaded, so that a later run of the trial finds
-        what is left of it, should this one die. The driver calls it, before any rank uploads, and
-        before each further try.
+    def announce_upload(
+        self, trial: str, uuid: str, attempt: str, fence: Fence | None = None
+    ) -> None:
+        """Write the intent to upload a checkpoint, so that a later run finds its leftovers.
+
+        The driver calls this before any rank uploads, and again before each retry.
 
         Raises:
-            Superseded: another attempt has taken the trial over.
+            Superseded: another attempt has taken over the trial.
         """
         if not layout.is_name(trial) or not layout.is_uuid(uuid):
-            raise CheckpointError(f"not a trial and a checkpoint's uuid: {trial!r}, {uuid!r}")
-        begin(self.storage, trial, uuid, attempt, fence)
+            raise CheckpointError(
+                f"trial {trial!r} or checkpoint {uuid!r} cannot be a name in the storage: "
+                f"{_NAME_RULE}"
+            )
+        announce_upload(self.storage, trial, uuid, attempt, fence)
 
     def sweep(self, trial: str, fence: Fence | None = None) -> _AllSwept:
-        """Delete what earlier runs of a trial have begun to upload and never committed.
+        """Delete the leftovers of a trial's earlier runs. Call this before the run uploads.
 
-        For the start of a run, before it uploads anything. Neither committed checkpoints nor
-        other trials' uploads are touched. An attempt at this very trial that is still alive
-        somewhere can then no longer commit what it was uploading.
+        Committed checkpoints and other trials' uploads are not touched. An earlier attempt at this
+        trial that is still alive can no longer commit what it was uploading.
 
         Args:
-            fence: of the attempt that sweeps. Without it nobody else may be at the trial.
+            fence: the sweeping attempt's. Without it, no other run of the trial may be alive.
 
         Raises:
             StorageError: something could not be deleted. The next sweep tries again.
-            Superseded: another attempt has taken the trial over; nothing is deleted.
+            Superseded: another attempt has taken over the trial; nothing is deleted.
         """
         if fence is None:
             return sweep(self.storage, trial)
-        fence.check(f"what earlier attempts at trial {trial} have left is not deleted")
+        fence.check(f"leftovers of trial {trial} are not deleted")
         return sweep(self.storage, trial, fence.number)
 
     def delete(self, manifest: Manifest) -> None:
         """Delete a checkpoint: its manifest first, so that it is never listed without its files.
 
-        May be called again after an error, and when the manifest is gone already.
+        May be repeated after an error, also if the manifest is already deleted.
 
         Raises:
-            StorageError: the storage failed, or something is still there: what.
+            StorageError: the storage failed, or some objects are still there: says which.
         """
         self.storage.remove(manifest.name.key)
         if self.storage.read(manifest.name.key) is not None:
@@ -158,59 +162,60 @@ class CheckpointStore:
         self.storage.clear(layout.files_folder(manifest.uuid))
 
     def commit(self, manifest: Manifest, fence: Fence | None = None) -> None:
-        """Make a checkpoint real. Its files must have been uploaded.
+        """Write a checkpoint's manifest. Its files must have been uploaded.
 
-        After an error the commit may yet have happened: commit the same manifest again to find
-        out. The same bytes being there already counts as success.
+        After an error the commit may have succeeded: commit the same manifest again to find out.
+        It succeeds if the same bytes are already stored.
 
         Args:
-            fence: of the attempt that commits. Without it nobody else may be at the trial.
+            fence: the committing attempt's. Without it, no other run of the trial may be alive.
 
         Raises:
-            CheckpointDamaged: a file that the manifest lists is missing, or has another size.
+            CheckpointDamaged: a file that the manifest lists is missing or has another size.
             CommitConflict: another writer has committed this checkpoint.
-            Superseded: another attempt has taken the trial over.
+            Superseded: another attempt has taken over the trial.
         """
         commit(self.storage, manifest, fence)
 
     def list(self, trial: str | None = None) -> _Manifests:
-        """All checkpoints, or those of a trial, oldest first."""
+        """All checkpoints, or all of a trial, oldest first."""
         found = self._read_all(self._names(trial))
         return sorted(found, key=lambda manifest: (manifest.created_at, manifest.name))
 
-    def candidates(self, trial: str) -> _Manifests:
-        """The checkpoints that a trial may go on from, best first: most batches, then newest.
+    def resume_candidates(self, trial: str) -> _Manifests:
+        """A trial's checkpoints in the order to resume from them: most batches, then newest.
 
         Raises:
-            CheckpointDamaged: the trial has some, and no manifest of them can be read.
+            CheckpointDamaged: the trial has checkpoints, and none of their manifests can be read.
         """
-        found = sorted(self._read_all(self._names(trial)), key=_how_far, reverse=True)
+        found = self._read_all(self._names(trial))
+        found.sort(key=lambda manifest: manifest.resume_order, reverse=True)
         if not found:
             for name in reversed(self._names(trial)):
-                self._read(name)  # raises what is wrong, unless it has just been deleted
+                self._read(name)  # raises, unless the manifest has just been deleted
         return found
 
     def newest(self, trial: str) -> Manifest | None:
-        """The first of `candidates`, None where there is none; reads no more than it must."""
+        """The first of `resume_candidates`, None if there is none. Reads few manifests."""
         names = sorted(self._names(trial), key=lambda name: name.batches, reverse=True)
         for _, group in itertools.groupby(names, key=lambda name: name.batches):
             readable = self._read_all(group)
             if readable:
-                return max(readable, key=_how_far)
+                return max(readable, key=lambda manifest: manifest.resume_order)
         return None
 
     def newest_trial(self, experiment: str) -> str | None:
-        """The trial of an experiment that saved last, None where none has."""
+        """The trial of an experiment that saved last, None if none has saved."""
         trials = sorted({name.trial for name in self._names()})
         newest = [manifest for trial in trials if (manifest := self.newest(trial)) is not None]
         saved = [(each.created_at, each.trial) for each in newest if each.experiment == experiment]
         return max(saved)[1] if saved else None
 
     def open(self, uuid: str) -> Manifest:
-        """The checkpoint of that uuid, or the only one whose uuid begins so.
+        """The checkpoint with this uuid, or the only one whose uuid begins with it.
 
         Raises:
-            CheckpointNotFound: none, or several; says which there are.
+            CheckpointNotFound: there is none, or there are several; says which there are.
             CheckpointDamaged: its manifest cannot be read.
         """
         names = sorted(self._names(), key=lambda name: name.batches)
@@ -222,7 +227,11 @@ class CheckpointStore:
                 "give more of the uuid"
             )
         if not found:
-            there = f"there are {len(names)}: {_shown(names)}" if names else "there is none at all"
+            there = (
+                f"there are {len(names)}: {_shown(names)}"
+                if names
+                else "the storage has no checkpoints"
+            )
             raise CheckpointNotFound(f"no checkpoint in {self.url} begins with {uuid!r}; {there}")
         manifest = self._read(found[0])
         if manifest is None:
@@ -270,7 +279,7 @@ class CheckpointStore:
             return  # its manifest exists but cannot be read
 
     def _names(self, trial: str | None = None) -> _Names:
-        """What is committed, by the names of the manifests."""
+        """The names of all manifests, or of a trial's."""
         if trial is not None and not layout.is_name(trial):
             return []
         folder = layout.MANIFESTS if trial is None else layout.trial_folder(trial)
@@ -278,7 +287,7 @@ class CheckpointStore:
         return [name for key in keys if (name := layout.parse_manifest_key(key)) is not None]
 
     def _read_all(self, names: Iterable[layout.ManifestName]) -> _Manifests:
-        """Those manifests that can be read; a warning for each other one."""
+        """The manifests that can be read; a warning for each other one."""
 
         def read(name: layout.ManifestName, stop: StopSignal) -> Manifest | None:
             stop.check()
@@ -287,32 +296,28 @@ class CheckpointStore:
             except StorageError:
                 raise
             except CheckpointError as error:
-                _logger.warning("not listed: %s", error)
+                _logger.warning("a checkpoint is not listed: %s", error)
                 return None
 
         read_all = in_parallel(read, names, _READ_THREADS)
         return [manifest for manifest in read_all if manifest is not None]
 
     def _read(self, name: layout.ManifestName) -> Manifest | None:
-        """The manifest of that name; None where it has been deleted since it was listed, or what
-        was uploaded is being deleted."""
+        """The manifest; None if it was deleted since it was listed, or is being swept."""
         data = self.storage.read(name.key)
-        if data is None or is_void(data):
+        if data is None or is_tombstone(data):
             return None
         where = f"{self.url}/{name.key}"
         manifest = Manifest.from_json(data, where)
         if manifest.name != name:
             raise CheckpointDamaged(
-                f"{where} is the manifest of another checkpoint: of {manifest.name.key}"
+                f"{where} is the manifest of another checkpoint, {manifest.name.key}: it was "
+                "copied or renamed; delete the copy"
             )
         return manifest
 
 
-def _how_far(manifest: Manifest) -> tuple[int, str, str]:
-    return manifest.progress.batches_trained, manifest.created_at, manifest.uuid
-
-
 def _shown(names: _Names) -> str:
-    """The last few, for an error message."""
+    """The last few names, for an error message."""
     shown = [f"{name.uuid} ({name.trial}, {name.batches} batches)" for name in names[-_SHOWN:]]
     return ("… " if len(names) > _SHOWN else "") + ", ".join(shown)

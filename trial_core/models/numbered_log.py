@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.json_objects import as_object
+from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.manifest import is_json
 from trial_core.errors import RegistryError
 from trial_core.models.records import Numbered
@@ -95,7 +95,7 @@ class NumberedLog(Generic[Entry]):
         Raises:
             FileExistsError: another writer stored a different entry under that number.
         """
-        key, data = layout.numbered_key(self._folder, entry.number), as_object(entry)
+        key, data = layout.numbered_key(self._folder, entry.number), encode_json(entry)
         if self._storage.has_conditional_writes():
             self._storage.create(key, data)
             return

@@ -7,7 +7,7 @@ The champion's checkpoint must be intact and must not be pruned. A promotion the
 
     P1  verifies every byte of the checkpoint
     P2  reads the last move, n
-    P3  writes a hold on the checkpoint for move n + 1 (see `pins`), then checks that the
+    P3  writes a hold on the checkpoint for move n + 1 (see `holds`), then checks that the
         checkpoint exists and is not being deleted
     P4  creates move n + 1; if another process created it first, removes the hold
     P5  removes holds for moves up to n + 1 on checkpoints other than champion and previous
@@ -26,7 +26,7 @@ import uuid as uuids
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from trial_core.checkpoint.json_objects import this_user
+from trial_core.checkpoint.json_objects import user_at_host
 from trial_core.checkpoint.layout import ManifestName
 from trial_core.checkpoint.manifest import utc_now
 from trial_core.checkpoint.store import CheckpointStore
@@ -41,8 +41,8 @@ from trial_core.errors import (
 )
 from trial_core.models.numbered_log import NumberedLog
 from trial_core.models.records import Kind, Move, Version
-from trial_core.retention import pins
-from trial_core.retention.pins import RegistryHold
+from trial_core.retention import holds
+from trial_core.retention.holds import RegistryHold
 
 _logger = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ def _next_move(request: PromotionRequest, last: Move | None) -> Move:
         champion=request.version.number,
         previous=last.champion if last is not None else None,
         at=utc_now(),
-        by=this_user(),
+        by=user_at_host(),
         run=request.run,
         why=request.why,
         unique=uuids.uuid4().hex,
@@ -210,7 +210,7 @@ def _hold(store: CheckpointStore, request: PromotionRequest, move: Move) -> Regi
     )
     name = ManifestName(version.trial, version.batches_trained, version.checkpoint)
     try:
-        pins.hold(store, name, hold)
+        holds.hold(store, name, hold)
     except CommitConflict as error:
         raise PromotionRefused(f"{request.refusal}: {error}") from error
     except CheckpointNotFound as error:
@@ -228,8 +228,8 @@ def _remove_obsolete_holds(
         if None in named:
             return  # the checkpoint of an unreadable version is unknown: remove nothing
         needed = {version.checkpoint for version in named if version is not None}
-        for uuid, holds in pins.holds(store).items():
-            for hold in holds:
+        for uuid, of_checkpoint in holds.holds(store).items():
+            for hold in of_checkpoint:
                 if hold.model == move.model and hold.move <= move.number and uuid not in needed:
                     store.storage.remove(hold.key)
     except (StorageError, RegistryError) as error:

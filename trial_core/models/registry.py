@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.json_objects import this_user
+from trial_core.checkpoint.json_objects import user_at_host
 from trial_core.checkpoint.manifest import Manifest, utc_now
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import (
@@ -23,7 +23,7 @@ from trial_core.errors import (
 from trial_core.models.numbered_log import Entry, NumberedLog
 from trial_core.models.promotion import ANY, ExpectedChampion, PromotionRequest, move_aliases
 from trial_core.models.records import Alias, Move, Version
-from trial_core.retention import pins
+from trial_core.retention import holds
 
 __all__ = ["ANY", "ExpectedChampion", "HeldVersion", "Registry"]
 
@@ -119,22 +119,24 @@ class Registry:
 
         Logs a warning for a model whose moves cannot be read.
         """
-        holds = pins.holds(self.store)
+        held_by_uuid = holds.holds(self.store)
         moves: dict[str, Move | None] = {}
-        for model in {hold.model for of_checkpoint in holds.values() for hold in of_checkpoint}:
+        for model in {
+            hold.model for of_checkpoint in held_by_uuid.values() for hold in of_checkpoint
+        }:
             try:
                 moves[model] = self.last_move(model)
             except RegistryError as error:
                 _logger.warning("cannot read the champion of model %s: %s", model, error)
 
-        def held_version(hold: pins.RegistryHold) -> HeldVersion:
+        def held_version(hold: holds.RegistryHold) -> HeldVersion:
             move = moves.get(hold.model)
             alias = move.alias_of(hold.version) if move else None
             return HeldVersion(hold.model, hold.version, alias)
 
         return {
             uuid: list(dict.fromkeys(map(held_version, of_checkpoint)))
-            for uuid, of_checkpoint in holds.items()
+            for uuid, of_checkpoint in held_by_uuid.items()
         }
 
     def register(
@@ -181,7 +183,7 @@ class Registry:
                 smaller_is_better=smaller_is_better,
                 value=value if value is not None and math.isfinite(value) else None,
                 at=utc_now(),
-                by=this_user(),
+                by=user_at_host(),
                 run=run,
                 note=note,
             )

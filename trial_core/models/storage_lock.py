@@ -25,7 +25,7 @@ from datetime import datetime, timedelta, timezone
 
 import msgspec
 
-from trial_core.checkpoint.json_objects import as_object, this_user
+from trial_core.checkpoint.json_objects import encode_json, user_at_host
 from trial_core.checkpoint.manifest import utc_now
 from trial_core.errors import StorageError
 from trial_core.storage.base import Storage
@@ -68,7 +68,7 @@ class StorageLock:
         Returns:
             None: this process has the lock. Otherwise the key of an announcement that blocks it.
         """
-        self._storage.write(self._key, as_object(LockOwner(by=this_user(), at=utc_now())))
+        self._storage.write(self._key, encode_json(LockOwner(by=user_at_host(), at=utc_now())))
         delay = _POLL_SECONDS
         while (others := self._others()) and self._key < others[0] and not self._has_expired():
             time.sleep(delay)

@@ -1,1 +1,1 @@
-"""Which checkpoints stay: rules, pins, claims of running trials, and pruning."""
+"""Which checkpoints stay: rules, pins, holds and claims; pruning and the sweep of leftovers."""

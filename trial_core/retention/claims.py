@@ -1,22 +1,21 @@
-"""Claims: a run's word of what it needs, so that nobody's rules take it away meanwhile.
+"""Claims: a run announces in the storage which checkpoints it needs, so that no prune deletes them.
 
-A run on another machine can be seen by nothing but what it leaves in the storage::
+A pruner on another machine learns of a run only from the storage::
 
-    claims/{trial}.json     the trial runs, since when, where, and what it has started from
+    claims/{trial}.json     that the trial runs, since when, where, and from which checkpoints
 
-The claim goes when the run ends, however it ends, unless its driver is killed. One that is left
-over counts for `ABANDONED`; what it keeps in the storage until then is a checkpoint or two. An
-upload under way (see `intents`) also tells of a run.
+The driver deletes its claim when the run ends. The claim of a killed driver is ignored after
+`CLAIM_LIFETIME`; until then it keeps one or two checkpoints too many. An intent also shows a run.
 
-Which attempt at a trial may commit is told elsewhere (see `fencing`): that stays when the run ends,
-while every prune reads all claims, of which there are thus no more than runs.
+Claims are not part of attempts (see `checkpoint.fencing`): attempts outlive their runs, and a prune
+reads all claims of a storage, which must be no more than its runs.
 """
 
 from __future__ import annotations
 
 import logging
 import uuid as uuids
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -24,26 +23,26 @@ import msgspec
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.intents import read_intent
-from trial_core.checkpoint.json_objects import as_object, is_older, this_user
-from trial_core.checkpoint.manifest import Timestamp, utc_now
+from trial_core.checkpoint.json_objects import decode_json, encode_json, is_older, user_at_host
+from trial_core.checkpoint.manifest import Manifest, Timestamp, utc_now
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
 
-CLAIMS = "claims"
-ABANDONED = timedelta(days=30)
+CLAIM_LIFETIME = timedelta(days=30)
+"""How long a claim, or an intent, shows that its trial runs."""
 
 _logger = logging.getLogger(__name__)
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """That a trial runs.
+    """The announcement that a trial runs.
 
     Attributes:
-        trial: which.
-        by: who drives it: ``user@host``.
-        at: when it began, or last said so: ISO 8601, UTC.
-        needs: uuids of the checkpoints that it has started from, or how they begin.
-        owner: id of the run: another one may have claimed the same trial since.
+        trial: the trial's id.
+        by: user and machine of its driver: ``user@host``.
+        at: when the claim was last written: ISO 8601, UTC.
+        needs: uuids, or prefixes of uuids, of the checkpoints that the run has started from.
+        owner: id of the run. Another run may have claimed the same trial since.
     """
 
     trial: str
@@ -52,17 +51,16 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     needs: list[str]
     owner: str = ""
 
-    def why(self) -> str:
-        """For people to read."""
+    def __str__(self) -> str:
         return f"trial {self.trial} runs, by {self.by}, and has started from it"
 
 
-class Running:
-    """The claim of a run under way.
+class RunClaim:
+    """The claim of a run in progress.
 
     Args:
-        source: what it has begun with, if that is another trial's checkpoint: its uuid, or how it
-            begins. Needed to the end: until the trial has saved, a restart begins with it again.
+        source: uuid, or its prefix, of another trial's checkpoint that the run starts from. It is
+            needed until the end: until the trial has saved, a restart starts from it again.
     """
 
     def __init__(self, store: CheckpointStore, trial: str, source: str | None = None) -> None:
@@ -71,84 +69,90 @@ class Running:
         self._source = source
         self._owner = uuids.uuid4().hex
 
-    def needs(self, uuid: str | None) -> None:
-        """Say that the run goes on, and from which checkpoint, besides its source.
+    def renew(self, uuid: str | None) -> None:
+        """Write the claim: the run needs its source and, if not None, checkpoint `uuid`.
 
-        A storage that fails is no reason not to train: it is warned of.
+        Only warns if the storage fails: training continues without a claim.
         """
         needs = [each for each in (self._source, uuid) if each is not None]
         claim = Claim(
-            trial=self._trial, by=this_user(), at=utc_now(), needs=needs, owner=self._owner
+            trial=self._trial, by=user_at_host(), at=utc_now(), needs=needs, owner=self._owner
         )
         try:
-            self._store.storage.write(claim_key(self._trial), as_object(claim))
+            self._store.storage.write(layout.claim_key(self._trial), encode_json(claim))
         except StorageError as error:
             _logger.warning(
-                "whoever deletes checkpoints does not know that trial %s runs: %s",
+                "trial %s has no claim, so a prune may delete checkpoints that it needs: %s",
                 self._trial, error,
             )  # fmt: skip
 
-    def end(self) -> None:
-        """The run is over: nothing is needed any more. What another run has claimed since stays."""
-        key = claim_key(self._trial)
+    def release(self) -> None:
+        """Delete the claim at the end of the run. Another run's claim stays."""
+        key = layout.claim_key(self._trial)
         try:
-            data = self._store.storage.read(key)
-            if data is not None and msgspec.json.decode(data, type=Claim).owner == self._owner:
+            claim = decode_json(self._store.storage.read(key) or b"", Claim)
+            if claim is not None and claim.owner == self._owner:
                 self._store.storage.remove(key)
-        except (StorageError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            _logger.warning("%s stays behind: %s", key, error)
+        except StorageError as error:
+            _logger.warning(
+                "the claim %s is not deleted, and counts for %d days: %s",
+                key, CLAIM_LIFETIME.days, error,
+            )  # fmt: skip
 
 
 @contextmanager
-def running(store: CheckpointStore, trial: str, source: str | None = None) -> Iterator[Running]:
-    """Claim what a trial needs for as long as the block runs. One process a trial.
+def claim_run(store: CheckpointStore, trial: str, source: str | None = None) -> Iterator[RunClaim]:
+    """Claim a trial while the block runs. One process of a run calls this.
 
     Args:
-        source: see `Running`.
+        source: see `RunClaim`.
     """
-    claim = Running(store, trial, source)
-    claim.needs(None)
+    claim = RunClaim(store, trial, source)
+    claim.renew(None)
     try:
         yield claim
     finally:
-        claim.end()
-
-
-def claim_key(trial: str) -> str:
-    """The key of a trial's claim."""
-    return f"{CLAIMS}/{trial}.json"
+        claim.release()
 
 
 def claims(store: CheckpointStore, last_saved: Mapping[str, str] | None = None) -> list[Claim]:
-    """All claims but those that were abandoned. One that cannot be read needs nothing by name.
+    """All claims that count. An unreadable claim counts, and needs no checkpoint.
 
     Args:
-        last_saved: when trials have last saved, as far as that is known: so they ran still.
+        last_saved: the time of each trial's last checkpoint, if known: the trial ran then.
     """
     found = []
-    for key in sorted(store.storage.sizes(CLAIMS)):
-        trial = key.removeprefix(f"{CLAIMS}/").removesuffix(".json")
+    for key in sorted(store.storage.sizes(layout.CLAIMS)):
+        trial = key.removeprefix(f"{layout.CLAIMS}/").removesuffix(".json")
         data = store.storage.read(key) if layout.is_name(trial) else None
         if data is None:
-            continue  # it has just ended
-        try:
-            claim = msgspec.json.decode(data, type=Claim)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+            continue  # its run has just ended
+        claim = decode_json(data, Claim)
+        if claim is None:
             claim = Claim(trial=trial, by="unknown", at=utc_now(), needs=[])
         last_seen = max(claim.at, (last_saved or {}).get(trial, ""))
-        if not is_older(last_seen, ABANDONED):
+        if not is_older(last_seen, CLAIM_LIFETIME):
             found.append(msgspec.structs.replace(claim, trial=trial))
     return found
 
 
-def uploading(store: CheckpointStore) -> set[str]:
-    """The trials of which a checkpoint is being uploaded, but for uploads that were abandoned."""
+def claimed_checkpoints(claims: Iterable[Claim], manifests: Collection[Manifest]) -> dict[str, str]:
+    """The uuids of those checkpoints that runs have started from, and why each is needed."""
+    return {
+        manifest.uuid: str(claim)
+        for claim in claims
+        for prefix in claim.needs
+        for manifest in manifests
+        if prefix and manifest.uuid.startswith(prefix)
+    }
+
+
+def uploading_trials(store: CheckpointStore) -> set[str]:
+    """The trials with an upload in progress: those with an intent that is not too old."""
     found = set()
     for key in sorted(store.storage.sizes(layout.UPLOADS)):
-        uuid, trial = layout.parse_intent_key(key), key.split("/")[1]
-        intent = read_intent(store.storage, trial, uuid) if uuid is not None else None
-        if intent is not None and not (
-            intent.created_at and is_older(intent.created_at, ABANDONED)
-        ):
-            found.add(trial)
+        name = layout.parse_intent_key(key)
+        intent = read_intent(store.storage, *name) if name is not None else None
+        if intent is not None and not is_older(intent.created_at, CLAIM_LIFETIME):
+            found.add(intent.trial)
     return found

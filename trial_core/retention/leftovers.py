@@ -1,12 +1,13 @@
-"""Leftovers of trials that never run again: found, shown, then swept.
+"""Leftovers of trials that never run again: find them, show them, sweep them.
 
-A run that dies in an upload leaves an intent, files and parts of files. Its trial's next run sweeps
-them (see `intents`); but who starts a new trial instead leaves them for good. So whoever prunes
-looks for them as well. No upload under way may be taken for one: a trial that runs, or may, says so
-by a claim, or by an attempt, a commit or an intent that is young.
+A run that dies during an upload leaves an intent, files and partial uploads. The trial's next run
+sweeps them (see `checkpoint.intents`). If the trial never runs again, a prune does.
 
-Whoever sweeps takes the trial over first, from the very attempt that it has seen: one that comes
-meanwhile wins, and one that was taken for dead, and wakes, can commit nothing any more.
+An upload in progress must not be swept. A trial that runs, or may run, shows it by a claim, or by
+an attempt, a checkpoint or an intent younger than a number of days.
+
+The sweep first takes over the trial, from the newest attempt that it has seen. So a run that starts
+at the same time wins, and a presumed-dead run that wakes up can no longer commit.
 """
 
 from __future__ import annotations
@@ -14,36 +15,37 @@ from __future__ import annotations
 import uuid as uuids
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from typing import Any
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.fencing import last_attempts, take_over
-from trial_core.checkpoint.intents import Intent, Swept, intents
+from trial_core.checkpoint.fencing import newest_attempts, take_over
+from trial_core.checkpoint.intents import Intent, SweptUpload, intents
+from trial_core.checkpoint.json_objects import age_of
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CommitConflict, ConfigError
-from trial_core.retention.claims import ABANDONED, Claim, claims
+from trial_core.retention.claims import CLAIM_LIFETIME, Claim, claims
 
-GIVEN_UP_DAYS = 7.0
-"""After so long without a sign of life a trial is taken for dead: longer than any upload takes, and
-than most machines are away."""
+LEFTOVER_AGE_DAYS = 7.0
+"""After this time without activity a trial is presumed dead: longer than any upload takes, and than
+most machines are away."""
 
-LEAST_DAYS = 1.0
+MIN_LEFTOVER_AGE_DAYS = 1.0
 
-# How the attempts of those who sweep are called: they are no sign of life.
+# Prefix of the ids of sweeping attempts, which do not count as activity of the trial.
 _SWEEPER = "sweep-"
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """What is stored of a checkpoint that was never committed.
+    """The stored part of a checkpoint that was never committed.
 
     Attributes:
-        begun_at: when its upload began; empty where that cannot be read.
-        files: how many are stored whole; there may be parts of others.
-        keep: whether it stays, because its trial may be at work.
-        why: for people to read.
+        begun_at: start of its upload; empty if unreadable.
+        files: number of complete files. There may be partial uploads of others.
+        keep: whether it stays, because its trial may be running.
+        why: why it stays or goes.
     """
 
     trial: str
@@ -55,7 +57,7 @@ class Leftover:
     why: str
 
     def row(self) -> dict[str, Any]:
-        """As a row of a plan's table: see `Plan.rows`."""
+        """The leftover as a row of a plan's table: see `PruningPlan.rows`."""
         return {
             "action": "keep" if self.keep else "delete",
             "uuid": self.uuid,
@@ -69,50 +71,50 @@ class Leftover:
 
 @dataclass(frozen=True)
 class SweptLeftovers:
-    """What came of a sweep.
+    """The result of a sweep.
 
     Attributes:
-        swept: what is gone.
-        spared: trials that have shown a sign of life since they were looked at, and which.
+        swept: what was deleted.
+        spared: trials that have become active since they were listed, and the activity seen.
     """
 
-    swept: tuple[Swept, ...]
+    swept: tuple[SweptUpload, ...]
     spared: Mapping[str, str]
 
     @property
     def freed_bytes(self) -> int:
-        """Size of what is gone, of files that were stored whole."""
+        """Total size of the complete files that were deleted."""
         return sum(each.size_bytes for each in self.swept)
 
 
 def find_leftovers(
     store: CheckpointStore,
     *,
-    after_days: float = GIVEN_UP_DAYS,
+    after_days: float = LEFTOVER_AGE_DAYS,
     trial: str | None = None,
     experiment: str | None = None,
 ) -> list[Leftover]:
-    """What was begun to upload and is not committed, and whether it may go. Changes nothing.
+    """All uploads that are not committed, and whether each may be deleted. Changes nothing.
 
     Args:
-        after_days: how long a trial must have been without a sign of life.
-        trial: of this trial alone.
-        experiment: not of trials whose checkpoints are of another experiment. (Of a trial that has
-            committed none, nothing says of which it is.)
+        after_days: how long a trial must have been inactive.
+        trial: look at this trial only.
+        experiment: skip trials whose checkpoints belong to another experiment. (A trial without
+            checkpoints is not skipped: nothing says which experiment it belongs to.)
 
     Raises:
         ConfigError: `after_days` is so short that an upload may take as long.
         StorageError: the storage cannot be read.
     """
-    if not after_days >= LEAST_DAYS:
+    if not after_days >= MIN_LEFTOVER_AGE_DAYS:
         raise ConfigError(
-            f"leftovers are given up after at least {LEAST_DAYS:g} day, got {after_days:g}: what "
-            "is being uploaded right now must not be taken for one"
+            f"the age of leftovers must be at least {MIN_LEFTOVER_AGE_DAYS:g} day, got "
+            f"{after_days:g}: an upload in progress would be deleted"
         )
-    seen = [_look(store, name) for name in _trials(store, trial)]
+    activities = [_read_activity(store, name) for name in _trials_with_intents(store, trial)]
     return [
         leftover
-        for each in _with_claims(store, seen)
+        for each in _with_claims(store, activities)
         if experiment is None or each.experiment in (None, experiment)
         for leftover in _leftovers(store, each, timedelta(days=after_days))
     ]
@@ -122,26 +124,28 @@ def sweep_leftovers(
     store: CheckpointStore,
     leftovers: Iterable[Leftover],
     *,
-    after_days: float = GIVEN_UP_DAYS,
-    on_swept: Callable[[Swept], None] = lambda swept: None,
+    after_days: float = LEFTOVER_AGE_DAYS,
+    on_swept: Callable[[SweptUpload], None] = lambda swept: None,
 ) -> SweptLeftovers:
-    """Delete those that need not be kept, looking again before each trial. May be called again.
+    """Delete the leftovers that need not be kept. May be repeated after an error.
+
+    Looks at each trial's activity again before it deletes anything of it.
 
     Raises:
-        StorageError: the storage failed; what is still there, the next sweep finds.
+        StorageError: the storage failed. The next sweep deletes the rest.
     """
-    swept: list[Swept] = []
+    swept: list[SweptUpload] = []
     spared: dict[str, str] = {}
     for trial in dict.fromkeys(each.trial for each in leftovers if not each.keep):
-        (seen,) = _with_claims(store, [_look(store, trial)])
-        if not seen.begun:
-            continue  # somebody else was quicker
-        if reason := seen.why_alive(timedelta(days=after_days)):
+        (activity,) = _with_claims(store, [_read_activity(store, trial)])
+        if not activity.begun:
+            continue  # another sweep has deleted them
+        if reason := activity.why_alive(timedelta(days=after_days)):
             spared[trial] = reason
             continue
         try:
             attempt = f"{_SWEEPER}{uuids.uuid4()}"
-            fence = take_over(store.storage, trial, attempt, after=seen.last_attempt)
+            fence = take_over(store.storage, trial, attempt, after=activity.newest_attempt)
             for each in store.sweep(trial, fence):
                 on_swept(each)
                 swept.append(each)
@@ -151,97 +155,97 @@ def sweep_leftovers(
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What a trial shows of itself.
+class _TrialActivity:
+    """What the storage shows of a trial's activity.
 
     Attributes:
         begun: uploads that are not committed.
-        last_attempt: the number of the last one; 0: there is none.
-        signs: when it did something; empty where that cannot be read.
-        experiment: as its last checkpoint says.
+        newest_attempt: number of the newest attempt, 0 if there is none.
+        times: when the trial was active; empty text if unreadable.
+        last_saved: time of its last checkpoint.
+        experiment: the experiment of its last checkpoint.
     """
 
     trial: str
     begun: list[Intent]
-    last_attempt: int
-    signs: list[str]
+    newest_attempt: int
+    times: list[str]
     last_saved: str | None
     experiment: str | None
     claim: Claim | None = None
 
     def why_alive(self, age: timedelta) -> str | None:
-        """Why it must be taken for alive, if it must."""
+        """Why the trial must be presumed alive; None: it is presumed dead."""
         if self.claim is not None:
             return (
-                f"its trial runs, by {self.claim.by} since {self.claim.at}; or its driver was "
-                f"killed: then run it again, or wait {ABANDONED.days} days"
+                f"its trial runs, by {self.claim.by} since {self.claim.at}; if its driver was "
+                f"killed, run the trial again or wait {CLAIM_LIFETIME.days} days"
             )
-        ages = [_age(sign) for sign in self.signs]
+        ages = [age_of(at) for at in self.times]
         if None in ages:
-            return "when its trial was last at work cannot be read: run it again"
+            return "its trial's last activity is unreadable: run the trial again"
         if any(each is not None and each <= age for each in ages):
             return (
-                f"its trial was at work at {self.last_sign}, and is given up after {age.days} days"
+                f"its trial was active at {self.last_active}, and is presumed dead after "
+                f"{age / timedelta(days=1):g} days"
             )
         return None
 
     @property
-    def last_sign(self) -> str:
-        """When it did something for the last time."""
-        return max(self.signs, default="")
+    def last_active(self) -> str:
+        """The time of the trial's last activity."""
+        return max(self.times, default="")
 
 
-def _trials(store: CheckpointStore, trial: str | None) -> list[str]:
-    """The trials that have intents."""
+def _trials_with_intents(store: CheckpointStore, trial: str | None) -> list[str]:
     if trial is not None and not layout.is_name(trial):
         return []
     folder = layout.UPLOADS if trial is None else layout.intents_folder(trial)
-    keys = (key for key in store.storage.sizes(folder) if layout.parse_intent_key(key) is not None)
-    return sorted({name for key in keys if layout.is_name(name := key.split("/")[1])})
+    names = map(layout.parse_intent_key, store.storage.sizes(folder))
+    return sorted({name.trial for name in names if name is not None})
 
 
-def _look(store: CheckpointStore, trial: str) -> _Seen:
-    begun = intents(store.storage, trial)  # first: what is committed meanwhile is then seen so
+def _read_activity(store: CheckpointStore, trial: str) -> _TrialActivity:
+    begun = intents(store.storage, trial)  # before the manifests: one may be committed meanwhile
     manifests: list[Manifest] = store.list(trial)
     committed = {manifest.uuid for manifest in manifests}
-    signs = [intent.created_at for intent in begun]
-    signs += [manifest.created_at for manifest in manifests]
+    times = [intent.created_at for intent in begun]
+    times += [manifest.created_at for manifest in manifests]
     numbers = []
-    for number, token in last_attempts(store.storage, trial):
+    for number, record in newest_attempts(store.storage, trial):
         numbers.append(number)
-        if token is None or not token.attempt.startswith(_SWEEPER):
-            signs.append(token.at if token is not None else "")
+        if record is None or not record.attempt.startswith(_SWEEPER):
+            times.append(record.at if record is not None else "")
             break
-    return _Seen(
+    return _TrialActivity(
         trial=trial,
         begun=[intent for intent in begun if intent.uuid not in committed],
-        last_attempt=max(numbers, default=0),
-        signs=signs,
+        newest_attempt=max(numbers, default=0),
+        times=times,
         last_saved=manifests[-1].created_at if manifests else None,
         experiment=manifests[-1].experiment if manifests else None,
     )
 
 
-def _with_claims(store: CheckpointStore, seen: list[_Seen]) -> list[_Seen]:
-    """The same, and who claims to run them."""
-    if not seen:
+def _with_claims(store: CheckpointStore, activities: list[_TrialActivity]) -> list[_TrialActivity]:
+    if not activities:
         return []
-    last_saved = {each.trial: each.last_saved for each in seen if each.last_saved is not None}
+    last_saved = {each.trial: each.last_saved for each in activities if each.last_saved is not None}
     claimed = {claim.trial: claim for claim in claims(store, last_saved)}
-    return [replace(each, claim=claimed.get(each.trial)) for each in seen]
+    return [replace(each, claim=claimed.get(each.trial)) for each in activities]
 
 
-def _leftovers(store: CheckpointStore, seen: _Seen, age: timedelta) -> list[Leftover]:
-    reason = seen.why_alive(age)
-    why = reason or f"never committed; its trial was last at work at {seen.last_sign}"
+def _leftovers(store: CheckpointStore, activity: _TrialActivity, age: timedelta) -> list[Leftover]:
+    reason = activity.why_alive(age)
+    why = reason or f"never committed; its trial was last active at {activity.last_active}"
     found = []
-    for intent in seen.begun:
+    for intent in activity.begun:
         sizes = store.storage.sizes(layout.files_folder(intent.uuid))
         found.append(
             Leftover(
-                trial=seen.trial,
+                trial=activity.trial,
                 uuid=intent.uuid,
-                begun_at=intent.created_at if _age(intent.created_at) is not None else "",
+                begun_at=intent.created_at if age_of(intent.created_at) is not None else "",
                 files=len(sizes),
                 size_bytes=sum(sizes.values()),
                 keep=reason is not None,
@@ -249,12 +253,3 @@ def _leftovers(store: CheckpointStore, seen: _Seen, age: timedelta) -> list[Left
             )
         )
     return found
-
-
-def _age(at: str) -> timedelta | None:
-    """How long ago that was; None where it is no time."""
-    try:
-        moment = datetime.fromisoformat(at.replace("Z", "+00:00"))  # Python 3.10 reads no Z
-    except ValueError:
-        return None
-    return None if moment.tzinfo is None else datetime.now(timezone.utc) - moment

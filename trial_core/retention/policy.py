@@ -1,11 +1,11 @@
-"""Which checkpoints to keep and which to delete, and why. Pure: no I/O, no clock.
+"""The retention policy: which checkpoints to keep and which to delete, and why. No I/O, no clock.
 
-The rules are Determined's: a checkpoint stays if any of them wants it. To them comes what no rule
-may overrule: a pin, and what a run needs. A deletion has its reason as well, in the same words.
+The rules are Determined's: a checkpoint stays if any rule keeps it. Pinned or held checkpoints and
+those that a run needs stay whatever the rules. Each deletion has a reason too.
 
-What is *latest* is said in two ways, and both stay: the checkpoint that is furthest on, which a
-run goes on from, and the one saved last. They differ after a damaged checkpoint: the run has gone
-back behind it, and what it saves since must not be deleted for the sake of the damaged one.
+*Latest* has two meanings, and both stay: the checkpoint with the most batches, which a run resumes
+from, and the one saved last. They differ after a damaged checkpoint: the run has resumed from an
+older one, and what it saves then must not be deleted in favour of the damaged one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.units import Batch, TrainUnit
@@ -21,17 +21,17 @@ from trial_core.units import Batch, TrainUnit
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """What an experiment keeps. Defaults are Determined's.
+    """Which checkpoints an experiment keeps. The defaults are Determined's.
 
     Attributes:
-        save_trial_best: how many of the best checkpoints of each trial.
-        save_trial_latest: how many of the latest checkpoints of each trial.
-        save_experiment_best: how many of the best checkpoints of all trials together.
-        keep_every: of each trial one checkpoint in so many batches or epochs: the first at or
-            after each multiple.
-        metric: the validation metric that says what is best. None: nothing does, and every
-            checkpoint that was validated stays wherever the best are to stay.
-        smaller_is_better: which way it improves.
+        save_trial_best: number of best checkpoints to keep per trial.
+        save_trial_latest: number of latest checkpoints to keep per trial.
+        save_experiment_best: number of best checkpoints to keep of all trials together.
+        keep_every: per trial, keep the first checkpoint at or after each multiple of this many
+            batches or epochs.
+        metric: the validation metric that decides which checkpoint is best. None: if best
+            checkpoints are to be kept, all validated ones are.
+        smaller_is_better: whether a smaller metric is better.
     """
 
     save_trial_best: int = 1
@@ -44,30 +44,27 @@ class RetentionPolicy:
     def __post_init__(self) -> None:
         counts = (self.save_trial_best, self.save_trial_latest, self.save_experiment_best)
         if min(counts) < 0:
-            raise ValueError(f"a number of checkpoints to keep is at least 0, got {min(counts)}")
+            raise ValueError(
+                f"the number of checkpoints to keep must be at least 0, got {min(counts)}"
+            )
         if self.keep_every is not None and not isinstance(self.keep_every.value, int):
-            raise TypeError(f"keep_every is one number, got {self.keep_every!r}")
+            raise TypeError(f"keep_every must be an integer number, got {self.keep_every!r}")
 
     def __str__(self) -> str:
-        """In the words of the experiment file."""
-        words = [
+        """The policy in the fields of the experiment file."""
+        fields = [
             f"save_trial_best {self.save_trial_best}",
             f"save_trial_latest {self.save_trial_latest}",
             f"save_experiment_best {self.save_experiment_best}",
         ]
         if self.keep_every is not None:
-            words.append(f"keep_every {self.keep_every.value} {self.keep_every.unit}")
-        return ", ".join(words)
+            fields.append(f"keep_every {self.keep_every.value} {self.keep_every.unit}")
+        return ", ".join(fields)
 
 
 @dataclass(frozen=True)
 class RetentionDecision:
-    """What becomes of a checkpoint.
-
-    Attributes:
-        keep: whether it stays.
-        why: for people to read.
-    """
+    """Whether to keep a checkpoint, and why."""
 
     manifest: Manifest
     keep: bool
@@ -81,21 +78,21 @@ def decide(
     needed: Mapping[str, str] | None = None,
     running: Collection[str] = (),
 ) -> list[RetentionDecision]:
-    """What becomes of the checkpoints of one experiment, in the order given.
+    """Decide on each of an experiment's checkpoints, in the order given.
 
-    To decide again over what was kept deletes nothing more.
+    Deciding again on the kept checkpoints deletes no more.
 
     Args:
-        manifests: all checkpoints of the experiment. Where `save_experiment_best` is 0, those of
-            some of its trials will do, each trial whole.
-        needed: uuids of checkpoints that must stay, and why: pins, what runs have started from.
-        running: trials that run, or may: their newest checkpoints stay whatever the policy is.
+        manifests: all checkpoints of the experiment. If `save_experiment_best` is 0, all
+            checkpoints of some of its trials are enough.
+        needed: uuids of checkpoints that must stay, and why: pins, holds, claims.
+        running: trials that run, or may run: their newest checkpoints stay.
     """
     manifests = list(manifests)
     trials: dict[str, list[Manifest]] = {}
     for manifest in manifests:
         trials.setdefault(manifest.trial, []).append(manifest)
-    ranks = _Ranks(policy, manifests, trials.values())
+    standings = _Standings(policy, manifests, trials.values())
     kept_every = {
         manifest.uuid: why
         for of_trial in trials.values()
@@ -105,20 +102,20 @@ def decide(
     def decision(manifest: Manifest) -> RetentionDecision:
         reasons = [
             *([needed[manifest.uuid]] if needed and manifest.uuid in needed else []),
-            *ranks.reasons(manifest, manifest.trial in running),
+            *standings.reasons_to_keep(manifest, manifest.trial in running),
             *([kept_every[manifest.uuid]] if manifest.uuid in kept_every else []),
         ]
         if reasons:
             return RetentionDecision(manifest, True, "; ".join(reasons))
-        return RetentionDecision(manifest, False, ranks.shortcomings(manifest))
+        return RetentionDecision(manifest, False, standings.reason_to_delete(manifest))
 
     return [decision(manifest) for manifest in manifests]
 
 
 def own_metric(manifest: Manifest, metric: str) -> float | None:
-    """The validation metric of this very checkpoint; None where it has none that can be compared.
+    """The validation metric of this checkpoint's own state; None if there is no comparable one.
 
-    A checkpoint also carries the metrics of an earlier validation, which say nothing of itself.
+    A checkpoint that was not validated still carries the metrics of an earlier validation.
     """
     value = manifest.metrics.get("validation", {}).get(metric)
     if not _was_validated(manifest) or isinstance(value, bool):
@@ -126,8 +123,8 @@ def own_metric(manifest: Manifest, metric: str) -> float | None:
     return value if isinstance(value, (int, float)) and not math.isnan(value) else None
 
 
-class _Ranks:
-    """The place of each checkpoint in every order that a rule counts by, from 1."""
+class _Standings:
+    """Each checkpoint's place, from 1, in every order that a rule counts by."""
 
     def __init__(
         self,
@@ -140,17 +137,17 @@ class _Ranks:
         self._last_saved: dict[str, int] = {}
         self._best_of_trial: dict[str, int] = {}
         for of_trial in trials:
-            self._furthest |= _places(sorted(of_trial, key=_how_far, reverse=True))
+            self._furthest |= _places(sorted(of_trial, key=_resume_order, reverse=True))
             self._last_saved |= _places(_last_saved_first(of_trial))
             self._best_of_trial |= _places(_best_first(of_trial, policy))
         self._best_of_experiment = _places(_best_first(manifests, policy))
 
-    def reasons(self, manifest: Manifest, is_running: bool) -> list[str]:
-        """Why it stays; empty where no rule wants it."""
+    def reasons_to_keep(self, manifest: Manifest, is_running: bool) -> list[str]:
+        """Which rules keep it; empty if none does."""
         policy, uuid = self._policy, manifest.uuid
         found = []
         if is_running and min(self._furthest[uuid], self._last_saved[uuid]) == 1:
-            found.append("its trial runs, and goes on from it after a failure")
+            found.append("its trial runs, and resumes from it after a failure")
         if self._furthest[uuid] <= policy.save_trial_latest:
             found.append(f"{_ordinal(self._furthest[uuid])}latest of its trial")
         elif self._last_saved[uuid] <= policy.save_trial_latest:
@@ -163,29 +160,29 @@ class _Ranks:
                 found.append(
                     f"{_ordinal(place)}best of its {whole} ({_metric_of(manifest, policy)})"
                 )
-        if not found and policy.metric is None and _was_validated(manifest) and self._wants_best:
-            found.append("validated, and no metric says what is best")
+        if not found and policy.metric is None and _was_validated(manifest) and self._keeps_best:
+            found.append("validated, and no metric decides which checkpoint is best")
         return found
 
-    def shortcomings(self, manifest: Manifest) -> str:
-        """Why no rule wants it."""
+    def reason_to_delete(self, manifest: Manifest) -> str:
+        """Why no rule keeps it."""
         policy, uuid = self._policy, manifest.uuid
-        words = [_counted(f"{_ordinal(self._furthest[uuid])}latest", policy.save_trial_latest)]
-        if self._wants_best and uuid in self._best_of_trial:
+        reasons = [_counted(f"{_ordinal(self._furthest[uuid])}latest", policy.save_trial_latest)]
+        if self._keeps_best and uuid in self._best_of_trial:
             value = _metric_of(manifest, policy)
             place = f"{_ordinal(self._best_of_trial[uuid])}best of its trial ({value})"
-            words.append(_counted(place, policy.save_trial_best))
-        elif self._wants_best:
-            words.append(_metric_of(manifest, policy))
+            reasons.append(_counted(place, policy.save_trial_best))
+        elif self._keeps_best:
+            reasons.append(_metric_of(manifest, policy))
         if policy.save_experiment_best and uuid in self._best_of_experiment:
             place = f"{_ordinal(self._best_of_experiment[uuid])}best of its experiment"
-            words.append(_counted(place, policy.save_experiment_best))
+            reasons.append(_counted(place, policy.save_experiment_best))
         if policy.keep_every is not None:
-            words.append(f"not the first in {policy.keep_every.value} {policy.keep_every.unit}")
-        return "; ".join(words)
+            reasons.append(f"not the first in {policy.keep_every.value} {policy.keep_every.unit}")
+        return "; ".join(reasons)
 
     @property
-    def _wants_best(self) -> bool:
+    def _keeps_best(self) -> bool:
         return self._policy.save_trial_best > 0 or self._policy.save_experiment_best > 0
 
 
@@ -194,22 +191,22 @@ def _kept_every(
 ) -> Iterator[tuple[Manifest, str]]:
     """The first checkpoint of a trial at or after each multiple of `every`, and why it stays.
 
-    It stays the first when others of the same stretch are deleted, or saved later.
+    It remains the first if others before the next multiple are deleted or saved later.
     """
     if every is None:
         return
     seen: set[int] = set()
     for manifest in sorted(_last_saved_first(of_trial), key=lambda m: m.progress.batches_trained):
-        stretch = _stretch(manifest, every)
-        if stretch is None:
-            yield manifest, "keep_every counts epochs, and how long one was is not known"
-        elif stretch > 0 and stretch not in seen:
-            seen.add(stretch)
-            yield manifest, f"the first at or after {stretch * _number(every)} {every.unit}"
+        multiples = _multiples_reached(manifest, every)
+        if multiples is None:
+            yield manifest, "keep_every counts epochs, and the length of its epochs is not known"
+        elif multiples > 0 and multiples not in seen:
+            seen.add(multiples)
+            yield manifest, f"the first at or after {multiples * _number(every)} {every.unit}"
 
 
-def _stretch(manifest: Manifest, every: TrainUnit) -> int | None:
-    """How many multiples of `every` it has reached; None where that is not known."""
+def _multiples_reached(manifest: Manifest, every: TrainUnit) -> int | None:
+    """How many multiples of `every` a checkpoint has reached; None if not known."""
     batches = manifest.progress.batches_trained
     if isinstance(every, Batch):
         return batches // _number(every)
@@ -219,22 +216,19 @@ def _stretch(manifest: Manifest, every: TrainUnit) -> int | None:
 
 
 def _number(every: TrainUnit) -> int:
-    if not isinstance(every.value, int):
-        raise TypeError(f"keep_every is one number, got {every!r}")
-    return every.value
+    return cast(int, every.value)  # `RetentionPolicy` has checked it
 
 
-def _how_far(manifest: Manifest) -> tuple[int, str, str]:
-    """The order in which a run looks for a checkpoint to go on from."""
-    return manifest.progress.batches_trained, manifest.created_at, manifest.uuid
+def _resume_order(manifest: Manifest) -> tuple[int, str, str]:
+    return manifest.resume_order
 
 
-def _when_saved(manifest: Manifest) -> tuple[str, int, str]:
+def _save_order(manifest: Manifest) -> tuple[str, int, str]:
     return manifest.created_at, manifest.progress.batches_trained, manifest.uuid
 
 
 def _best_first(manifests: Collection[Manifest], policy: RetentionPolicy) -> list[Manifest]:
-    """Those that can be compared. Of equals the earlier: a best is what was better before it."""
+    """The comparable checkpoints, best first. Of equals, the one with fewer batches is first."""
     if policy.metric is None:
         return []
     values = {each.uuid: own_metric(each, policy.metric) for each in manifests}
@@ -248,11 +242,11 @@ def _best_first(manifests: Collection[Manifest], policy: RetentionPolicy) -> lis
 
 
 def _last_saved_first(manifests: Iterable[Manifest]) -> list[Manifest]:
-    """To be sorted further: of two with as many batches, the later stands first.
+    """Last saved first. For a stable sort by batches: of equals the one saved last is first.
 
-    A run that has gone back behind a damaged checkpoint saves the same state again.
+    A run that has resumed from before a damaged checkpoint saves the same state again.
     """
-    return sorted(manifests, key=_when_saved, reverse=True)
+    return sorted(manifests, key=_save_order, reverse=True)
 
 
 def _places(in_order: Iterable[Manifest]) -> dict[str, int]:
@@ -260,24 +254,22 @@ def _places(in_order: Iterable[Manifest]) -> dict[str, int]:
 
 
 def _was_validated(manifest: Manifest) -> bool:
-    """Whether its state was validated, not only an earlier one."""
+    """Whether the checkpoint's own state was validated."""
     return manifest.progress.validated_at == manifest.progress.batches_trained
 
 
 def _metric_of(manifest: Manifest, policy: RetentionPolicy) -> str:
-    """Its metric, or why it has none, for people to read."""
+    """The checkpoint's metric, or why it has none, as text."""
     if not _was_validated(manifest):
         return "not validated"
     if policy.metric is None:
         return "validated"
     value: Any = manifest.metrics.get("validation", {}).get(policy.metric)
-    if isinstance(value, (int, float)):
-        return (
-            f"{policy.metric} {value:.6g}"
-            if isinstance(value, float)
-            else f"{policy.metric} {value}"
-        )
-    return f"no {policy.metric}" if value is None else f"{policy.metric} is no number"
+    if isinstance(value, float):
+        return f"{policy.metric} {value:.6g}"
+    if isinstance(value, int):
+        return f"{policy.metric} {value}"
+    return f"no {policy.metric}" if value is None else f"{policy.metric} is not a number"
 
 
 def _counted(place: str, kept: int) -> str:
@@ -285,7 +277,7 @@ def _counted(place: str, kept: int) -> str:
 
 
 def _ordinal(place: int) -> str:
-    """``""`` for the first, else ``"2nd "``, to stand before "best"."""
+    """``""`` for the first place, ``"2nd "`` for the second, …"""
     if place == 1:
         return ""
     ending = "th" if 10 <= place % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(place % 10, "th")

@@ -41,7 +41,7 @@ from trial_core.messages import (
     TrainBatches,
     TrialBuilt,
 )
-from trial_core.retention.claims import Running
+from trial_core.retention.claims import RunClaim
 from trial_core.retention.pruning import prune_trial
 from trial_core.run.searcher_metric import searcher_metric
 from trial_core.run.sequencer import Progress
@@ -86,7 +86,7 @@ class FitStages:
         test_mode: bool,
         is_told_to_end: Callable[[], bool] = lambda: False,
         fence: Fence | None = None,
-        claim: Running | None = None,
+        claim: RunClaim | None = None,
     ) -> None:
         self.test_mode = test_mode
         self._is_told_to_end = is_told_to_end
@@ -99,7 +99,7 @@ class FitStages:
         self._metric = metric
         self._fence = fence
         self._claim = claim
-        self._attempt = uuids.uuid4().hex if fence is None else fence.token.attempt
+        self._attempt = uuids.uuid4().hex if fence is None else fence.attempt
         self.metrics: dict[str, dict[str, Any]] = {}
         self.newest: str | None = None
         self._stop_requested = False
@@ -273,7 +273,7 @@ class FitStages:
 
     def _claim_needs(self, uuid: str) -> None:
         if self._claim is not None:
-            self._claim.needs(uuid)
+            self._claim.renew(uuid)
 
     def _upload(self, staged: StagedCheckpoint, meeting: CommitRendezvous) -> Outcome:
         """Store what this rank has staged, and see it committed with the others'. No collective."""
@@ -286,7 +286,7 @@ class FitStages:
         return meeting.commit(stored, lambda files: self._commit(staged, files))
 
     def _begin(self, uuid: str) -> None:
-        self.store.begin(self._info.trial, uuid, self._attempt, self._fence)
+        self.store.announce_upload(self._info.trial, uuid, self._attempt, self._fence)
 
     def _persist(self, uuid: str) -> list[FileEntry]:
         persisted = self._controller.persist_checkpoint(PersistCheckpoint(uuid=uuid))

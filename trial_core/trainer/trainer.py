@@ -22,7 +22,7 @@ from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.distributed import DistributedContext
 from trial_core.errors import ConfigError, StorageError, TrialError
-from trial_core.retention.claims import Running, running
+from trial_core.retention.claims import RunClaim, claim_run
 from trial_core.run.run_dirs import clear_kept, prepare_run_dir, run_folder
 from trial_core.run.sequencer import CheckpointPolicy, Schedule
 from trial_core.slots.stop_barrier import Brake
@@ -190,7 +190,7 @@ class Trainer:
             info.trial = distributed.broadcast(info.trial)
         source = None if start.restore == "everything" else start.uuid
         on_the_first_rank(distributed, lambda: str(held.enter_context(run_folder(info.trial))))
-        taken: list[tuple[Running, Fence]] = []
+        taken: list[tuple[RunClaim, Fence]] = []
         if not test_mode:
             on_the_first_rank(
                 distributed, lambda: taken.append(_claim(held, store, info.trial, source))
@@ -212,13 +212,13 @@ class Trainer:
 
 def _claim(
     held: ExitStack, store: CheckpointStore, trial: str, source: str | None
-) -> tuple[Running, Fence]:
+) -> tuple[RunClaim, Fence]:
     """Keep others from deleting what the trial needs, for as long as `held`; and earlier attempts
     at it from committing, should one live on somewhere.
 
     What a dead attempt at it has stored and never committed is gone.
     """
-    claim = held.enter_context(running(store, trial, source))
+    claim = held.enter_context(claim_run(store, trial, source))
     fence = store.take_over(trial, uuids.uuid4().hex)
     try:
         for swept in store.sweep(trial, fence):
@@ -257,7 +257,7 @@ def _starts(
 
 def _continuing(store: CheckpointStore, trial: str) -> list[ResumePoint]:
     """What a trial may go on from, best first."""
-    return [ResumePoint.continuing(manifest) for manifest in store.candidates(trial)]
+    return [ResumePoint.continuing(manifest) for manifest in store.resume_candidates(trial)]
 
 
 def _schedule(

@@ -52,15 +52,15 @@ def unpin(
     uuids
         The checkpoints' uuids, or their first characters.
     """
-    from trial_core.retention import pins
+    from trial_core.retention import holds, pins
 
     store = _store_for(uuids, config, storage)
     gone = [pins.unpin(store, uuid) for uuid in uuids]
     _say(gone, "unpinned", json_)
     for each in gone:
-        if why := pins.why_kept(store, each.uuid):
+        if why := pins.why_protected(store, each.uuid):
             console.note(
-                f"{each.uuid} is still kept, {text_format.one_line(why)}: {pins.WHAT_FREES}"
+                f"{each.uuid} is still kept, {text_format.one_line(why)}: {holds.WHEN_RELEASED}"
             )
     return 0
 

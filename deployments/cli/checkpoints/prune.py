@@ -23,7 +23,7 @@ from trialflow.deployments.cli.experiment_options import (
 from trialflow.deployments.cli.tables import AsJson, local_time, print_table, shortest_unique
 
 if TYPE_CHECKING:
-    from trial_core.checkpoint.intents import Swept
+    from trial_core.checkpoint.intents import SweptUpload
     from trial_core.checkpoint.store import CheckpointStore
     from trial_core.retention.leftovers import Leftover, SweptLeftovers
     from trial_core.retention.policy import RetentionDecision, RetentionPolicy
@@ -245,7 +245,7 @@ def _sweep(
 ) -> SweptLeftovers:
     from trial_core.retention.leftovers import sweep_leftovers
 
-    def say(swept: Swept) -> None:
+    def say(swept: SweptUpload) -> None:
         if not is_silent:
             print(f"deleted {swept}", flush=True)
 

@@ -63,7 +63,7 @@ def test_list_warns_about_an_unreadable_manifest(
     assert run(tmp_path, "list") == 0
     printed = capsys.readouterr()
     assert UUIDS[0][:8] not in printed.out
-    assert printed.err.startswith("warning: not listed: ")
+    assert printed.err.startswith("warning: a checkpoint is not listed: ")
 
 
 def test_show_by_prefix(

@@ -11,7 +11,7 @@ import pytest
 
 from tests.deployments.cli.stored import run
 from tests.support.cli import write_experiment
-from tests.support.manifests import leave_an_upload
+from tests.support.manifests import leave_unfinished_upload
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest, utc_now
 from trial_core.checkpoint.store import CheckpointStore
@@ -222,7 +222,10 @@ def test_empty_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 def leftovers(tmp_path: Path) -> list[str]:
     """Leftovers of two killed trials, an old one and a recent one."""
     store = CheckpointStore(str(tmp_path / "storage"))
-    return [leave_an_upload(store, "toy-2"), leave_an_upload(store, "toy-3", utc_now())]
+    return [
+        leave_unfinished_upload(store, "toy-2"),
+        leave_unfinished_upload(store, "toy-3", utc_now()),
+    ]
 
 
 def uploads(tmp_path: Path) -> set[str]:
@@ -246,8 +249,8 @@ def test_dry_run_shows_leftovers(
         ["delete", leftovers[0][:8], "toy-2"],
         ["keep", leftovers[1][:8], "toy-3"],
     ]
-    assert "never committed; its trial was last at work at 2001-05-09" in rows[0]
-    assert "and is given up after 7 days" in rows[1]
+    assert "never committed; its trial was last active at 2001-05-09" in rows[0]
+    assert "and is presumed dead after 7 days" in rows[1]
     assert total == "to delete: 1 of 2 leftovers, 4 B"
     assert uploads(tmp_path) == {*leftovers}
 

@@ -1,1 +1,1 @@
-"""Storages that fail on purpose, where a plan says so: an S3 endpoint and a fsspec file system."""
+"""Storages that fail on purpose, by a plan: an S3 endpoint and a fsspec file system."""

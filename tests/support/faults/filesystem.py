@@ -1,12 +1,12 @@
-"""``faulty://PLAN/folder``: a fsspec file system that fails on purpose, over this machine's own.
+"""``faulty://PLAN/folder``: a fsspec file system that fails on purpose, over the local one.
 
-It is neither local nor S3 to whoever asks, so what is stored there goes through fsspec's own verbs,
-as on any storage without a path of its own (SFTP, HDFS, …). A plan is known by a name, because
-options must be plain data: ``with planned("name", Plan(…)):``.
+trialflow knows it neither as local nor as S3, so it uses fsspec's own methods, as on any other
+storage (SFTP, HDFS, …). Options must be plain data, so a plan is known by a name:
+``with planned("name", Plan(…)):``.
 
 ``cut request``: the first `byte` bytes are written, then the connection ends; ``cut reply``: a read
-gives its first `byte` bytes, without an error; ``lose reply``: done, then the connection ends;
-``500``: an input/output error; ``503``: a timeout; ``slow``: at `bytes_per_second`.
+returns its first `byte` bytes, without an error; ``lose reply``: carried out, then the connection
+ends; ``500``: an input/output error; ``503``: a timeout; ``slow``: at `bytes_per_second`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _plans: dict[str, Plan] = {}
 
 @contextmanager
 def planned(name: str, plan: Plan) -> Iterator[Plan]:
-    """`plan` is what happens below ``faulty://{name}`` within the block."""
+    """Within the block, `plan` applies to ``faulty://{name}``."""
     fsspec.register_implementation(PROTOCOL, FaultyFileSystem, clobber=True)
     _plans[name] = plan
     try:
@@ -40,7 +40,7 @@ def planned(name: str, plan: Plan) -> Iterator[Plan]:
 
 
 class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]
-    """A file system over a local one, each of whose operations asks a plan."""
+    """A file system over the local one. Each operation asks a plan."""
 
     protocol = PROTOCOL
     cachable = False
@@ -104,10 +104,10 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]
         work: Callable[[str], Any],
         partial: Callable[[int], Callable[[str], Any]] | None = None,
     ) -> Any:
-        """Carry `work` out on the local path, or do to it what the plan says.
+        """Carry out `work` on the local path, unless the plan has a fault for it.
 
         Args:
-            partial: what `work` is when the connection ends after so many bytes.
+            partial: returns the work that writes only so many bytes.
         """
         name, _, rest = self._strip_protocol(path).partition("/")
         seen, local = _plans[name].next(name, operation, path), f"/{rest}"
@@ -132,7 +132,7 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
 
 class _WholeFile(AbstractBufferedFile):  # type: ignore[misc]
-    """An open file: read in ranges, written when it is closed."""
+    """An open file. It is read in ranges and written when it is closed."""
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         data: bytes = self.fs.cat_file(self.path, start, end)

@@ -1,4 +1,4 @@
-"""Fits that are killed at a moment of the test's choosing, and go on."""
+"""Fits in forked processes, which a test kills at a moment of its choice and resumes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ GONE_SECONDS = 10.0
 
 @dataclass
 class Fit:
-    """What a fit is to do, and where it leaves what it has seen.
+    """The settings of a fit, and what it has left.
 
     Attributes:
-        folder: for all that it leaves, except what it stores.
+        folder: for its logs and records.
         storage: as ``checkpoint_storage`` of an experiment.
         lengths: arguments of `Trainer.fit`, in batches.
     """
@@ -39,33 +39,33 @@ class Fit:
     ranks: int = 2
 
     def batches(self, rank: int) -> list[list[Any]]:
-        """What a rank has seen of every batch, over all attempts."""
+        """What a rank has recorded of every batch, over all attempts."""
         path = self.folder / f"batches-{rank}.jsonl"
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
 
     def logs(self) -> str:
-        """What the ranks have said, the end of it."""
+        """The ends of the ranks' logs."""
         paths = sorted(self.folder.glob("rank-*.log"))
         return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in paths)
 
 
 class ForkedFits:
-    """A process that forks ranks which are ready at once."""
+    """A process that forks ranks, which need not import anything."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
     def run(self, fit: Fit) -> None:
-        """Fit to the end, from wherever it is."""
+        """Resume the fit and run it to its end."""
         self._start(fit)
         codes = self._read()["codes"]
         assert codes == [0] * fit.ranks, f"{codes}\n{fit.logs()}"
 
     def kill(self, fit: Fit, batch: int, delay_seconds: float, victims: Sequence[int]) -> None:
-        """Fit, and SIGKILL those ranks so long after that batch, unless they have ended.
+        """Fit, and SIGKILL the ranks `victims` a delay after rank 0 has trained `batch`.
 
-        The other ranks are ended as a launcher would. No process of the fit is left.
+        The process that forks ends the other ranks, as a launcher does. No process is left.
         """
         seen = len(fit.batches(0))
         pids = self._start(fit)
@@ -78,7 +78,7 @@ class ForkedFits:
         codes = self._read()["codes"]
         assert set(codes) <= {0, -signal.SIGKILL}, fit.logs()
         left = wait_until_gone(started, GONE_SECONDS)
-        assert left == [], f"outlived their rank: {left}"
+        assert left == [], f"processes outlived their rank: {left}"
 
     def _start(self, fit: Fit) -> list[int]:
         fit.folder.mkdir(exist_ok=True)
@@ -100,7 +100,7 @@ class ForkedFits:
         return answer
 
     def _wait_for(self, fit: Fit, seen: int, batch: int) -> None:
-        """Wait until rank 0, which had trained so many, has trained `batch` or a later one."""
+        """Wait until rank 0 has recorded `batch` or a later one, after its first `seen` records."""
         deadline = time.monotonic() + START_SECONDS
         while all(line[0] < batch for line in fit.batches(0)[seen:]):
             assert time.monotonic() < deadline, f"batch {batch} was not trained:\n{fit.logs()}"
@@ -109,7 +109,7 @@ class ForkedFits:
 
 @contextmanager
 def forked_fits() -> Iterator[ForkedFits]:
-    """Start the process that forks ranks; takes as long as importing torch and DeepSpeed."""
+    """Start the process that forks ranks: it imports torch and DeepSpeed first."""
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", str(SCRIPT)],
         cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,

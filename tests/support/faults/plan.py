@@ -1,8 +1,8 @@
-"""Plans: what goes wrong, with which request or operation. Data, so that a test can list them all.
+"""Plans: which fault meets which request. Plain data, so that a test can enumerate them.
 
-A plan counts what it is asked about and answers with a fault or with none. The S3 endpoint asks
-about requests (``PUT``, ``/bucket/key?uploadId=…``), the file system about operations
-(``put_file``, ``/root/key``).
+A plan counts requests and answers each with a fault or none. A request is one to the S3 endpoint
+(``PUT``, ``/bucket/key?uploadId=…``) or an operation of the file system (``put_file``,
+``/root/key``).
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong.
+    """A fault, and the requests that meet it.
 
     Attributes:
         kind: ``cut request``: the connection ends after `byte` bytes of the request's body, and
-            the server never sees it; ``cut reply``: after `byte` bytes of the reply's body;
-            ``lose reply``: the request is carried out, and the connection ends without an answer;
-            ``500``, ``503``: that answer (the second with SlowDown), the request is not carried
-            out; ``hang``: no answer until the client goes away; ``slow``: `bytes_per_second` both
-            ways; ``kill before``, ``kill after``: whoever listens for faults is told, before the
-            request is carried out or after, and the client gets no answer.
-        first: the index, from 0, of the first one to meet it, among those that match.
-        times: how many meet it from there on; None: all.
-        is_alike: whether those after the first must be the same request again: a retry of it.
-        method: which methods match; None: any.
-        key: what the path with its query must contain.
+            the request is not carried out; ``cut reply``: it ends after `byte` bytes of the
+            reply's body; ``lose reply``: the request is carried out, the connection ends without
+            a reply; ``500``, ``503``: that reply (the second with SlowDown), not carried out;
+            ``hang``: no reply until the client disconnects; ``slow``: `bytes_per_second` both
+            ways; ``kill before``, ``kill after``: the endpoint calls `on_kill` before or after
+            the request is carried out, and sends no reply.
+        first: index, from 0, of the first matching request that meets the fault.
+        times: number of requests that meet it from there on; None: all.
+        is_alike: whether the requests after the first must be retries of the first.
+        method: the method that matches; None: any.
+        key: text that the path with its query must contain.
         byte: where to cut.
-        bytes_per_second: of ``slow``.
+        bytes_per_second: speed of ``slow``.
     """
 
     kind: Kind
@@ -57,12 +57,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Seen:
-    """A request or operation that a plan was asked about.
-
-    Attributes:
-        client: which client sent it.
-        fault: what it met.
-    """
+    """A request, its client, and the fault that it met."""
 
     index: int
     client: str
@@ -76,7 +71,7 @@ class Seen:
 
 
 class Plan:
-    """Some faults, and all that has been seen so far. Safe to use from several threads."""
+    """Some faults, and all requests so far. Safe to use from several threads."""
 
     def __init__(self, *faults: Fault) -> None:
         self._faults = faults
@@ -86,7 +81,7 @@ class Plan:
         self.seen: list[Seen] = []
 
     def next(self, client: str, method: str, key: str) -> Seen:
-        """Count one more; says which fault it meets, if any: the first of those that apply."""
+        """Count a request. It meets the first fault that applies."""
         with self._lock:
             met: Fault | None = None
             for number, fault in enumerate(self._faults):
@@ -99,11 +94,11 @@ class Plan:
 
     @property
     def has_struck(self) -> bool:
-        """Whether anything has met a fault."""
+        """Whether any request has met a fault."""
         return bool(self.struck())
 
     def struck(self) -> list[Seen]:
-        """What has met a fault."""
+        """The requests that have met a fault."""
         return [seen for seen in self.seen if seen.fault]
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Saves in processes that can be killed (see ``tests/support/scripts/save_forked.py``)."""
+"""Saves in forked processes that a test kills (see ``tests/support/scripts/save_forked.py``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PID_SECONDS = 20.0
 
 
 class ForkedSaves:
-    """A process that forks others, which save. One at a time."""
+    """A process that forks processes that save, one at a time."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -31,7 +31,7 @@ class ForkedSaves:
         self, site: Site, staged: Mapping[int, Path], uuid: str, part_bytes: int,
         rank: int | None = None,
     ) -> int:  # fmt: skip
-        """Save, or upload as `rank` does; the exit code: 0, 3 (the storage failed), -9 (killed)."""
+        """Save, or upload as `rank` does; the exit code: 0, 3 (StorageError), -9 (killed)."""
         self._pid = Future()
         job = {
             "url": site.url, "options": site.options, "engine": site.engine,
@@ -46,7 +46,7 @@ class ForkedSaves:
         return code
 
     def kill(self) -> None:
-        """SIGKILL the process that saves. From any thread, also before its pid is known here."""
+        """SIGKILL the process that saves. From any thread, also before the pid is known."""
         os.kill(self._pid.result(PID_SECONDS), signal.SIGKILL)
 
     def _read(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""An S3 endpoint that fails on purpose: a proxy before a real one, on a thread of this process.
+"""An S3 endpoint that fails on purpose: a proxy in front of a real one, on a thread.
 
-It passes every request on as it came, with its Host and signature, and counts it; what its plan
-says goes wrong, does. Each client may have an address of its own, so that it is known who asked.
+It counts requests and forwards them unchanged, with Host and signature, unless its plan has a fault
+for them. Each client may have a separate address, so that the plan knows the client.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class FaultyS3:
 
     Attributes:
         backend: the server behind it.
-        plan: what goes wrong from now on.
-        on_kill: called, on the proxy's thread, when a request meets a ``kill`` fault.
-        ignored: names of headers, in small letters, that the server behind never hears of: as if
-            it did not know them. For one that compares no signatures.
+        plan: the faults from now on.
+        on_kill: called on the proxy's thread when a request meets a ``kill`` fault.
+        ignored: lower-case names of headers that are not forwarded, as if the server did not
+            support them. Only for a server that checks no signatures.
     """
 
     backend: S3Server
@@ -49,10 +49,10 @@ class FaultyS3:
     plan: Plan = field(default_factory=Plan)
     on_kill: Callable[[Seen], None] = lambda seen: None
     ignored: frozenset[str] = frozenset()
-    _under_way: list[str] = field(default_factory=list)
+    _in_progress: list[str] = field(default_factory=list)
 
     def server(self, client: str = "") -> S3Server:
-        """This endpoint as an S3 server, at an address by which `client` is known."""
+        """This endpoint as an S3 server, at a new address for `client`."""
         port = self._call(_listen(self.runner))
         self.addresses[port] = client
         return S3Server(
@@ -60,28 +60,30 @@ class FaultyS3:
         )
 
     def new_plan(self, *faults: Fault) -> Plan:
-        """Begin to count anew, with these faults, when no earlier request is under way."""
+        """Replace the plan, once no request is in progress."""
         self.wait_until_quiet()
         self.plan = Plan(*faults)
         return self.plan
 
     def wait_until_quiet(self) -> None:
-        """Wait until no request is under way: whoever sent some may have been killed."""
+        """Wait until no request is in progress: its client may have been killed."""
         deadline = time.monotonic() + _QUIET_LIMIT_SECONDS
-        while self._under_way:
-            assert time.monotonic() < deadline, f"never ended: {', '.join(self._under_way)}"
+        while self._in_progress:
+            assert time.monotonic() < deadline, (
+                f"requests did not end: {', '.join(self._in_progress)}"
+            )
             time.sleep(_POLL_SECONDS)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Answer one request, or do to it what the plan says."""
+        """Answer one request as the plan says."""
         port = request.transport.get_extra_info("sockname")[1] if request.transport else 0
         client, key = self.addresses.get(port, ""), request.raw_path
         name = f"{client}: {request.method} {key}"
-        self._under_way.append(name)
+        self._in_progress.append(name)
         try:
             return await self._answer(request, self.plan.next(client, request.method, key))
         finally:
-            self._under_way.remove(name)
+            self._in_progress.remove(name)
 
     async def _answer(self, request: web.Request, seen: Seen) -> web.StreamResponse:
         fault = seen.fault
@@ -98,7 +100,7 @@ class FaultyS3:
         body = await _read(request, None, pace)
         if kind in _ERRORS:
             return _error(*_ERRORS[kind])
-        status, headers, reply = await self._pass_on(request, body)
+        status, headers, reply = await self._forward(request, body)
         if kind == "kill after":
             self.on_kill(seen)
         if kind in ("kill after", "lose reply"):
@@ -112,10 +114,10 @@ class FaultyS3:
         await response.write_eof()
         return response
 
-    async def _pass_on(
+    async def _forward(
         self, request: web.Request, body: bytes
     ) -> tuple[int, list[tuple[str, str]], bytes]:
-        """Have the real server carry the request out; its answer."""
+        """Forward the request to the real server; its reply."""
         dropped = {*_HOP_BY_HOP, *self.ignored}
         headers = [(k, v) for k, v in request.headers.items() if k.lower() not in dropped]
         url = URL(self.backend.endpoint_url + request.raw_path, encoded=True)
@@ -126,7 +128,7 @@ class FaultyS3:
             ) as reply:  # fmt: skip
                 kept = [(k, v) for k, v in reply.headers.items() if k.lower() not in _HOP_BY_HOP]
                 return reply.status, kept, await reply.read()
-        except ClientError as error:  # the server behind is gone: that is nobody's plan
+        except ClientError as error:  # the real server is gone, which is not planned
             raise web.HTTPBadGateway(text=f"{type(error).__name__}: {error}") from error
 
     def _call(self, work: Coroutine[Any, Any, Result]) -> Result:
@@ -135,7 +137,7 @@ class FaultyS3:
 
 @contextmanager
 def faulty_s3(backend: S3Server) -> Iterator[FaultyS3]:
-    """A proxy in front of `backend`, without faults so far, until the end of the block."""
+    """A proxy in front of `backend` within the block, without faults at first."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="faulty-s3", daemon=True)
     thread.start()
@@ -171,7 +173,7 @@ async def _stop(proxy: FaultyS3) -> None:
 
 
 async def _listen(runner: web.AppRunner) -> int:
-    """Listen on a free port as well."""
+    """Listen on another free port."""
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port: int = runner.addresses[-1][1]
@@ -204,7 +206,7 @@ async def _write(response: web.StreamResponse, body: bytes, pace: int | None) ->
 async def _begin(
     request: web.Request, response: web.StreamResponse, part: bytes | None
 ) -> web.StreamResponse:
-    """Send a reply's head and a part of its body, or (None) a part of its head; and no more."""
+    """Send a reply's head and a part of its body, or (None) a part of its head, then cut."""
     if part is not None:
         await response.prepare(request)
         await response.write(part)
@@ -215,8 +217,8 @@ async def _begin(
 
 
 async def _hang(request: web.Request) -> web.StreamResponse:
-    """Take all that the client sends, and say nothing until it goes away."""
-    # That it has gone is only seen behind the last byte of what it has sent.
+    """Read all that the client sends, and wait until it disconnects."""
+    # A disconnect is only noticed after the last byte that the client has sent.
     with suppress(ConnectionError):
         async for _ in request.content.iter_any():
             pass
@@ -226,7 +228,7 @@ async def _hang(request: web.Request) -> web.StreamResponse:
 
 
 def _cut(request: web.Request, *, is_flushed: bool = False) -> web.StreamResponse:
-    """End the connection: at once, or when what was written has been sent."""
+    """End the connection: at once, or once the written bytes are sent."""
     if request.transport is not None:
         request.transport.close() if is_flushed else request.transport.abort()
     return web.Response()

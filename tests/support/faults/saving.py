@@ -1,14 +1,14 @@
-"""A save on 2 ranks without ranks, against an S3 endpoint that fails on purpose; and its checking.
+"""A save on 2 simulated ranks against an S3 endpoint that fails on purpose, and its check.
 
-Every client (the driver, each rank) has an address of the endpoint's of its own, as if each were a
-process. What is found afterwards is looked up behind the endpoint's back, on the real server.
+Each client (the driver, each rank) has a separate address of the endpoint, as if it were a process.
+The check reads the real server directly.
 """
 
 from __future__ import annotations
 
 import threading
 import uuid as uuids
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ import pytest
 from s3fs import S3FileSystem
 
 from tests.support.faults.s3 import FaultyS3
-from tests.support.manifests import new_manifest, stage
+from tests.support.manifests import keys_of, new_manifest, stage
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import FileEntry, Manifest
 from trial_core.checkpoint.store import CheckpointStore
@@ -41,7 +41,7 @@ HASTY = {"connect_timeout": 2, "read_timeout": 0.3}
 
 
 def rank_files(part_bytes: int) -> dict[int, dict[str, bytes]]:
-    """What each rank stages: a file of several parts, small ones, an empty one; all different."""
+    """The files of each rank: one of several parts, small ones, an empty one; all different."""
 
     def data(size: int, rank: int) -> bytes:
         return bytes((n * 7 + rank * 31) % 251 for n in range(1009)) * (size // 1009 + 1)
@@ -60,7 +60,7 @@ def rank_files(part_bytes: int) -> dict[int, dict[str, bytes]]:
 
 
 def stage_ranks(folder: Path, part_bytes: int) -> dict[int, Path]:
-    """Write what each rank stages; each rank's folder."""
+    """Write each rank's files; each rank's folder."""
     files = rank_files(part_bytes)
     return {rank: stage(folder / f"rank-{rank}", files[rank]) for rank in RANKS}
 
@@ -68,9 +68,9 @@ def stage_ranks(folder: Path, part_bytes: int) -> dict[int, Path]:
 def save(
     stores: Mapping[str, CheckpointStore], staged: Mapping[int, Path], uuid: str, batches: int = 7
 ) -> Manifest:
-    """Save as a run does: take over, begin, upload on both ranks at once, commit."""
+    """Save as a run does: take over, announce, upload on both ranks at once, commit."""
     fence = stores["driver"].take_over(TRIAL, ATTEMPT)
-    stores["driver"].begin(TRIAL, uuid, ATTEMPT, fence)
+    stores["driver"].announce_upload(TRIAL, uuid, ATTEMPT, fence)
 
     def upload(rank: int) -> list[FileEntry]:
         return upload_files(stores[f"rank-{rank}"], uuid, staged[rank], rank)
@@ -85,7 +85,7 @@ def save(
 
 @contextmanager
 def parts_of(part_bytes: int) -> Iterator[None]:
-    """Within the block this process uploads and reads in pieces of that size."""
+    """Within the block, this process uploads and reads in pieces of this size."""
     usual, buffer_pool.PIECE_BYTES = buffer_pool.PIECE_BYTES, part_bytes
     try:
         yield
@@ -95,7 +95,7 @@ def parts_of(part_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def moved_by(engine: str) -> Iterator[None]:
-    """Stores that are opened within the block have their bytes moved by that engine."""
+    """Stores that are opened within the block use this transfer engine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(ENGINE_VARIABLE, engine)
         yield
@@ -106,10 +106,9 @@ class Site:
     """A folder of a bucket, behind an endpoint that fails on purpose.
 
     Attributes:
-        endpoint: the endpoint.
-        url: of the folder.
-        options: for fsspec, of each client.
-        engine: what moves the bytes.
+        url: the folder's.
+        options: fsspec's options of each client.
+        engine: the transfer engine, ``s3fs`` or ``obstore``.
     """
 
     endpoint: FaultyS3
@@ -127,24 +126,24 @@ class Site:
 
     @property
     def behind(self) -> CheckpointStore:
-        """The store without anything in its way."""
+        """The store on the real server, without faults."""
         return CheckpointStore(self.url, self.endpoint.backend.options)
 
     def objects(self) -> set[str]:
-        """All keys below the folder, but for those that say who has taken the trial over."""
+        """All keys below the folder, except attempts."""
         fs, root = self._raw()
         keys = {name.removeprefix(f"{root}/") for name in fs.find(root)}
         return {key for key in keys if not key.startswith(f"{layout.ATTEMPTS}/")}
 
     def multipart_uploads(self) -> list[str]:
-        """The keys below the folder that a multipart upload is under way for."""
+        """The keys below the folder with a multipart upload in progress."""
         fs, root = self._raw()
         bucket, _, prefix = root.partition("/")
         found = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
         return [upload["Key"] for upload in found.get("Uploads", ())]
 
     def begin_multipart_upload(self, key: str) -> None:
-        """Leave an upload of parts open, as a killed process does."""
+        """Leave a multipart upload open, as a killed process does."""
         fs, root = self._raw()
         bucket, _, prefix = root.partition("/")
         name = f"{prefix}/{key}"
@@ -153,8 +152,7 @@ class Site:
         fs.call_s3("upload_part", Bucket=bucket, Key=name, **part)
 
     def clear(self) -> None:
-        """Drop all that is there: servers keep it in memory, and a session saves it a thousand
-        times."""
+        """Delete everything: the server keeps it in memory, and a session saves often."""
         fs, root = self._raw()
         if fs.find(root):
             fs.rm(root, recursive=True)
@@ -165,13 +163,13 @@ class Site:
 
 
 def client_options(options: Mapping[str, Any], timeouts: Mapping[str, Any]) -> dict[str, Any]:
-    """A client that tries a request twice, and waits so long for an answer."""
+    """Options of a client that sends a request at most twice, with these timeouts."""
     retries = {"max_attempts": 1, "mode": "standard"}
     return {**options, "config_kwargs": {"retries": retries, **timeouts}}
 
 
 class Sites:
-    """Makes folders in one bucket."""
+    """Creates folders in one bucket."""
 
     def __init__(self, endpoint: FaultyS3) -> None:
         self._endpoint = endpoint
@@ -182,8 +180,8 @@ class Sites:
         """An empty folder, and clients for it.
 
         Args:
-            engine: what moves the bytes.
-            hasty: they do not wait long for an answer.
+            engine: the transfer engine.
+            hasty: whether the clients' timeouts are short.
         """
         timeouts = HASTY if hasty else PATIENT
         options = {
@@ -193,7 +191,7 @@ class Sites:
 
 
 def within(seconds: float, work: Callable[[], Result]) -> Result | StorageError:
-    """What `work` gives, or how the storage failed it. Raises anything else, or when time is up."""
+    """The result of `work`, or its StorageError. Raises other errors, and after the deadline."""
     ended: Future[Result] = Future()
 
     def run() -> None:
@@ -210,11 +208,10 @@ def within(seconds: float, work: Callable[[], Result]) -> Result | StorageError:
 
 
 def check(site: Site, uuid: str, outcome: Manifest | StorageError | None) -> None:
-    """What must hold after a save that ended like this (None: it was killed), and after a sweep.
+    """Check the storage after a save with this outcome (None: killed), then sweep and check again.
 
-    A save that gave a manifest is listed; what is listed verifies, byte for byte; what is not
-    listed cannot be opened; and a sweep leaves the listed checkpoints and nothing else. Those are
-    dropped at last.
+    A returned manifest is listed; listed checkpoints are intact; others cannot be opened; a sweep
+    leaves the listed checkpoints and nothing else. Deletes everything at the end.
     """
     store = site.behind
     listed = store.list()
@@ -224,7 +221,7 @@ def check(site: Site, uuid: str, outcome: Manifest | StorageError | None) -> Non
     for manifest in listed:
         assert store.find_damage(manifest.uuid, manifest.files) == []
     if not listed:
-        assert store.candidates(TRIAL) == []
+        assert store.resume_candidates(TRIAL) == []
         _cannot_be_opened(store, uuid)
     store.sweep(TRIAL)
     assert store.list() == listed
@@ -233,18 +230,9 @@ def check(site: Site, uuid: str, outcome: Manifest | StorageError | None) -> Non
     site.clear()
 
 
-def keys_of(manifests: Iterable[Manifest]) -> set[str]:
-    """All that belongs to some checkpoints."""
-    keys = set()
-    for manifest in manifests:
-        keys.add(manifest.name.key)
-        keys |= {layout.file_key(manifest.uuid, file.path) for file in manifest.files}
-    return keys
-
-
 def _cannot_be_opened(store: CheckpointStore, uuid: str) -> None:
     try:
         found = store.open(uuid)
     except CheckpointNotFound:
         return
-    raise AssertionError(f"opened, though it is not listed: {msgspec.to_builtins(found)}")
+    raise AssertionError(f"an unlisted checkpoint was opened: {msgspec.to_builtins(found)}")

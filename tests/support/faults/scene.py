@@ -1,4 +1,7 @@
-"""Fixtures: S3 servers behind an endpoint that fails on purpose, and what is saved there."""
+"""Fixtures: S3 servers behind an endpoint that fails on purpose.
+
+The default suite uses moto with s3fs. The other engine and a real gateway have the marker `long`.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +30,17 @@ from trial_core.errors import StorageError
 Result = TypeVar("Result")
 
 DEADLINE_SECONDS = 30.0
-# Of the gateway, as of AWS, the smallest that it takes.
+# The gateway's, as AWS's, is the smallest that it accepts.
 PART_BYTES = {"moto": 2**16, "ceph": 5 * 2**20}
 
 
 @dataclass
 class Scene:
-    """A kind of server, an engine that moves the bytes, and what is saved.
+    """A server, a transfer engine, and the files to save.
 
     Attributes:
         engine: see `trial_core.storage.open_storage.ENGINES`.
         staged: each rank's folder.
-        is_real: whether it is a real gateway, on which everything takes longer.
     """
 
     endpoint: FaultyS3
@@ -46,28 +48,27 @@ class Scene:
     engine: str
     staged: Mapping[int, Path]
     part_bytes: int
-    is_real: bool
 
     def new_site(self, *faults: Fault) -> tuple[Site, str, Plan]:
-        """An empty folder, the uuid of a checkpoint to be; `faults` come in the way from now on."""
+        """An empty folder, a checkpoint's uuid, and a plan of `faults` from now on."""
         hasty = any(fault.kind == "hang" for fault in faults)
         site = self.sites.new(self.engine, hasty=hasty)
         paced = [replace(fault, bytes_per_second=4 * self.part_bytes) for fault in faults]
         return site, str(uuids.uuid4()), self.endpoint.new_plan(*paced)
 
     def save(self, site: Site, uuid: str) -> Manifest | StorageError:
-        """Save on 2 ranks; how it ended, which must be soon."""
+        """Save on 2 ranks; the manifest or the error, within the deadline."""
         stores = site.stores()
         return self.soon(lambda: save(stores, self.staged, uuid))
 
     def soon(self, work: Callable[[], Result]) -> Result | StorageError:
-        """What `work` gives, in small pieces; how the storage failed it."""
+        """Work in small pieces; the result or the error, within the deadline."""
         with parts_of(self.part_bytes):
             return within(DEADLINE_SECONDS, work)
 
     @cached_property
     def clean_save(self) -> Plan:
-        """All requests of a save that nothing comes in the way of."""
+        """All requests of a save without faults."""
         site, uuid, plan = self.new_site()
         outcome = self.save(site, uuid)
         self.endpoint.new_plan()
@@ -80,13 +81,13 @@ class Scene:
 def scenes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str], Scene]]:
-    """Scenes by the names of server and engine (``moto-s3fs``), each made when first asked for."""
+    """Scenes by the names of server and engine (``moto-s3fs``), created on first use."""
     made: dict[str, Scene] = {}
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(moto_models, "S3_UPLOAD_PART_MIN_SIZE", 1)
         patch.setattr(logging.getLogger("werkzeug"), "disabled", True)  # a line a request
-        # Clients try again soon: their own pauses are up to 1 s, then longer before each of 5.
+        # Clients retry soon: their pauses are up to 1 s, and longer before each of 5 retries.
         patch.setattr(ExponentialBackoff, "delay_amount", lambda backoff, context: 0.02)
         patch.setattr(S3FileSystem, "retries", 2)
 
@@ -97,9 +98,7 @@ def scenes(
                 endpoint = stack.enter_context(faulty_s3(backend))
                 part_bytes = PART_BYTES[server]
                 staged = stage_ranks(tmp_path_factory.mktemp(name), part_bytes)
-                made[name] = Scene(
-                    endpoint, Sites(endpoint), engine, staged, part_bytes, server == "ceph"
-                )
+                made[name] = Scene(endpoint, Sites(endpoint), engine, staged, part_bytes)
             return made[name]
 
         yield get
@@ -108,30 +107,29 @@ def scenes(
 @pytest.fixture(
     params=[
         "moto-s3fs",
-        "moto-obstore",
-        pytest.param("ceph-s3fs", marks=pytest.mark.gateway),
-        pytest.param("ceph-obstore", marks=pytest.mark.gateway),
+        pytest.param("moto-obstore", marks=pytest.mark.long),
+        pytest.param("ceph-s3fs", marks=(pytest.mark.gateway, pytest.mark.long)),
+        pytest.param("ceph-obstore", marks=(pytest.mark.gateway, pytest.mark.long)),
     ]
 )
 def scene(request: pytest.FixtureRequest, scenes: Callable[[str], Scene]) -> Scene:
-    """A scene with each engine, on an imitation of S3 and on a real gateway."""
+    """Each engine, on moto and on a real gateway."""
     return scenes(request.param)
 
 
-@pytest.fixture(params=["moto-s3fs", pytest.param("ceph-s3fs", marks=pytest.mark.gateway)])
+@pytest.fixture(
+    params=[
+        "moto-s3fs",
+        pytest.param("ceph-s3fs", marks=(pytest.mark.gateway, pytest.mark.long)),
+    ]
+)
 def s3fs_scene(request: pytest.FixtureRequest, scenes: Callable[[str], Scene]) -> Scene:
-    """A scene on each kind of server, for what no other engine does."""
-    return scenes(request.param)
-
-
-@pytest.fixture(params=["moto-s3fs", "moto-obstore"])
-def quick_scene(request: pytest.FixtureRequest, scenes: Callable[[str], Scene]) -> Scene:
-    """A scene with each engine, on an imitation of S3."""
+    """Each server with s3fs, for requests that are the same with every engine."""
     return scenes(request.param)
 
 
 @pytest.fixture(scope="session")
 def saves() -> Iterator[ForkedSaves]:
-    """Saves in processes that can be killed."""
+    """Saves in processes that a test kills."""
     with forked_saves() as processes:
         yield processes

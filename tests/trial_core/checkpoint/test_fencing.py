@@ -1,4 +1,4 @@
-"""Fencing: an attempt that was taken for dead wakes up, and saves; another has taken over since."""
+"""A presumed-dead run cannot commit after another run has taken over its trial."""
 
 from __future__ import annotations
 
@@ -8,128 +8,105 @@ import uuid as uuids
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from tests.support.interleaving import interleave
-from tests.support.manifests import FILES, Breaking, entry, new_manifest
+from tests.support.interleaving import FailingStore, interleave
+from tests.support.manifests import keys_of, new_manifest, put_files, stored_keys
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.fencing import KEPT, Fence, Token
-from trial_core.checkpoint.manifest import Manifest, void
+from trial_core.checkpoint.fencing import ATTEMPTS_KEPT, AttemptRecord, Fence
+from trial_core.checkpoint.manifest import Manifest, tombstone
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound, StorageError, Superseded
 
 TRIAL = new_manifest().trial
-
-
-def put_files(store: CheckpointStore, batches: int) -> Manifest:
-    """Store a checkpoint's files; the manifest that would commit it."""
-    files = [entry(path, data) for path, data in FILES.items()]
-    manifest = new_manifest(batches, files=files)
-    for path, data in FILES.items():
-        store.storage.write(layout.file_key(manifest.uuid, path), data)
-    return manifest
+long = pytest.mark.long
 
 
 def save(store: CheckpointStore, fence: Fence, batches: int = 7) -> Manifest:
-    """Save as a run does."""
+    """Save a checkpoint as a run does."""
     manifest = put_files(store, batches)
-    store.begin(TRIAL, manifest.uuid, "attempt", fence)
+    store.announce_upload(TRIAL, manifest.uuid, "attempt", fence)
     store.commit(manifest, fence)
     return manifest
 
 
-def everything(store: CheckpointStore) -> set[str]:
-    """All keys in the store but those that say who has taken over."""
-    folders = (layout.MANIFESTS, layout.CHECKPOINTS, layout.UPLOADS)
-    return {key for folder in folders for key in store.storage.sizes(folder)}
-
-
-def keys_of(manifests: Iterable[Manifest]) -> set[str]:
-    """What committed checkpoints consist of."""
-    return {
-        key
-        for each in manifests
-        for key in (each.name.key, *(layout.file_key(each.uuid, file.path) for file in each.files))
-    }
-
-
-def test_the_last_attempt_may_save(store: CheckpointStore) -> None:
-    """On every kind of storage; and the one before it may not begin, commit or sweep any more."""
+def test_only_the_newest_attempt_may_save(store: CheckpointStore) -> None:
+    """The attempt before it can no longer announce an upload, commit or sweep."""
     first = store.take_over(TRIAL, "one")
     saved = save(store, first)
     begun = put_files(store, 11)
-    store.begin(TRIAL, begun.uuid, "one", first)
+    store.announce_upload(TRIAL, begun.uuid, "one", first)
     second = store.take_over(TRIAL, "two")
     for refused in (
-        lambda: store.begin(TRIAL, str(uuids.uuid4()), "one", first),
+        lambda: store.announce_upload(TRIAL, str(uuids.uuid4()), "one", first),
         lambda: store.commit(begun, first),
         lambda: store.sweep(TRIAL, first),
     ):
-        with pytest.raises(Superseded, match=r"attempt two, by .*@.*, has taken over at 2.*Z, as"):
+        with pytest.raises(Superseded, match=r"attempt two, by .*@.* at 2.*Z, has taken over"):
             refused()
     assert begun.uuid in {each.uuid for each in store.sweep(TRIAL, second)}
     later = save(store, second, 13)
-    assert store.candidates(TRIAL) == [later, saved]
-    assert everything(store) == keys_of([saved, later])
+    assert store.resume_candidates(TRIAL) == [later, saved]
+    assert stored_keys(store) == keys_of([saved, later])
 
 
-def test_attempts_at_other_trials_do_not_matter(local_store: CheckpointStore) -> None:
-    """A trial is taken over by its whole name."""
+def test_attempts_at_other_trials_do_not_supersede(local_store: CheckpointStore) -> None:
+    """A take-over applies to one trial, not to trials whose names begin alike."""
     fence = local_store.take_over(TRIAL, "one")
     for other in (f"{TRIAL}-1", TRIAL[:-1]):
         local_store.take_over(other, "two")
     save(local_store, fence)
 
 
-def test_of_many_who_take_over_at_once_one_is_the_last(store: CheckpointStore) -> None:
-    """Each has a number of its own, and the highest may save."""
+def test_concurrent_take_overs_get_different_numbers(store: CheckpointStore) -> None:
+    """The attempt with the highest number is the newest."""
     with ThreadPoolExecutor(4) as pool:
         fences = list(pool.map(lambda n: store.take_over(TRIAL, f"attempt-{n}"), range(6)))
     assert sorted(fence.number for fence in fences) == [1, 2, 3, 4, 5, 6]
-    assert [fence.number for fence in fences if fence.is_last()] == [6]
+    assert [fence.number for fence in fences if fence.is_newest()] == [6]
 
 
-def test_old_attempts_are_forgotten_and_stay_superseded(store: CheckpointStore) -> None:
-    """A few are kept; who is no longer written down is told the same."""
-    fences = [store.take_over(TRIAL, f"attempt-{n}") for n in range(KEPT + 3)]
-    assert len(store.storage.sizes(layout.attempts_folder(TRIAL))) == KEPT
-    with pytest.raises(Superseded, match=f"number {KEPT + 3}; this is attempt attempt-0"):
+def test_deleted_attempts_stay_superseded(local_store: CheckpointStore) -> None:
+    """Only the newest few attempts stay recorded; the others still cannot commit."""
+    fences = [local_store.take_over(TRIAL, f"attempt-{n}") for n in range(ATTEMPTS_KEPT + 3)]
+    assert len(local_store.storage.sizes(layout.attempts_folder(TRIAL))) == ATTEMPTS_KEPT
+    with pytest.raises(Superseded, match=f"number {ATTEMPTS_KEPT + 3}; this is attempt attempt-0"):
         fences[0].check("nothing is done")
     fences[-1].check("nothing is done")
 
 
-def test_half_a_token_counts(local_store: CheckpointStore) -> None:
-    """Whoever was killed while writing it had taken over, and the next one comes after it."""
+def test_a_half_written_attempt_supersedes(local_store: CheckpointStore) -> None:
+    """An attempt that was killed during its take-over has its number."""
     fence = local_store.take_over(TRIAL, "one")
     local_store.storage.write(layout.attempt_key(TRIAL, 2), b'{"trial": "g')
-    with pytest.raises(Superseded, match="another attempt has taken over since, as number 2"):
+    with pytest.raises(Superseded, match=r"another attempt has taken over trial .*, as number 2"):
         fence.check("nothing is done")
     assert local_store.take_over(TRIAL, "three").number == 3
 
 
-def test_an_upload_of_a_later_attempt_is_not_swept(local_store: CheckpointStore) -> None:
-    """One that was superseded while it swept leaves its successor's upload alone."""
+def test_a_sweep_leaves_uploads_of_later_attempts(local_store: CheckpointStore) -> None:
+    """Also if it was superseded after it had checked its fence."""
     first = local_store.take_over(TRIAL, "one")
     second = local_store.take_over(TRIAL, "two")
     begun = put_files(local_store, 7)
-    local_store.begin(TRIAL, begun.uuid, "two", second)
-    first.check = lambda what: None  # type: ignore[method-assign]  # it had looked before
+    local_store.announce_upload(TRIAL, begun.uuid, "two", second)
+    first.check = lambda consequence: None  # type: ignore[method-assign]  # it has checked before
     assert local_store.sweep(TRIAL, first) == []
     local_store.commit(begun, second)
     assert local_store.list() == [begun]
 
 
-def test_what_was_given_up_is_no_checkpoint(store: CheckpointStore) -> None:
-    """What stands in for its manifest while it is deleted is not listed, opened or trained from."""
+def test_a_tombstone_is_no_checkpoint(store: CheckpointStore) -> None:
+    """It is not listed, opened or resumed from, and prevents the commit."""
     manifest = put_files(store, 7)
-    store.storage.create(manifest.name.key, void(manifest.uuid))
-    assert (store.list(), store.candidates(TRIAL), store.newest(TRIAL)) == ([], [], None)
+    store.storage.create(manifest.name.key, tombstone(manifest.uuid))
+    assert (store.list(), store.resume_candidates(TRIAL), store.newest(TRIAL)) == ([], [], None)
     with pytest.raises(CheckpointNotFound):
         store.open(manifest.uuid)
-    with pytest.raises(Superseded, match="not committed, and what was uploaded is deleted"):
+    with pytest.raises(Superseded, match="not committed, and its uploaded files are deleted"):
         store.commit(manifest, store.take_over(TRIAL, "one"))
 
 
@@ -143,10 +120,10 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Scene(NamedTuple):
-    """A trial with one checkpoint, of an attempt that has the files of another one."""
+    """A trial whose attempt has saved one checkpoint and uploaded the files of another."""
 
     store: CheckpointStore
-    token: Token
+    record: AttemptRecord
     saved: Manifest
     begun: Manifest
 
@@ -155,44 +132,45 @@ def new_scene(is_begun: bool = True) -> Scene:
     """A scene in memory.
 
     Args:
-        is_begun: whether it is said that the second checkpoint is being uploaded.
+        is_begun: whether the upload of the second checkpoint is announced.
     """
     store = CheckpointStore(f"memory://{uuids.uuid4()}")
     fence = store.take_over(TRIAL, "one")
     saved = save(store, fence)
     begun = put_files(store, 11)
     if is_begun:
-        store.begin(TRIAL, begun.uuid, "one", fence)
-    return Scene(store, fence.token, saved, begun)
+        store.announce_upload(TRIAL, begun.uuid, "one", fence)
+    return Scene(store, fence.record, saved, begun)
 
 
 def restart(store: CheckpointStore, attempt: str) -> tuple[list[Manifest], list[Manifest]]:
-    """Take over and look what to go on from: all that is listed, and what of it is whole."""
+    """Take over, sweep, and list the checkpoints to resume from: all, and the complete ones."""
     fence = store.take_over(TRIAL, attempt)
     store.sweep(TRIAL, fence)
-    seen = store.candidates(TRIAL)
-    return seen, [each for each in seen if is_whole(store, each)]
+    seen = store.resume_candidates(TRIAL)
+    return seen, [each for each in seen if has_all_files(store, each)]
 
 
-def is_whole(store: CheckpointStore, manifest: Manifest) -> bool:
-    """Whether all of its files are there."""
-    there = store.storage.sizes(layout.files_folder(manifest.uuid))
-    return len(there) == len(manifest.files)
+def has_all_files(store: CheckpointStore, manifest: Manifest) -> bool:
+    return len(store.storage.sizes(layout.files_folder(manifest.uuid))) == len(manifest.files)
+
+
+def uuids_of(manifests: Iterable[Manifest]) -> list[str]:
+    return [manifest.uuid for manifest in manifests]
 
 
 def meet(order: Iterable[bool], is_begun: bool) -> tuple[str, str]:
-    """One attempt commits what it has begun, or begins it first, while another takes over, in that
-    order of requests.
+    """Let one attempt commit, while another takes over, in this order of requests.
 
     Returns:
-        How each of them ended, in a word.
+        The commit's outcome, and how many of the checkpoints that the other saw were complete.
     """
     scene = new_scene(is_begun)
 
     def wake_up(store: CheckpointStore) -> Manifest:
-        fence = Fence(store.storage, scene.token)
+        fence = Fence(store.storage, scene.record)
         if not is_begun:
-            store.begin(TRIAL, scene.begun.uuid, "one", fence)
+            store.announce_upload(TRIAL, scene.begun.uuid, "one", fence)
         store.commit(scene.begun, fence)
         return scene.begun
 
@@ -201,49 +179,49 @@ def meet(order: Iterable[bool], is_begun: bool) -> tuple[str, str]:
     )
     assert isinstance(committed, (Manifest, Superseded)), committed
     assert not isinstance(taken_over, Exception), taken_over
-    seen, whole = taken_over
+    seen, complete = taken_over
     listed = scene.store.list()
-    assert all(is_whole(scene.store, each) for each in listed)
-    # What the other goes on from stays; and nothing is there that it has not seen.
-    assert set(uuids_of(whole[:1])) <= set(uuids_of(listed)) <= set(uuids_of(seen))
+    assert all(has_all_files(scene.store, each) for each in listed)
+    # The checkpoint that the other resumes from stays, and it has seen all that are listed.
+    assert set(uuids_of(complete[:1])) <= set(uuids_of(listed)) <= set(uuids_of(seen))
     assert scene.saved in listed
     assert len(listed) == 1 + isinstance(committed, Manifest)
     restart(scene.store, "three")
     assert scene.store.list() == listed
-    assert everything(scene.store) == keys_of(listed)
-    MemoryFileSystem.store.clear()  # each listing looks through all of it
-    return type(committed).__name__, f"{len(whole)} of {len(seen)}"
+    assert stored_keys(scene.store) == keys_of(listed)
+    MemoryFileSystem.store.clear()  # each listing reads all of it
+    return type(committed).__name__, f"{len(complete)} of {len(seen)}"
 
 
-def uuids_of(manifests: Iterable[Manifest]) -> list[str]:
-    return [manifest.uuid for manifest in manifests]
+COMMIT_REQUESTS, RESTART_REQUESTS = 9, 18
+"""Upper bounds of the requests of a commit and of a take-over."""
 
 
-FIRST, SECOND = 9, 18
-"""More requests than the one has, and the other."""
-
-
-def turns_about(step: int) -> Iterator[list[bool]]:
-    """Orders in which the first is paused before each of its requests, while the second does some
-    or all of its own; then the first does one more, or all."""
-    for first, second in itertools.product(range(FIRST), range(0, SECOND, step)):
-        for more in (1, FIRST) if (first + second) % 3 == 0 else (FIRST,):
-            yield [False] * first + [True] * second + [False] * more + [True] * SECOND
+def alternating_orders(step: int) -> Iterator[list[bool]]:
+    """Pause the commit before each of its requests, while the take-over sends some of its own."""
+    for first, second in itertools.product(
+        range(COMMIT_REQUESTS), range(0, RESTART_REQUESTS, step)
+    ):
+        for more in (1, COMMIT_REQUESTS) if (first + second) % 3 == 0 else (COMMIT_REQUESTS,):
+            yield [False] * first + [True] * second + [False] * more + [True] * RESTART_REQUESTS
 
 
 @pytest.mark.usefixtures("one_by_one")
-@pytest.mark.parametrize(("is_begun", "step"), [(True, 1), (False, 3)])
-def test_a_commit_and_a_take_over_at_the_same_moment(is_begun: bool, step: int) -> None:
-    """In whatever order their requests come: the commit holds, and whoever takes over sees it; or
-    it is refused, and nothing is left of it. Nobody goes on from what is then taken back."""
-    seen = {meet(order, is_begun)[0] for order in turns_about(step)}
+@pytest.mark.parametrize(
+    ("is_begun", "step"),
+    [(True, 5), pytest.param(True, 1, marks=long), pytest.param(False, 3, marks=long)],
+)
+def test_a_commit_during_a_take_over(is_begun: bool, step: int) -> None:
+    """In any order of requests the commit holds and the other run sees it, or nothing is left."""
+    seen = {meet(order, is_begun)[0] for order in alternating_orders(step)}
     assert seen == {"Manifest", "Superseded"}
 
 
+@long
 @pytest.mark.usefixtures("one_by_one")
 @pytest.mark.parametrize("seed", range(4))
-def test_a_commit_and_a_take_over_in_any_order(seed: int) -> None:
-    """As above, with orders drawn at random, now one and then the other for a few requests."""
+def test_a_commit_during_a_take_over_in_random_order(seed: int) -> None:
+    """As above, with orders drawn at random."""
     rng = random.Random(seed)
     for _ in range(25):
         runs = [[rng.random() < 0.6] * rng.choice([1, 1, 2, 4]) for _ in range(40)]
@@ -251,30 +229,24 @@ def test_a_commit_and_a_take_over_in_any_order(seed: int) -> None:
 
 
 @pytest.mark.usefixtures("one_by_one")
-def test_the_orders_reach_a_manifest_that_is_taken_back() -> None:
-    """The tests above can tell: there are orders in which whoever takes over sees a checkpoint
-    that has lost its files, and does not go on from it."""
-    manifest_next = [False] * 3
-    ends = {
-        meet([*manifest_next, *[True] * second, False, *[True] * SECOND], is_begun=True)
-        for second in range(SECOND)
-    }
-    assert ("Superseded", "1 of 2") in ends
+def test_some_order_deletes_a_manifest_that_was_seen() -> None:
+    """The tests above reach the case that a run sees a checkpoint without files and skips it."""
+    orders = (
+        [False] * 3 + [True] * second + [False] + [True] * RESTART_REQUESTS
+        for second in range(RESTART_REQUESTS)
+    )
+    assert any(meet(order, is_begun=True) == ("Superseded", "1 of 2") for order in orders)
 
 
-@pytest.mark.parametrize("is_done", [False, True])
-def test_who_takes_over_may_die(is_done: bool) -> None:
-    """At each of its requests, carried out or not: the one that was superseded, and the next that
-    takes over, find the same."""
+@pytest.mark.parametrize("is_done", [False, pytest.param(True, marks=long)])
+def test_a_take_over_may_crash_at_any_request(is_done: bool) -> None:
+    """The superseded attempt and the next take-over then agree on what is committed."""
     for nth in itertools.count(1):
         scene = new_scene()
-        fence = Fence(scene.store.storage, scene.token)
-        announce_only(scene, fence)
-        broken = CheckpointStore(scene.store.url)
-        storage: Any = Breaking(broken.storage, nth, is_done)
-        broken.storage = storage
+        fence = Fence(scene.store.storage, scene.record)
+        announce_commit(scene, fence)
         try:
-            restart(broken, "two")
+            restart(FailingStore(scene.store, nth, is_done), "two")
         except StorageError:
             pass
         else:
@@ -284,19 +256,19 @@ def test_who_takes_over_may_die(is_done: bool) -> None:
             expected = [scene.saved, scene.begun]
         except Superseded:
             expected = [scene.saved]
-        _, whole = restart(scene.store, "three")
-        assert uuids_of(whole)[::-1] == uuids_of(expected)
-        assert everything(scene.store) == keys_of(expected)
+        _, complete = restart(scene.store, "three")
+        assert uuids_of(complete)[::-1] == uuids_of(expected)
+        assert stored_keys(scene.store) == keys_of(expected)
     assert nth > 10
 
 
-def announce_only(scene: Scene, fence: Fence) -> None:
-    """The commit has begun, and was held up before it has looked for anything."""
+def announce_commit(scene: Scene, fence: Fence) -> None:
+    """Begin a commit that stops before it checks the fence."""
 
     class Paused(Exception):
         pass
 
-    def pause(what: str) -> None:
+    def pause(consequence: str) -> None:
         raise Paused
 
     with pytest.MonkeyPatch.context() as patch:
@@ -305,25 +277,23 @@ def announce_only(scene: Scene, fence: Fence) -> None:
             scene.store.commit(scene.begun, fence)
 
 
-def test_a_commit_takes_a_few_requests(local_store: CheckpointStore) -> None:
-    """As many for the first checkpoint of the first attempt as for a later one of a later one."""
+def test_a_commit_takes_six_requests(local_store: CheckpointStore) -> None:
+    """The number does not grow with checkpoints and attempts."""
     seen = set()
-    for number in range(KEPT + 2):
+    for number in (0, 1, ATTEMPTS_KEPT + 1):
         fence = local_store.take_over(TRIAL, f"attempt-{number}")
         manifest = put_files(local_store, number)
-        local_store.begin(TRIAL, manifest.uuid, fence.token.attempt, fence)
-        counting = CheckpointStore(local_store.url)
-        counter: Any = Breaking(counting.storage, 1000, False)
-        counting.storage = counter
-        counting.commit(manifest, Fence(counter, fence.token))
-        seen.add(1000 - counter.left)
+        local_store.announce_upload(TRIAL, manifest.uuid, fence.attempt, fence)
+        counting = FailingStore(local_store, nth=1000)
+        counting.commit(manifest, Fence(counting.storage, fence.record))
+        seen.add(counting.requests)
     assert seen == {6}
 
 
 def test_a_commit_may_be_repeated(local_store: CheckpointStore, tmp_path: Path) -> None:
-    """Its reply was lost: the second time finds that it was done."""
+    """After a lost reply the second commit finds that the first has succeeded."""
     fence = local_store.take_over(TRIAL, "one")
     manifest = save(local_store, fence)
     local_store.commit(manifest, fence)
     assert local_store.list() == [manifest]
-    assert everything(local_store) == keys_of([manifest])
+    assert stored_keys(local_store) == keys_of([manifest])

@@ -1,24 +1,35 @@
+"""Keys are stable, and can be parsed; names cannot lead out of their folders."""
+
 from __future__ import annotations
 
 import posixpath
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trial_core.checkpoint import layout
 
 
-def test_the_layout_is_the_one_to_keep() -> None:
-    """Stored checkpoints outlive releases: these names never change."""
+def test_keys_never_change() -> None:
+    """Stored checkpoints outlive releases."""
     assert layout.manifest_key("t-1", 42, "u-2") == "manifests/t-1/0000000042-u-2.json"
     assert layout.file_key("u-2", "zero/0.pt") == "checkpoints/u-2/zero/0.pt"
+    assert layout.intent_key("t-1", "u-2") == "uploads/t-1/u-2.json"
+    assert layout.attempt_key("t-1", 7) == "attempts/t-1/000007.json"
+    assert layout.claim_key("t-1") == "claims/t-1.json"
+    assert layout.pin_key("u-2") == "pins/u-2.json"
+    hold = layout.HoldName("u-2", "gpt", 7, "0a")
+    assert layout.hold_key(hold) == "pins/u-2/gpt/000007-0a.json"
+    assert layout.parse_hold_key(layout.hold_key(hold)) == hold
+    assert layout.deletion_key("u-2") == "deletions/u-2.json"
     assert layout.run_file_key("t-1", "tensorboard/rank-0/e") == "runs/t-1/tensorboard/rank-0/e"
 
 
+@settings(max_examples=25)
 @given(st.from_regex(r"[a-z][a-z0-9-]{0,20}", fullmatch=True), st.integers(0, 10**12), st.uuids())
-def test_a_manifests_key_gives_back_what_it_was_made_of(trial: str, n: int, uuid: object) -> None:
-    """Listing keys is enough to know trial, batches and uuid."""
+def test_a_manifest_key_can_be_parsed(trial: str, n: int, uuid: object) -> None:
+    """A listing of keys is enough to know trial, batches and uuid."""
     name = layout.ManifestName(trial, n, str(uuid))
     assert layout.parse_manifest_key(name.key) == name
 
@@ -34,8 +45,8 @@ def test_a_manifests_key_gives_back_what_it_was_made_of(trial: str, n: int, uuid
         "checkpoints/t/0000000042-u.json",
     ],
 )
-def test_other_keys_are_no_manifests(key: str) -> None:
-    """What merely lies beside manifests does not become a checkpoint."""
+def test_other_keys_are_not_manifests(key: str) -> None:
+    """A file beside manifests does not become a checkpoint."""
     assert layout.parse_manifest_key(key) is None
 
 
@@ -43,13 +54,14 @@ def test_other_keys_are_no_manifests(key: str) -> None:
     "path",
     ["", "/etc/passwd", "..", "a/../../b", "a//b", "a/", "./a", "C:/a", "..\\a", "a\nb", "\udc80"],
 )
-def test_paths_that_may_lead_out_are_refused(path: str) -> None:
-    """A manifest may not name a file outside its folder, on any system."""
+def test_paths_that_may_leave_the_folder_are_refused(path: str) -> None:
+    """On POSIX and on Windows."""
     assert not layout.is_file_path(path)
 
 
+@settings(max_examples=25)
 @given(st.text())
 def test_an_accepted_path_stays_in_its_folder(path: str) -> None:
-    """Whatever text is accepted, joining it does not leave the folder."""
+    """For any text."""
     if layout.is_file_path(path):
         assert posixpath.normpath(f"/folder/{path}") == f"/folder/{path}"

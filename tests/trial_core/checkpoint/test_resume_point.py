@@ -1,4 +1,4 @@
-"""What a run may start from, as far as the driver knows."""
+"""Which topologies can restore a checkpoint, as far as the driver knows."""
 
 from __future__ import annotations
 
@@ -19,25 +19,37 @@ def topology(ranks: int, **changes: Any) -> Topology:
 
 SAVED = new_manifest(topology=topology(2))
 PIPELINE = new_manifest(topology=topology(4, data_parallel_size=2, pipeline_parallel_size=2))
+OLD = new_manifest(topology=topology(2, batch_samples=0))
 
 
 @pytest.mark.parametrize(
-    "now", [topology(2), topology(4), topology(1, zero_stage=3), topology(2, zero_stage=0)]
+    ("start", "now"),
+    [
+        (ResumePoint.continuing(SAVED), topology(2)),
+        (ResumePoint.continuing(SAVED), topology(4)),
+        (ResumePoint.continuing(SAVED), topology(1, zero_stage=3)),
+        (ResumePoint.continuing(SAVED), topology(2, zero_stage=0)),
+        # No file has to be converted, so the change of the batch size is meant.
+        (ResumePoint.continuing(SAVED), topology(2, batch_samples=16)),
+        # Old checkpoints do not say their batch size; it is presumed to be the same.
+        (ResumePoint.continuing(OLD), topology(4, batch_samples=16)),
+        (
+            ResumePoint.continuing(PIPELINE),
+            topology(6, data_parallel_size=3, pipeline_parallel_size=2),
+        ),
+        # A new trial counts its batches from 0.
+        (ResumePoint.warm(SAVED, weights_only=False), topology(4, batch_samples=16)),
+        (ResumePoint.warm(SAVED, weights_only=True), topology(4, batch_samples=16)),
+        (ResumePoint(), topology(4, batch_samples=16)),
+    ],
 )
-def test_other_ranks_and_stages_can_restore(now: Topology) -> None:
-    """A checkpoint is not bound to the ranks that saved it."""
-    ResumePoint.continuing(SAVED).require_convertible(now)
+def test_these_can_be_restored(start: ResumePoint, now: Topology) -> None:
+    """Other numbers of data-parallel ranks and other ZeRO stages are converted."""
+    start.require_convertible(now)
 
 
-def test_as_many_copies_of_a_divided_model_as_one_likes() -> None:
-    """A pipeline's stages stay; there may be more or fewer pipelines."""
-    ResumePoint.continuing(PIPELINE).require_convertible(
-        topology(6, data_parallel_size=3, pipeline_parallel_size=2)
-    )
-
-
-def test_other_stages_are_refused() -> None:
-    """How a model is divided is not ours to change."""
+def test_other_pipeline_stages_are_refused() -> None:
+    """The error says how both topologies divide the model."""
     said = (
         r"saved by 4 slots with 2 pipeline stage\(s\) x 1 model-parallel rank\(s\) a model, and "
         r"this run has 4 with 4 pipeline"
@@ -47,8 +59,8 @@ def test_other_stages_are_refused() -> None:
         ResumePoint.continuing(PIPELINE).require_convertible(now)
 
 
-def test_batches_of_another_size_are_refused_on_other_ranks() -> None:
-    """All that is counted in batches would mean something else; what to set is said."""
+def test_another_batch_size_on_other_ranks_is_refused() -> None:
+    """The error says both batch sizes, and which settings can resume."""
     said = (
         "saved by 2 slots in batches of 8 samples, and this run's batches have 16 on 4 slots.*"
         "train_batch_size=8 .* or with 2 slots"
@@ -57,33 +69,8 @@ def test_batches_of_another_size_are_refused_on_other_ranks() -> None:
         ResumePoint.continuing(SAVED).require_convertible(topology(4, batch_samples=16))
 
 
-@pytest.mark.parametrize(
-    "start",
-    [
-        ResumePoint.warm(SAVED, weights_only=False),
-        ResumePoint.warm(SAVED, weights_only=True),
-        ResumePoint(),
-    ],
-)
-def test_a_new_trial_may_have_other_batches(start: ResumePoint) -> None:
-    """It counts from 0."""
-    start.require_convertible(topology(4, batch_samples=16))
-
-
-def test_as_many_ranks_may_have_other_batches() -> None:
-    """Files are used as they are; whoever changes the size alone means to."""
-    ResumePoint.continuing(SAVED).require_convertible(topology(2, batch_samples=16))
-
-
-def test_checkpoints_of_earlier_releases_do_not_tell_how_large_batches_were() -> None:
-    """They are taken to have been alike."""
-    ResumePoint.continuing(new_manifest(topology=topology(2, batch_samples=0))).require_convertible(
-        topology(4, batch_samples=16)
-    )
-
-
-def test_weights_alone_are_offered_to_a_new_trial() -> None:
-    """Where its whole state cannot be taken over."""
+def test_a_refused_warm_start_may_restore_only_weights() -> None:
+    """The error names the setting."""
     now = topology(4, data_parallel_size=1, pipeline_parallel_size=4)
     with pytest.raises(CheckpointError, match="source_weights_only=true"):
         ResumePoint.warm(PIPELINE, weights_only=False).require_convertible(now)

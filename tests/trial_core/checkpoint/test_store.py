@@ -1,3 +1,5 @@
+"""Committing, listing, opening and deleting checkpoints."""
+
 from __future__ import annotations
 
 import contextlib
@@ -5,6 +7,7 @@ import errno
 import logging
 import os
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier, BrokenBarrierError
@@ -12,7 +15,7 @@ from threading import Barrier, BrokenBarrierError
 import msgspec
 import pytest
 
-from tests.support.manifests import entry, new_manifest, upload
+from tests.support.manifests import entry, keys_of, new_manifest, stored_keys, upload
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import FileEntry, Manifest
 from trial_core.checkpoint.store import CheckpointStore, StorageSpec
@@ -26,7 +29,7 @@ from trial_core.errors import (
 
 
 def commit_at_once(store: CheckpointStore, manifests: list[Manifest]) -> list[str]:
-    """Commit each on a thread of its own; the attempts that won."""
+    """Commit each on its own thread; the attempts that succeeded."""
     barrier = Barrier(len(manifests))
 
     def commit(manifest: Manifest) -> str | None:
@@ -42,13 +45,13 @@ def commit_at_once(store: CheckpointStore, manifests: list[Manifest]) -> list[st
 
 
 def rivals(count: int) -> list[Manifest]:
-    """Manifests of one checkpoint by different writers."""
+    """Manifests of one checkpoint by different attempts."""
     shared = str(uuid.uuid4())
     return [new_manifest(uuid=shared, attempt=f"attempt-{n}") for n in range(count)]
 
 
 def test_a_committed_checkpoint_is_found(store: CheckpointStore, tmp_path: Path) -> None:
-    """What was committed is listed and opened as it was."""
+    """It is listed and opened as it was committed."""
     manifest = upload(store, tmp_path / "staging")
     store.commit(manifest)
     assert store.list() == [manifest]
@@ -56,23 +59,23 @@ def test_a_committed_checkpoint_is_found(store: CheckpointStore, tmp_path: Path)
 
 
 def test_an_empty_store_lists_nothing(store: CheckpointStore) -> None:
-    """A storage that nothing was ever written to is no error."""
+    """A storage that nothing was ever written to is not an error."""
     assert store.list() == []
     assert store.newest("gpt-0123abcd") is None
     assert store.newest_trial("gpt") is None
 
 
-def test_uncommitted_files_are_no_checkpoint(store: CheckpointStore, tmp_path: Path) -> None:
-    """Without its manifest nothing is listed, opened or gone on from."""
-    manifest = upload(store, tmp_path / "staging")
-    assert store.list() == store.candidates(manifest.trial) == []
-    assert store.newest(manifest.trial) is None
-    with pytest.raises(CheckpointNotFound, match="there is none at all"):
-        store.open(manifest.uuid)
+def test_uncommitted_files_are_no_checkpoint(local_store: CheckpointStore, tmp_path: Path) -> None:
+    """They are not listed, opened or resumed from."""
+    manifest = upload(local_store, tmp_path / "staging")
+    assert local_store.list() == local_store.resume_candidates(manifest.trial) == []
+    assert local_store.newest(manifest.trial) is None
+    with pytest.raises(CheckpointNotFound, match="the storage has no checkpoints"):
+        local_store.open(manifest.uuid)
 
 
-def test_another_writer_is_told_so(store: CheckpointStore) -> None:
-    """The second writer of a checkpoint does not overwrite the first."""
+def test_the_second_writer_gets_a_conflict(store: CheckpointStore) -> None:
+    """It does not overwrite the first writer's manifest."""
     first, second = rivals(2)
     store.commit(first)
     with pytest.raises(CommitConflict, match="by another writer than attempt-1"):
@@ -80,8 +83,8 @@ def test_another_writer_is_told_so(store: CheckpointStore) -> None:
     assert store.list() == [first]
 
 
-def test_ones_own_retry_has_won(store: CheckpointStore) -> None:
-    """Committing the same manifest again is no conflict: the reply may have been lost."""
+def test_a_commit_may_be_repeated(store: CheckpointStore) -> None:
+    """The same manifest is no conflict."""
     manifest = new_manifest()
     store.commit(manifest)
     store.commit(manifest)
@@ -98,7 +101,7 @@ class Answer(Exception):
 def test_a_lost_reply_is_no_failure(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A commit that was done, though the client saw an error, has succeeded."""
+    """A commit that was carried out succeeds although its client saw an error."""
     create = store.storage._create
 
     def create_and_lose_the_reply(path: str, data: bytes) -> None:
@@ -111,48 +114,47 @@ def test_a_lost_reply_is_no_failure(
     assert store.list() == [manifest]
 
 
-def test_a_server_that_says_try_again_is_tried_again(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+def test_a_conditional_conflict_is_retried(
+    local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """AWS may refuse both of two conditional writes at once; that is no conflict yet."""
-    create, answers = store.storage._create, [Answer("ConditionalRequestConflict")]
+    """AWS may refuse both of two concurrent conditional writes."""
+    create, answers = local_store.storage._create, [Answer("ConditionalRequestConflict")]
 
     def create_later(path: str, data: bytes) -> None:
         if answers:
             raise OSError(errno.EIO, "conflict") from answers.pop()
         create(path, data)
 
-    monkeypatch.setattr(store.storage, "_create", create_later)
-    store.commit(new_manifest())
-    assert len(store.list()) == 1
+    monkeypatch.setattr(local_store.storage, "_create", create_later)
+    local_store.commit(new_manifest())
+    assert len(local_store.list()) == 1
 
 
 def test_a_failed_commit_is_no_conflict(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+    local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When nothing was written the storage failed, and nobody else has won."""
+    """If nothing was written, the storage has failed."""
 
     def fail(path: str, data: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(store.storage, "_create", fail)
-    with pytest.raises(StorageError, match="no space is left there: make room"):
-        store.commit(new_manifest())
-    assert store.list() == []
+    monkeypatch.setattr(local_store.storage, "_create", fail)
+    with pytest.raises(StorageError, match="no space is left"):
+        local_store.commit(new_manifest())
+    assert local_store.list() == []
 
 
 @pytest.mark.parametrize("kind", ["file", "memory"])
-def test_of_writers_at_once_one_wins(kind: str, tmp_path: Path) -> None:
-    """Sixteen commits race, one wins, and it is what is stored. (Moto itself loses this race.)"""
+def test_one_of_many_concurrent_commits_succeeds(kind: str, tmp_path: Path) -> None:
+    """Its manifest is the stored one. (Moto's S3 lets several succeed.)"""
     store = CheckpointStore(f"file://{tmp_path}" if kind == "file" else f"memory://{uuid.uuid4()}")
     for _ in range(5):
         manifests = rivals(16)
-        winners = commit_at_once(store, manifests)
-        assert winners == [store.open(manifests[0].uuid).attempt]
+        assert commit_at_once(store, manifests) == [store.open(manifests[0].uuid).attempt]
 
 
-def test_in_memory_no_two_writers_find_the_name_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fsspec looks, then writes; let both look before either writes, and still one wins."""
+def test_in_memory_a_create_is_atomic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec checks and then writes; if two writers check first, still only one succeeds."""
     store = CheckpointStore(f"memory://{uuid.uuid4()}")
     exists, both_looked = store.storage._fs.exists, Barrier(2)
 
@@ -166,10 +168,10 @@ def test_in_memory_no_two_writers_find_the_name_free(monkeypatch: pytest.MonkeyP
     assert len(commit_at_once(store, rivals(2))) == 1
 
 
-def test_commit_is_exclusive_without_hard_links(
+def test_a_commit_is_exclusive_without_hard_links(
     local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file system without hard links still lets one writer win."""
+    """Also on a file system that has none."""
 
     def refuse(source: Path, target: Path) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
@@ -180,8 +182,8 @@ def test_commit_is_exclusive_without_hard_links(
     assert winners == [local_store.open(manifests[0].uuid).attempt]
 
 
-def test_commit_leaves_only_the_manifest(local_store: CheckpointStore, tmp_path: Path) -> None:
-    """No temporary file stays behind, whether a commit wins or loses."""
+def test_a_commit_leaves_no_temporary_file(local_store: CheckpointStore, tmp_path: Path) -> None:
+    """Whether it succeeds or not."""
     commit_at_once(local_store, rivals(4))
     assert [path.suffix for path in (tmp_path / "local").rglob("*") if path.is_file()] == [".json"]
 
@@ -190,101 +192,109 @@ def test_commit_leaves_only_the_manifest(local_store: CheckpointStore, tmp_path:
     ("listed", "seen"),
     [(entry("a", b"12", 5), "is missing"), (entry("b", b"12", 5), "has 3 bytes")],
 )
-def test_commit_wants_every_file(
-    store: CheckpointStore, tmp_path: Path, listed: FileEntry, seen: str
+def test_a_commit_requires_every_file(
+    local_store: CheckpointStore, tmp_path: Path, listed: FileEntry, seen: str
 ) -> None:
-    """A file that was not stored whole keeps its checkpoint from becoming real."""
-    manifest = upload(store, tmp_path / "staging", {"b": b"123"})
+    """The error names the file, its rank, and what is wrong."""
+    manifest = upload(local_store, tmp_path / "staging", {"b": b"123"})
     manifest = msgspec.structs.replace(manifest, files=[listed])
     with pytest.raises(CheckpointDamaged, match=f"written by rank 5, {seen}"):
-        store.commit(manifest)
-    assert store.list() == []
+        local_store.commit(manifest)
+    assert local_store.list() == []
 
 
-def test_commit_refuses_a_path_that_leads_out(store: CheckpointStore) -> None:
-    """What readers would refuse is not committed in the first place."""
+def test_an_invalid_manifest_is_not_committed(local_store: CheckpointStore) -> None:
+    """What readers would refuse is refused before."""
     with pytest.raises(CheckpointDamaged, match="not a plain relative path"):
-        store.commit(new_manifest(files=[entry("../x")]))
-    assert store.list() == []
+        local_store.commit(new_manifest(files=[entry("../x")]))
+    assert local_store.list() == []
 
 
-def test_list_is_oldest_first_and_by_trial(store: CheckpointStore) -> None:
-    """Time orders the list, and a trial's list has only its own."""
-    manifests = [
-        new_manifest(n, trial=trial) for n, trial in [(13, "b-1"), (7, "a-1"), (11, "a-1")]
-    ]
-    for manifest in manifests:
-        store.commit(manifest)
-    assert [each.progress.batches_trained for each in store.list()] == [7, 11, 13]
-    assert [each.progress.batches_trained for each in store.list("a-1")] == [7, 11]
-    assert store.list("a") == []
+# ------------------------------------------------------------------------- listing and opening
 
 
-def test_candidates_go_by_batches_then_time(store: CheckpointStore) -> None:
-    """A trial goes on from where it came furthest; of two such points, from the later one."""
+def test_a_list_is_ordered_by_time(local_store: CheckpointStore) -> None:
+    """Oldest first; a trial's list holds only its own checkpoints."""
+    for n, trial in [(13, "b-1"), (7, "a-1"), (11, "a-1")]:
+        local_store.commit(new_manifest(n, trial=trial))
+    assert [each.progress.batches_trained for each in local_store.list()] == [7, 11, 13]
+    assert [each.progress.batches_trained for each in local_store.list("a-1")] == [7, 11]
+    assert local_store.list("a") == []
+
+
+def test_resume_candidates_are_ordered_by_batches(local_store: CheckpointStore) -> None:
+    """Most batches first; of two with as many, the later one."""
     for batches, second in [(11, 4), (11, 5), (7, 9)]:
-        store.commit(new_manifest(batches, created_at=f"2031-05-09T17:00:0{second}.000000Z"))
-    candidates = store.candidates("gpt-0123abcd")
+        local_store.commit(new_manifest(batches, created_at=f"2031-05-09T17:00:0{second}.000000Z"))
+    candidates = local_store.resume_candidates("gpt-0123abcd")
     order = [(each.progress.batches_trained, each.created_at[-9]) for each in candidates]
     assert order == [(11, "5"), (11, "4"), (7, "9")]
-    assert store.newest("gpt-0123abcd") == candidates[0]
+    assert local_store.newest("gpt-0123abcd") == candidates[0]
 
 
-def test_newest_trial_is_the_experiments_own(store: CheckpointStore) -> None:
-    """The trial that saved last, among those of the experiment."""
+def test_the_newest_trial_is_of_the_experiment(local_store: CheckpointStore) -> None:
+    """It is the trial that saved last."""
     for second, trial, experiment in [(1, "a-1", "a"), (2, "a-2", "a"), (3, "b-1", "b")]:
-        store.commit(new_manifest(second, trial=trial, experiment=experiment))
-    assert store.newest_trial("a") == "a-2"
-    assert store.newest_trial("c") is None
+        local_store.commit(new_manifest(second, trial=trial, experiment=experiment))
+    assert local_store.newest_trial("a") == "a-2"
+    assert local_store.newest_trial("c") is None
 
 
 @pytest.mark.parametrize("data", [b"", b'{"uuid": "half', b"{}"])
-def test_a_manifest_that_cannot_be_read_is_not_listed(
-    store: CheckpointStore, data: bytes, caplog: pytest.LogCaptureFixture
+def test_an_unreadable_manifest_is_not_listed(
+    local_store: CheckpointStore, data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is skipped with a warning, the next older one is used, and opening it says what it is."""
+    """It is skipped with a warning, and opening it says what is wrong."""
     good, bad = new_manifest(7), new_manifest(11)
-    store.commit(good)
-    store.storage.write(bad.name.key, data)
+    local_store.commit(good)
+    local_store.storage.write(bad.name.key, data)
     with caplog.at_level(logging.WARNING):
-        assert store.list() == [good]
+        assert local_store.list() == [good]
     assert bad.uuid in caplog.text
-    assert store.newest(good.trial) == good
+    assert local_store.newest(good.trial) == good
     with pytest.raises(CheckpointDamaged, match=bad.uuid):
-        store.open(bad.uuid)
+        local_store.open(bad.uuid)
 
 
-def test_a_copied_manifest_is_not_another_checkpoint(store: CheckpointStore) -> None:
-    """A manifest counts only under its own name."""
+def test_a_trial_without_a_readable_manifest_is_damaged(local_store: CheckpointStore) -> None:
+    """It is not mistaken for a trial without checkpoints."""
     manifest = new_manifest()
-    store.storage.write(layout.manifest_key(manifest.trial, 99, manifest.uuid), manifest.to_json())
-    assert store.list() == []
+    local_store.storage.write(manifest.name.key, b"{")
+    with pytest.raises(CheckpointDamaged, match=manifest.uuid):
+        local_store.resume_candidates(manifest.trial)
 
 
-def test_a_newer_schema_is_not_listed(store: CheckpointStore) -> None:
-    """What a newer trialflow wrote is left alone, and opening it says why."""
+def test_a_copied_manifest_is_not_listed(local_store: CheckpointStore) -> None:
+    """A manifest counts only under its own key."""
+    manifest = new_manifest()
+    key = layout.manifest_key(manifest.trial, 99, manifest.uuid)
+    local_store.storage.write(key, manifest.to_json())
+    assert local_store.list() == []
+
+
+def test_a_newer_schema_is_not_listed(local_store: CheckpointStore) -> None:
+    """Opening it says why."""
     newer = new_manifest(schema_version=2)
-    store.storage.write(newer.name.key, newer.to_json())
-    assert store.list() == []
+    local_store.storage.write(newer.name.key, newer.to_json())
+    assert local_store.list() == []
     with pytest.raises(CheckpointError, match="schema version 2"):
-        store.open(newer.uuid)
+        local_store.open(newer.uuid)
 
 
-def test_open_takes_a_unique_prefix(store: CheckpointStore) -> None:
-    """A few characters are enough where they tell one checkpoint from the others."""
+def test_open_takes_a_unique_prefix(local_store: CheckpointStore) -> None:
+    """An ambiguous or unknown prefix is refused, and the error lists checkpoints."""
     for name in ("aaaa-1", "aaab-2", "aaab"):
-        store.commit(new_manifest(uuid=name))
-    assert store.open("aaaa").uuid == "aaaa-1"
-    assert store.open("aaab").uuid == "aaab"
+        local_store.commit(new_manifest(uuid=name))
+    assert local_store.open("aaaa").uuid == "aaaa-1"
+    assert local_store.open("aaab").uuid == "aaab"
     with pytest.raises(CheckpointNotFound, match=r"3 checkpoints .* begin with 'aaa': .*aaaa-1"):
-        store.open("aaa")
+        local_store.open("aaa")
     with pytest.raises(CheckpointNotFound, match=r"there are 3: .*7 batches"):
-        store.open("b")
+        local_store.open("b")
 
 
-def test_verify_reads_every_byte_again(store: CheckpointStore, tmp_path: Path) -> None:
-    """A whole checkpoint gives its manifest; one in which a byte differs is damaged: which file,
-    whose, and both digests are said."""
+def test_verify_reads_every_byte(store: CheckpointStore, tmp_path: Path) -> None:
+    """A changed byte is found; the error names the file, its rank and both digests."""
     manifest = upload(store, tmp_path / "staging", {"a": b"1234", "b": b"5678"}, rank=3)
     store.commit(manifest)
     assert store.verify(manifest.uuid[:8]) == manifest
@@ -294,44 +304,93 @@ def test_verify_reads_every_byte_again(store: CheckpointStore, tmp_path: Path) -
         store.verify(manifest.uuid)
 
 
+# ------------------------------------------------------------------------------------ deleting
+
+
+def test_a_deletion_takes_everything(store: CheckpointStore, tmp_path: Path) -> None:
+    """Manifest, files and stray files go, other checkpoints stay; it may be repeated."""
+    kept, gone = upload(store, tmp_path / "kept"), upload(store, tmp_path / "gone")
+    for manifest in (kept, gone):
+        store.commit(manifest)
+    store.storage.write(layout.file_key(gone.uuid, "stray"), b"1")
+    for _ in range(2):
+        store.delete(gone)
+        assert store.list() == [kept]
+        assert stored_keys(store) == keys_of([kept])
+
+
+def test_a_deletion_takes_the_manifest_first(
+    local_store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupted deletion leaves no checkpoint that is listed without its files."""
+    manifest = upload(local_store, tmp_path / "staging")
+    local_store.commit(manifest)
+
+    def fail(folder: str) -> None:
+        raise StorageError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local_store.storage, "clear", fail)
+        with pytest.raises(StorageError, match="killed"):
+            local_store.delete(manifest)
+    assert local_store.list() == []
+    local_store.delete(manifest)
+    assert stored_keys(local_store) == set()
+
+
+@pytest.mark.parametrize(
+    ("stays", "named"), [("manifests/", "manifests/.*json"), ("checkpoints/", "1 of 3 objects")]
+)
+def test_a_deletion_checks_that_objects_are_gone(
+    local_store: CheckpointStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stays: str,
+    named: str,
+) -> None:
+    """A storage that confirms a deletion and keeps the object raises, and names the object."""
+    manifest = upload(local_store, tmp_path / "staging")
+    local_store.commit(manifest)
+    delete: Callable[[str], None] = local_store.storage.delete
+    kept: list[str] = []
+
+    def keep_one(key: str) -> None:
+        if key.startswith(stays) and (not kept or kept == [key]):
+            kept[:] = [key]
+        else:
+            delete(key)
+
+    monkeypatch.setattr(local_store.storage, "delete", keep_one)
+    with pytest.raises(StorageError, match=rf"{named}.* still there after .* legal hold"):
+        local_store.delete(manifest)
+
+
+# ----------------------------------------------------------------------------------- the store
+
+
 def test_a_spec_opens_the_same_store(store: CheckpointStore) -> None:
-    """What travels to the ranks as JSON leads to the same checkpoints."""
+    """Also after its way to the ranks as JSON."""
     manifest = new_manifest()
     store.commit(manifest)
     spec = msgspec.json.decode(msgspec.json.encode(store.spec), type=StorageSpec)
     assert CheckpointStore.from_spec(spec).list() == [manifest]
+    assert store.is_process_local == store.url.startswith("memory://")
 
 
 def test_a_relative_path_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver's idea of a path holds in ranks that run elsewhere."""
+    """The path holds in ranks with another working directory."""
     monkeypatch.chdir(tmp_path)
     assert CheckpointStore("some/folder").spec.url == f"file://{tmp_path}/some/folder"
 
 
-def test_only_memory_is_local_to_the_process(store: CheckpointStore) -> None:
-    """A run on several processes must refuse what only one of them sees."""
-    assert store.is_process_local == store.url.startswith("memory://")
-
-
-def test_trying_a_storage_leaves_nothing(store: CheckpointStore) -> None:
-    """The probe object is gone when the check is over."""
+def test_a_check_leaves_no_probe(store: CheckpointStore) -> None:
+    """The probe object is deleted."""
     store.check_writable()
     assert store.storage.sizes("probes") == {}
 
 
-def test_an_unreadable_listing_is_an_error(tmp_path: Path) -> None:
-    """Storage that cannot be listed is not taken for one without checkpoints."""
+def test_a_failed_listing_is_an_error(tmp_path: Path) -> None:
+    """A storage that cannot be listed is not mistaken for an empty one."""
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="is a file, not a folder"):
         CheckpointStore(str(tmp_path / "file")).list()
-
-
-def test_a_trial_without_a_readable_manifest_is_damaged(
-    store: CheckpointStore, tmp_path: Path
-) -> None:
-    """Nobody takes a trial that has saved for one that has not."""
-    manifest = upload(store, tmp_path / "staging")
-    store.commit(manifest)
-    store.storage.write(manifest.name.key, b"{")
-    with pytest.raises(CheckpointDamaged, match=manifest.uuid):
-        store.candidates(manifest.trial)

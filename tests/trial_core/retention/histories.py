@@ -1,4 +1,4 @@
-"""Histories of checkpoints, for the rules that decide which of them stay."""
+"""Histories of checkpoints for tests of the retention policy."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from trial_core.run.sequencer import Progress
 def saved(
     batches: int, loss: Any = None, trial: str = "one", second: int | None = None, **fields: Any
 ) -> Manifest:
-    """A checkpoint; validated if it is given a loss. By default saved in the order of batches."""
+    """A checkpoint, validated if `loss` is given. By default saved in the order of batches."""
     order = batches % 60 if second is None else second
-    usual = {
+    defaults = {
         "uuid": f"{trial}-{batches}-{'x' if second is None else second}",
         "trial": trial,
         "created_at": f"2031-05-09T17:00:{order:02d}.000000Z",
         "progress": Progress(batches, validated_at=None if loss is None else batches),
         "metrics": {"validation": {} if loss is None else {"loss": loss}},
     }
-    return new_manifest(batches, **{**usual, **fields})
+    return new_manifest(batches, **{**defaults, **fields})
 
 
 def kept(manifests: list[Manifest], policy: RetentionPolicy, **needs: Any) -> set[str]:
-    """The uuids of those that stay."""
+    """The uuids of the checkpoints that stay."""
     return {each.manifest.uuid for each in decide(manifests, policy, **needs) if each.keep}

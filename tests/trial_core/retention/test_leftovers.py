@@ -1,4 +1,4 @@
-"""What trials that never run again have left goes; what anybody may still be at stays."""
+"""Leftovers of trials that never run again are swept; leftovers of trials that may run stay."""
 
 from __future__ import annotations
 
@@ -10,78 +10,79 @@ from typing import Any
 
 import pytest
 
-from tests.support.manifests import FILES, LONG_AGO, Breaking, new_manifest, upload
-from tests.trial_core.checkpoint.test_intents import everything, keys_of
+from tests.support.interleaving import FailingStore
+from tests.support.manifests import FILES, LONG_AGO, keys_of, new_manifest, stored_keys, upload
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import ConfigError, StorageError, Superseded
-from trial_core.retention.claims import Running
+from trial_core.retention.claims import RunClaim
 from trial_core.retention.leftovers import find_leftovers, sweep_leftovers
 
 TRIAL = "gpt-0123abcd"
 
 
-def left_by_a_dead_run(
-    store: CheckpointStore, staging: Path, monkeypatch: pytest.MonkeyPatch, **fields: Any
+def leave_upload(
+    store: CheckpointStore, staging: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Manifest, Fence]:
-    """A run that took its trial over long ago, and died in an upload."""
+    """Take over the trial and upload a checkpoint, long ago, and do not commit it."""
     with monkeypatch.context() as patch:
-        for module in ("fencing", "committing"):
+        for module in ("fencing", "commit"):
             patch.setattr(f"trial_core.checkpoint.{module}.utc_now", lambda: LONG_AGO)
-        manifest = upload(store, staging, trial=TRIAL, **fields)
+        manifest = upload(store, staging, trial=TRIAL)
         fence = store.take_over(TRIAL, manifest.attempt)
-        store.begin(TRIAL, manifest.uuid, manifest.attempt, fence)
+        store.announce_upload(TRIAL, manifest.uuid, manifest.attempt, fence)
     return manifest, fence
 
 
 @pytest.fixture
 def lost(
-    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    local_store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Manifest, Fence]:
-    return left_by_a_dead_run(store, tmp_path / "lost", monkeypatch)
+    """A run that died during an upload long ago."""
+    return leave_upload(local_store, tmp_path / "lost", monkeypatch)
 
 
-def test_what_a_dead_trial_has_left_goes(
-    store: CheckpointStore, lost: tuple[Manifest, Fence]
+def test_leftovers_of_a_dead_trial_are_swept(
+    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On every kind of storage: it is shown with its size and why, then it is gone."""
-    manifest, _ = lost
+    """They are shown with their size and the reason, and then deleted."""
+    manifest, _ = leave_upload(store, tmp_path / "lost", monkeypatch)
     (found,) = find_leftovers(store)
     assert (found.uuid, found.trial, found.keep) == (manifest.uuid, TRIAL, False)
     assert (found.files, found.size_bytes) == (len(FILES), manifest.total_bytes)
-    assert found.why == f"never committed; its trial was last at work at {LONG_AGO}"
+    assert found.why == f"never committed; its trial was last active at {LONG_AGO}"
     swept = sweep_leftovers(store, [found])
     assert [each.uuid for each in swept.swept] == [manifest.uuid]
     assert swept.freed_bytes == manifest.total_bytes
-    assert everything(store) == set()
+    assert stored_keys(store) == set()
     assert find_leftovers(store) == []
 
 
-def test_one_that_wakes_can_commit_nothing(
-    store: CheckpointStore, lost: tuple[Manifest, Fence]
+def test_a_swept_run_that_wakes_up_is_superseded(
+    local_store: CheckpointStore, lost: tuple[Manifest, Fence]
 ) -> None:
-    """It was taken for dead, and is told so, whether it commits or begins anew."""
+    """It can neither commit nor announce another upload."""
     manifest, fence = lost
-    sweep_leftovers(store, find_leftovers(store))
+    sweep_leftovers(local_store, find_leftovers(local_store))
     with pytest.raises(Superseded):
-        store.commit(manifest, fence)
+        local_store.commit(manifest, fence)
     with pytest.raises(Superseded):
-        store.begin(TRIAL, manifest.uuid, manifest.attempt, fence)
-    assert store.list() == []
+        local_store.announce_upload(TRIAL, manifest.uuid, manifest.attempt, fence)
+    assert local_store.list() == []
 
 
 def claim(store: CheckpointStore, manifest: Manifest) -> None:
-    Running(store, TRIAL).needs(None)
+    RunClaim(store, TRIAL).renew(None)
 
 
 def attempt(store: CheckpointStore, manifest: Manifest) -> None:
     store.take_over(TRIAL, "another")
 
 
-def begin(store: CheckpointStore, manifest: Manifest) -> None:
-    store.begin(TRIAL, "u", "another")
+def intent(store: CheckpointStore, manifest: Manifest) -> None:
+    store.announce_upload(TRIAL, "u", "another")
 
 
 def half_an_attempt(store: CheckpointStore, manifest: Manifest) -> None:
@@ -92,41 +93,34 @@ def half_an_intent(store: CheckpointStore, manifest: Manifest) -> None:
     store.storage.write(layout.intent_key(TRIAL, manifest.uuid), b'{"trial": "gp')
 
 
-ALIVE = (claim, attempt, begin, half_an_attempt, half_an_intent)
-
-
-@pytest.mark.parametrize("sign", ALIVE)
-def test_a_sign_of_life_keeps_it(
+@pytest.mark.parametrize("activity", [claim, attempt, intent, half_an_attempt, half_an_intent])
+def test_activity_of_the_trial_keeps_leftovers(
     local_store: CheckpointStore,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    sign: Callable[[CheckpointStore, Manifest], None],
+    lost: tuple[Manifest, Fence],
+    activity: Callable[[CheckpointStore, Manifest], None],
 ) -> None:
-    """A claim, a young attempt or upload, and what cannot be read; also where it comes between
-    looking and sweeping."""
-    manifest, _ = left_by_a_dead_run(local_store, tmp_path / "lost", monkeypatch)
+    """Also if it comes after the leftovers were listed; and if its time is unreadable."""
+    manifest, _ = lost
     before = find_leftovers(local_store)
-    sign(local_store, manifest)
+    activity(local_store, manifest)
     assert all(each.keep for each in find_leftovers(local_store))
     swept = sweep_leftovers(local_store, before)
     assert (swept.swept, list(swept.spared)) == ((), [TRIAL])
-    assert keys_of(manifest) - {manifest.name.key} <= everything(local_store)
+    assert keys_of([manifest]) - {manifest.name.key} <= stored_keys(local_store)
 
 
-def test_a_young_commit_keeps_it(
-    local_store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The trial has saved since, so it runs, though nothing else says so."""
-    left_by_a_dead_run(local_store, tmp_path / "lost", monkeypatch)
+@pytest.mark.usefixtures("lost")
+def test_a_recent_checkpoint_keeps_leftovers(local_store: CheckpointStore, tmp_path: Path) -> None:
+    """Its trial may run, also without a claim."""
     local_store.commit(upload(local_store, tmp_path / "saved", trial=TRIAL))
     assert [each.keep for each in find_leftovers(local_store)] == [True]
 
 
-def test_who_comes_just_then_wins(
-    local_store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("lost")
+def test_a_run_that_starts_during_a_sweep_wins(
+    local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that takes the trial over after it was looked at is not superseded by the sweep."""
-    left_by_a_dead_run(local_store, tmp_path / "lost", monkeypatch)
+    """It takes over after the sweep has looked; the sweep does not supersede it."""
     found = find_leftovers(local_store)
     fences = []
     create = local_store.storage.create
@@ -138,48 +132,42 @@ def test_who_comes_just_then_wins(
 
     monkeypatch.setattr(local_store.storage, "create", create_second)
     swept = sweep_leftovers(local_store, found)
-    assert fences[0].is_last()
-    assert "number 2 has come since" in swept.spared[TRIAL]
+    assert fences[0].is_newest()
+    assert "its newest attempt has number 2, expected 1" in swept.spared[TRIAL]
 
 
-def test_a_committed_checkpoint_is_none(
-    store: CheckpointStore, lost: tuple[Manifest, Fence]
+def test_a_committed_checkpoint_is_not_a_leftover(
+    local_store: CheckpointStore, lost: tuple[Manifest, Fence]
 ) -> None:
-    """Though its writer died before it took its intent back."""
-    manifest, fence = lost
+    """Also if its driver died before it deleted the intent."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trial_core.checkpoint.commit._tidy", lambda *_: None)
-        store.commit(manifest, fence)
-    assert find_leftovers(store) == []
+        local_store.commit(*lost)
+    assert find_leftovers(local_store) == []
 
 
-@pytest.mark.parametrize("is_done", [False, True])
-def test_a_sweep_that_failed_goes_on(
+@pytest.mark.parametrize("is_done", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_the_next_sweep_finishes_a_failed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_done: bool
 ) -> None:
-    """At whatever request it broke off, carried out or not: that it has taken the trial over is no
-    sign of life."""
+    """At whichever request it failed: its own take-over does not count as activity."""
     for nth in itertools.count(1):
         store = CheckpointStore(f"memory://{uuid.uuid4()}")
-        left_by_a_dead_run(store, tmp_path / f"lost-{nth}", monkeypatch)
-        broken = CheckpointStore(store.url)
-        broken.storage = Breaking(broken.storage, nth, is_done)  # type: ignore[assignment]
-        found = find_leftovers(store)
+        leave_upload(store, tmp_path / f"lost-{nth}", monkeypatch)
+        failing = FailingStore(store, nth, is_done)
         try:
-            sweep_leftovers(broken, found)
+            sweep_leftovers(failing, find_leftovers(store))
         except StorageError:
             sweep_leftovers(store, find_leftovers(store))
-        assert everything(store) == set()
-        if broken.storage.left > 0:  # type: ignore[attr-defined]  # it came through untouched
+        assert stored_keys(store) == set()
+        if not failing.has_failed:
             break
     assert nth > 12
 
 
-def test_other_experiments_and_trials_are_left_alone(
-    local_store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who names an experiment means its trials, and those of which nothing is known."""
-    left_by_a_dead_run(local_store, tmp_path / "lost", monkeypatch)
+@pytest.mark.usefixtures("lost")
+def test_only_the_named_experiment_is_swept(local_store: CheckpointStore) -> None:
+    """And trials without checkpoints, which may belong to any experiment."""
 
     def found(**asked: Any) -> list[str]:
         return [each.trial for each in find_leftovers(local_store, **asked)]
@@ -192,7 +180,7 @@ def test_other_experiments_and_trials_are_left_alone(
     assert found(experiment="other") == []
 
 
-def test_an_age_that_an_upload_may_have_is_refused(local_store: CheckpointStore) -> None:
-    """Whoever says so would delete what is being uploaded."""
+def test_too_short_an_age_is_refused(local_store: CheckpointStore) -> None:
+    """It would delete an upload in progress."""
     with pytest.raises(ConfigError, match=r"at least 1 day, got 0\.5"):
         find_leftovers(local_store, after_days=0.5)

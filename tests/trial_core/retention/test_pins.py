@@ -1,73 +1,52 @@
-"""Pins: what a person wants to stay, stays, whoever prunes at the same moment."""
+"""A pinned checkpoint is not deleted, also if it is pruned at the same moment."""
 
 from __future__ import annotations
 
 import itertools
 import uuid
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from tests.support.interleaving import interleave
-from tests.support.manifests import entry, new_manifest
+from tests.support.manifests import LONG_AGO, commit_files
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.json_objects import as_object
-from trial_core.checkpoint.manifest import Manifest, utc_now
+from trial_core.checkpoint.json_objects import encode_json
+from trial_core.checkpoint.layout import pin_key
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound, CommitConflict
-from trial_core.retention.pins import (
-    Deletion,
-    Pin,
-    deletion_key,
-    pin,
-    pin_key,
-    pins,
-    read_pin,
-    unpin,
-)
+from trial_core.retention.deletions import mark_deletion
+from trial_core.retention.pins import Pin, pin, pins, read_pin, unpin
 from trial_core.retention.policy import RetentionPolicy
 from trial_core.retention.pruning import plan_pruning, prune
 
-NOTHING = RetentionPolicy(save_trial_best=0, save_trial_latest=0)
-LONG_AGO = "2001-05-09T17:04:00.000000Z"
-
-
-def commit(store: CheckpointStore, batches: int = 7) -> Manifest:
-    """A committed checkpoint of one small file."""
-    manifest = new_manifest(batches, files=[entry("shard")])
-    store.storage.write(layout.file_key(manifest.uuid, "shard"), b"x")
-    store.commit(manifest)
-    return manifest
-
-
-def begin_deletion(store: CheckpointStore, manifest: Manifest, at: str) -> None:
-    said = Deletion(by="ann@here", at=at, manifest=manifest.to_json().decode())
-    store.storage.write(deletion_key(manifest.uuid), as_object(said))
+KEEP_NONE = RetentionPolicy(save_trial_best=0, save_trial_latest=0)
 
 
 def test_a_pin_says_who_and_why(store: CheckpointStore) -> None:
-    """On every kind of storage; a beginning of the uuid will do, to pin and to unpin."""
-    manifest = commit(store)
+    """A prefix of the uuid is enough to pin and to unpin."""
+    manifest = commit_files(store)
     made = pin(store, manifest.uuid[:9], "figure 3", by="ann@here")
     assert pins(store) == {manifest.uuid: made}
     assert (made.uuid, made.reason, made.by) == (manifest.uuid, "figure 3", "ann@here")
     assert str(made) == "pinned by ann@here: figure 3"
+    stored = store.storage.read(f"pins/{manifest.uuid}.json") or b""
+    assert b'"reason": "figure 3"' in stored  # readable by anything
     assert unpin(store, manifest.uuid[:9]) == made
     assert pins(store) == {}
 
 
-def test_a_pin_is_replaced(local_store: CheckpointStore) -> None:
-    """The last reason given is the one that is shown."""
-    manifest = commit(local_store)
+def test_a_second_pin_replaces_the_first(local_store: CheckpointStore) -> None:
+    """The last reason given is shown."""
+    manifest = commit_files(local_store)
     pin(local_store, manifest.uuid, "figure 3")
     second = pin(local_store, manifest.uuid, "figure 4")
     assert read_pin(local_store, manifest.uuid) == second
 
 
-def test_what_is_not_there_is_not_pinned(local_store: CheckpointStore) -> None:
-    """Neither a checkpoint nor a pin; what there is, is said."""
-    manifest = commit(local_store)
+def test_an_unknown_uuid_is_refused(local_store: CheckpointStore) -> None:
+    """To pin and to unpin; the error lists what there is."""
+    manifest = commit_files(local_store)
     with pytest.raises(CheckpointNotFound, match="begins with 'abc'"):
         pin(local_store, "abc")
     pin(local_store, manifest.uuid)
@@ -75,31 +54,32 @@ def test_what_is_not_there_is_not_pinned(local_store: CheckpointStore) -> None:
         unpin(local_store, "abc")
 
 
-def test_an_ambiguous_beginning_unpins_nothing(local_store: CheckpointStore) -> None:
-    """Whoever means one must say which."""
+def test_an_ambiguous_prefix_unpins_nothing(local_store: CheckpointStore) -> None:
+    """The error lists the pins; a whole uuid is not ambiguous."""
     for name in ("aaaa-1", "aaaa-2"):
-        local_store.storage.write(pin_key(name), as_object(Pin(uuid=name, reason="", by="", at="")))
+        empty = Pin(uuid=name, reason="", by="", at="")
+        local_store.storage.write(pin_key(name), encode_json(empty))
     with pytest.raises(CheckpointNotFound, match=r"2 pinned checkpoints .*aaaa-1, aaaa-2"):
         unpin(local_store, "aaaa")
     assert unpin(local_store, "aaaa-2").uuid == "aaaa-2"
     assert list(pins(local_store)) == ["aaaa-1"]
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"\xff", b'{"uuid": 3}'])
-def test_a_pin_that_cannot_be_read_is_a_pin(local_store: CheckpointStore, data: bytes) -> None:
-    """Somebody meant the checkpoint to stay."""
-    manifest = commit(local_store)
+@pytest.mark.parametrize("data", [b"", b"\xff", b'{"uuid": 3}'])
+def test_an_unreadable_pin_counts(local_store: CheckpointStore, data: bytes) -> None:
+    """The checkpoint was meant to stay."""
+    manifest = commit_files(local_store)
     local_store.storage.write(pin_key(manifest.uuid), data)
-    (decision,) = plan_pruning(local_store, NOTHING, "gpt").decisions
+    (decision,) = plan_pruning(local_store, KEEP_NONE, "gpt").decisions
     assert decision.keep
     assert "cannot be read" in decision.why
 
 
-def test_what_is_being_deleted_cannot_be_pinned(local_store: CheckpointStore) -> None:
-    """It says who deletes it, and leaves no pin; one that was there before stays."""
-    manifest = commit(local_store)
-    begin_deletion(local_store, manifest, utc_now())
-    with pytest.raises(CommitConflict, match="is being deleted, by ann@here"):
+def test_a_checkpoint_that_is_being_deleted_cannot_be_pinned(local_store: CheckpointStore) -> None:
+    """No pin is left, but an earlier pin stays."""
+    manifest = commit_files(local_store)
+    mark_deletion(local_store, manifest)
+    with pytest.raises(CommitConflict, match=r"is being deleted, by .*@"):
         pin(local_store, manifest.uuid)
     assert pins(local_store) == {}
     local_store.storage.write(pin_key(manifest.uuid), b"an older pin")
@@ -108,64 +88,47 @@ def test_what_is_being_deleted_cannot_be_pinned(local_store: CheckpointStore) ->
     assert list(pins(local_store)) == [manifest.uuid]
 
 
-def test_one_who_died_while_deleting_does_not_keep_others_from_pinning(
-    local_store: CheckpointStore,
+def test_a_stale_deletion_does_not_prevent_a_pin(
+    local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As long as the checkpoint is there."""
-    manifest = commit(local_store)
-    begin_deletion(local_store, manifest, LONG_AGO)
+    """Its pruner died, and the checkpoint is still there."""
+    manifest = commit_files(local_store)
+    monkeypatch.setattr("trial_core.retention.deletions.utc_now", lambda: LONG_AGO)
+    mark_deletion(local_store, manifest)
     pin(local_store, manifest.uuid)
     assert list(pins(local_store)) == [manifest.uuid]
 
 
-@pytest.mark.parametrize("begun", range(7))
-def test_pin_and_prune_at_the_same_moment(begun: int) -> None:
-    """In whatever order their requests come: a pin that succeeded holds, and a checkpoint that is
-    there is whole. First so many of the pin's, then some of the prune's, and on in turns."""
-    for pruned, gone_on in itertools.product(range(9), (1, 2, 3, 9)):
-        _pin_and_prune([False] * begun + [True] * pruned + [False] * gone_on + [True] * 9)
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.long)])
+def test_a_pin_during_a_prune(step: int) -> None:
+    """In any order of requests a pin that succeeded holds, and a listed checkpoint is complete."""
+    is_pinned = {
+        pin_and_prune([False] * first + [True] * second + [False] * more + [True] * 9)
+        for first, second, more in itertools.product(
+            range(0, 7, step), range(0, 10, step), (1, 9) if step > 1 else (1, 2, 3, 9)
+        )
+    }
+    assert is_pinned == {True, False}
 
 
-def _pin_and_prune(order: list[bool]) -> None:
+def pin_and_prune(order: list[bool]) -> bool:
+    """Pin and prune a checkpoint in this order of requests; whether the pin succeeded."""
     url = f"memory://{uuid.uuid4()}"
     store = CheckpointStore(url)
-    manifest = commit(store)
-    plan = plan_pruning(store, NOTHING, "gpt")
+    manifest = commit_files(store)
+    plan = plan_pruning(store, KEEP_NONE, "gpt")
     pinned, pruned = interleave(
         url, partial(pin, uuid=manifest.uuid), partial(prune, plan=plan), order
     )
-    is_there = store.list() == [manifest]
-    files = store.storage.sizes(layout.files_folder(manifest.uuid))
-    assert not isinstance(pruned, Exception)
-    assert is_there == bool(files)
+    is_listed = store.list() == [manifest]
+    assert not isinstance(pruned, Exception), pruned
+    assert is_listed == bool(store.storage.sizes(layout.files_folder(manifest.uuid)))
+    assert store.storage.sizes(layout.DELETIONS) == {}
     if isinstance(pinned, Pin):
-        assert is_there
+        assert is_listed
         assert list(pins(store)) == [manifest.uuid]
         assert [decision.why for decision in pruned.spared] == [str(pinned)]
-    else:
-        assert isinstance(pinned, (CheckpointNotFound, CommitConflict))
-        assert pins(store) == {}
-    assert store.storage.sizes("deletions") == {}
-
-
-def test_the_order_reaches_both_ends() -> None:
-    """The test above can tell: there are orders in which the pin wins, and others in which not."""
-    outcomes = set()
-    for order in ([False] * 12, [True] * 12):
-        url = f"memory://{uuid.uuid4()}"
-        store = CheckpointStore(url)
-        manifest = commit(store)
-        plan = plan_pruning(store, NOTHING, "gpt")
-        interleave(
-            url, lambda own, m=manifest: pin(own, m.uuid), lambda own, p=plan: prune(own, p), order
-        )
-        outcomes.add(bool(store.list()))
-    assert outcomes == {True, False}
-
-
-def test_pins_lie_beside_the_checkpoints(tmp_path: Path) -> None:
-    """Where anybody can read them."""
-    store = CheckpointStore(str(tmp_path))
-    manifest = commit(store)
-    pin(store, manifest.uuid, "figure 3")
-    assert '"reason": "figure 3"' in (tmp_path / "pins" / f"{manifest.uuid}.json").read_text()
+        return True
+    assert isinstance(pinned, (CheckpointNotFound, CommitConflict))
+    assert pins(store) == {}
+    return False

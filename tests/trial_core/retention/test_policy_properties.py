@@ -1,4 +1,4 @@
-"""Properties of the rules, over histories of several trials that went back and forth."""
+"""Properties of the retention policy, over histories of trials that went back and forth."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import math
 from random import Random
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trial_core.retention.histories import kept, saved
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.retention.policy import RetentionPolicy, decide
 from trial_core.units import Batch, Epoch
+
+few = settings(max_examples=25, deadline=None)
 
 losses = st.none() | st.sampled_from([0.0, 0.25, -1.0, 7, math.nan, math.inf, -math.inf, "text"])
 histories = st.lists(
@@ -39,18 +41,18 @@ policies = st.builds(
 )
 
 
+@few
 @given(histories, policies, st.sets(st.integers(0, 24)), st.sampled_from([(), ("one", "two")]))
-def test_nothing_that_is_needed_ever_goes(
+def test_needed_best_and_latest_checkpoints_stay(
     manifests: list[Manifest], policy: RetentionPolicy, pins: set[int], running: tuple[str, ...]
 ) -> None:
-    """Pins, what a running trial would go on from, and as many best and latest as were asked for:
-    found here by counting, without sorting."""
+    """Found here by counting the checkpoints that are better or later, without sorting."""
     needed = {manifests[i].uuid: "pinned" for i in pins if i < len(manifests)}
     stay = kept(manifests, policy, needed=needed, running=running)
     assert needed.keys() <= stay
     for manifest in manifests:
         rivals = [each for each in manifests if each.trial == manifest.trial]
-        further = sum(_far(each) > _far(manifest) for each in rivals)
+        further = sum(each.resume_order > manifest.resume_order for each in rivals)
         later = sum(_late(each) > _late(manifest) for each in rivals)
         latest = policy.save_trial_latest or int(manifest.trial in running)
         if min(further, later) < latest:
@@ -70,11 +72,12 @@ def test_nothing_that_is_needed_ever_goes(
                 assert manifest.uuid in stay
 
 
+@few
 @given(histories, policies, st.sets(st.integers(0, 24)), st.sampled_from([(), ("one", "two")]))
-def test_to_decide_again_deletes_nothing_more(
+def test_deciding_again_deletes_no_more(
     manifests: list[Manifest], policy: RetentionPolicy, pins: set[int], running: tuple[str, ...]
 ) -> None:
-    """The rules are at rest once they were applied."""
+    """Applied to the kept checkpoints, the policy keeps all."""
     needed = {manifests[i].uuid: "pinned" for i in pins if i < len(manifests)}
     needs: dict[str, Any] = {"needed": needed, "running": running}
     stay = kept(manifests, policy, **needs)
@@ -82,11 +85,12 @@ def test_to_decide_again_deletes_nothing_more(
     assert kept(rest, policy, **needs) == stay
 
 
+@few
 @given(histories, policies, st.randoms(use_true_random=False))
 def test_the_order_of_a_listing_does_not_matter(
     manifests: list[Manifest], policy: RetentionPolicy, random: Random
 ) -> None:
-    """Each checkpoint is decided upon once, and alike however they are listed."""
+    """There is one decision for each checkpoint, in the order listed."""
     shuffled = list(manifests)
     random.shuffle(shuffled)
     assert [each.manifest for each in decide(shuffled, policy)] == shuffled
@@ -99,17 +103,14 @@ in_order = st.lists(
 )
 
 
+@few
 @given(in_order, st.integers(0, 3))
-def test_no_more_stay_than_were_asked_for(manifests: list[Manifest], count: int) -> None:
-    """Of trials that never went back, exactly so many of the latest, or all if there are fewer."""
+def test_no_more_than_the_given_number_stay(manifests: list[Manifest], count: int) -> None:
+    """Of a trial that never went back, exactly the given number of latest checkpoints."""
     stay = kept(manifests, RetentionPolicy(0, count))
     for trial in {each.trial for each in manifests}:
         of_trial = [each.uuid for each in manifests if each.trial == trial]
         assert len(stay.intersection(of_trial)) == min(count, len(of_trial))
-
-
-def _far(manifest: Manifest) -> tuple[Any, ...]:
-    return manifest.progress.batches_trained, manifest.created_at, manifest.uuid
 
 
 def _late(manifest: Manifest) -> tuple[Any, ...]:

@@ -207,7 +207,7 @@ def test_a_failed_abort_does_not_hide_the_cause(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The first cause is raised, a warning is logged, and the next sweep aborts the upload."""
-    s3fs_store.begin("t", "u", "attempt-1")
+    s3fs_store.announce_upload("t", "u", "attempt-1")
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         fail_at(patch, "abort_multipart_upload", OSError("no abort"))
         after_pieces(patch, 3, lambda: (_ for _ in ()).throw(OSError("the cause")).__next__())

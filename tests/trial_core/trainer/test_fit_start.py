@@ -20,7 +20,7 @@ from trial_core.context import RunInfo
 from trial_core.distributed import DistributedContext
 from trial_core.errors import CheckpointDamaged, StorageError
 from trial_core.messages import Fetched, Persisted, TrialBuilt
-from trial_core.retention.claims import claims, running
+from trial_core.retention.claims import claim_run, claims
 from trial_core.run.sequencer import Progress
 from trial_core.trainer import background_upload
 from trial_core.trainer.fit_stages import FitStages
@@ -92,8 +92,8 @@ def test_where_all_are_damaged_nothing_begins(store: CheckpointStore) -> None:
     with pytest.raises(CheckpointDamaged) as refusal:
         new_fit(store, told).fetch_start(starts)
     assert str(refusal.value).startswith(
-        f"none of the 2 checkpoint(s) that trial {TRIAL} may go on from is whole; of the last that "
-        "was tried: b.pt is missing. Put its files back, or begin a new trial"
+        f"none of the 2 checkpoint(s) of trial {TRIAL} is intact; the last one tried: "
+        "b.pt is missing. Put back its files, or start a new trial"
     )
 
 
@@ -131,7 +131,7 @@ def test_what_is_fetched_has_been_claimed(store: CheckpointStore) -> None:
     something better."""
     newer, older = saved(8), saved(4)
     told = Fetching(store, Fetched(damage="a.pt is missing"))
-    with running(store, TRIAL) as claim:
+    with claim_run(store, TRIAL) as claim:
         fit = new_fit(store, told, claim=claim)
         fit.fetch_start([ResumePoint.continuing(newer), ResumePoint.continuing(older)])
         assert told.needed == [[newer.uuid], [older.uuid]]

@@ -1,0 +1,60 @@
+"""Claims: a running trial's checkpoints are needed as long as it runs."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from tests.support.interleaving import FailingStore
+from tests.support.manifests import LONG_AGO
+from trial_core.checkpoint.json_objects import encode_json
+from trial_core.checkpoint.layout import claim_key
+from trial_core.checkpoint.manifest import utc_now
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.retention.claims import Claim, claim_run, claims
+
+
+def test_a_claim_lasts_as_long_as_the_run(store: CheckpointStore) -> None:
+    """Also if the run fails."""
+    with contextlib.suppress(KeyError), claim_run(store, "gpt-1", source="abc") as claim:
+        assert [(each.trial, each.needs) for each in claims(store)] == [("gpt-1", ["abc"])]
+        claim.renew("def")
+        assert [each.needs for each in claims(store)] == [["abc", "def"]]
+        raise KeyError
+    assert claims(store) == []
+
+
+def test_an_old_claim_does_not_count(local_store: CheckpointStore) -> None:
+    """A killed driver leaves its claim. It counts while the trial saves."""
+    old = Claim(trial="gpt-1", by="ann@here", at=LONG_AGO, needs=[])
+    local_store.storage.write(claim_key("gpt-1"), encode_json(old))
+    assert claims(local_store) == []
+    assert len(claims(local_store, last_saved={"gpt-1": utc_now()})) == 1
+
+
+def test_a_run_leaves_the_next_runs_claim(local_store: CheckpointStore) -> None:
+    """A presumed-dead run that ends late does not release the claim of its successor."""
+    first, second = (claim_run(local_store, "gpt-1", source=name) for name in ("abc", "def"))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert [claim.needs for claim in claims(local_store)] == [["def"]]
+    second.__exit__(None, None, None)
+    assert claims(local_store) == []
+
+
+def test_an_unreadable_claim_counts(local_store: CheckpointStore) -> None:
+    """A driver was killed while it wrote the claim: its trial may run."""
+    local_store.storage.write(claim_key("gpt-1"), b"{")
+    assert [claim.trial for claim in claims(local_store)] == ["gpt-1"]
+
+
+def test_a_claim_that_cannot_be_written_is_a_warning(
+    local_store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run continues."""
+    with claim_run(FailingStore(local_store, nth=1), "gpt-1"):
+        pass
+    assert "trial gpt-1 has no claim" in caplog.text
+    assert "the storage broke down" in caplog.text
