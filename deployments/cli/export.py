@@ -169,12 +169,13 @@ def _convert(folder: Path, wanted: Wanted, made: Path) -> int:
     # DeepSpeed writes its log to stdout, which is for this command's answer.
     with contextlib.redirect_stdout(io.StringIO()):
         from trial_core.controller.safe_load import Reader
+        from trial_core.deepspeed.checkpoint_classes import CHECKPOINT_CLASSES
         from trial_core.deepspeed.export.weights_file import (
             export_weights,
             write_weights,
         )
 
-        reader = Reader(wanted.trusted)
+        reader = Reader(wanted.trusted, CHECKPOINT_CLASSES)
         weights = export_weights(folder, wanted.engine, wanted.dtype, reader)
     facts = {
         "trialflow.checkpoint": wanted.manifest.uuid,

@@ -41,8 +41,8 @@ def test_two_slots_and_then_one(here: Path) -> None:
     assert {line[0] for line in lines(here, "samples", 1)} == set(range(6))
     log = (here / "home" / first.trial / "logs" / "rank-0.log").read_text()
     assert (
-        "the checkpoint of 2 ranks (ZeRO stage 2) is shared out over 1 (ZeRO stage 1); random "
-        "generators begin anew"
+        "the checkpoint of 2 ranks (ZeRO stage 2) is resharded to 1 (ZeRO stage 1); random "
+        "generators are seeded again"
     ) in log
 
 
@@ -54,4 +54,4 @@ def test_batches_of_another_size_are_refused_before_anything_is_fetched() -> Non
         topology=Topology(world_size=2, data_parallel_size=2, batch_samples=4)
     )
     with pytest.raises(CheckpointError, match="saved by 1 slots in batches of 2 samples"):
-        fetch(run, ResumePoint.continuing(manifest), manifest)
+        fetch(run, ResumePoint.continuing(manifest))

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from trial_core.trainer.trainer import Trainer
 
 _HOMES = {
-    "DeepSpeedTrial": "trial",
-    "DeepSpeedTrialContext": "context",
-    "ModelParallelUnit": "mpu",
-    "Trainer": "trainer",
-    "init": "script",
-    "make_data_parallel_mpu": "mpu",
-    "make_deepspeed_mpu": "mpu",
-    "overwrite_deepspeed_config": "ds_config",
+    "DeepSpeedTrial": "trial_core.deepspeed.trial",
+    "DeepSpeedTrialContext": "trial_core.deepspeed.context",
+    "ModelParallelUnit": "trial_core.deepspeed.mpu",
+    "Trainer": "trial_core.trainer.trainer",
+    "init": "trial_core.trainer.init",
+    "make_data_parallel_mpu": "trial_core.deepspeed.mpu",
+    "make_deepspeed_mpu": "trial_core.deepspeed.mpu",
+    "overwrite_deepspeed_config": "trial_core.deepspeed.ds_config",
 }
 
 __all__ = [
@@ -44,7 +44,7 @@ def __getattr__(name: str) -> Any:
     # Resolved on first use, so that importing the package costs nothing (PEP 562).
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

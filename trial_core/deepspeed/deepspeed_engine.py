@@ -11,6 +11,8 @@ from typing import Any
 from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.controller.safe_load import Reader
+from trial_core.deepspeed.accelerator import accelerator_rng_state, restore_accelerator_rng
+from trial_core.deepspeed.checkpoint_classes import CHECKPOINT_CLASSES
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.mpu import check_mpu
 from trial_core.deepspeed.reshard.reshard import reshaped
@@ -35,6 +37,8 @@ class DeepSpeedTrialEngine:
         TrialError: the trial wrapped no engine, its `ModelParallelUnit`s do not fit together, or it
             cannot be validated.
     """
+
+    checkpoint_classes = CHECKPOINT_CLASSES
 
     def __init__(self, trial: DeepSpeedTrial, context: DeepSpeedTrialContext) -> None:
         if not context.models:
@@ -105,6 +109,12 @@ class DeepSpeedTrialEngine:
     def set_training(self, training: bool) -> None:
         for engine in self._context.models:
             engine.train(training)
+
+    def accelerator_rng_state(self) -> Any:
+        return accelerator_rng_state()
+
+    def restore_accelerator_rng(self, state: Any) -> None:
+        restore_accelerator_rng(state)
 
     def save(self, folder: Path, images: MemoryFiles) -> None:
         with shard_files(self._context.models, folder, images=images):

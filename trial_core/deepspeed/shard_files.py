@@ -19,6 +19,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils.serialization import config as serialization
 
 from trial_core.controller.safe_load import Reader
+from trial_core.deepspeed.checkpoint_classes import CHECKPOINT_CLASSES
 from trial_core.transfer.memory_files import MemoryFiles
 
 
@@ -36,7 +37,7 @@ class ShardFiles(TorchCheckpointEngine):
         self.name = "trialflow"
         self._folder = folder
         self._images = images
-        self.reader = reader or Reader()
+        self.reader = reader or Reader(classes=CHECKPOINT_CLASSES)
 
     def create(self, info: Any) -> None:
         """Nothing is to be prepared."""
@@ -64,7 +65,7 @@ class ShardFiles(TorchCheckpointEngine):
 def reader_of(engine: DeepSpeedEngine) -> Reader:
     """What reads the engine's files now: inside `shard_files`, the reader given there."""
     files = engine.checkpoint_engine
-    return files.reader if isinstance(files, ShardFiles) else Reader()
+    return files.reader if isinstance(files, ShardFiles) else Reader(classes=CHECKPOINT_CLASSES)
 
 
 def copy_out(state: Any, file: IO[bytes]) -> None:

@@ -33,7 +33,7 @@ from trial_core.deepspeed import Trainer, init
 from trial_core.pytorch import Batch, PyTorchCallback
 
 # What ranks import when they first need it.
-EAGER = ("s3fs", "obstore", "trial_core.storage.local", "trial_core.trainer.fit_loop")
+EAGER = ("s3fs", "obstore", "trial_core.storage.local", "trial_core.trainer.fit_stages")
 
 
 class WatchedTrial(ToyTrial):

@@ -17,6 +17,7 @@ import msgspec
 
 from trial_core.controller.controller import Controller
 from trial_core.distributed import DistributedContext
+from trial_core.entrypoint import build_engine
 from trial_core.errors import TrialError
 from trial_core.messages import (
     BuildLoaders,
@@ -62,7 +63,7 @@ def go(controller: Controller, build: BuildTrial, until: Any) -> None:
 def main() -> None:
     """Try one trial after the other."""
     os.chdir(TOY)
-    controller, said = Controller(emit=lambda _: None, distributed=RANKS), []
+    controller, said = Controller(build_engine, emit=lambda _: None, distributed=RANKS), []
     for request, until in json.loads(os.environ["TRIALS"]):
         try:
             go(controller, msgspec.convert(request, BuildTrial), until)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.slots import TOY, drive, toy_config
-from trial_core.controller.entrypoint import load_trial_class
+from trial_core.entrypoint import load_trial_class
 from trial_core.errors import RankFailed, TrialError
 from trial_core.slots.group import SlotGroup
 
@@ -38,12 +38,12 @@ def beside_the_toys(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             "bad_trials:NotATrial",
-            'entrypoint "bad_trials:NotATrial" is no trial: NotATrial is a class derived from '
-            "object, and a subclass of trial_core.deepspeed.DeepSpeedTrial is needed",
+            'entrypoint "bad_trials:NotATrial" is not a trial: NotATrial is a class derived from '
+            "object, but must be a subclass of trial_core.deepspeed.DeepSpeedTrial",
         ),
         (
             "bad_trials:samples",
-            'entrypoint "bad_trials:samples" is no trial: samples is function',
+            'entrypoint "bad_trials:samples" is not a trial: samples is function',
         ),
         (
             "bad_trials:Unfinished",

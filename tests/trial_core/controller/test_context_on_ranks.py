@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.slots import TOY, Driven, drive, lines, toy_config
-from trial_core.controller.entrypoint import initialises_by_itself
+from trial_core.entrypoint import initialises_torch_distributed
 from trial_core.slots.group import SlotGroup
 
 Warm = Callable[[int], SlotGroup]
@@ -120,7 +120,9 @@ def test_a_rank_hears_only_of_a_stop_that_it_asked_for_itself(
         pytest.param("TRIALFLOW_MANUAL_INIT_DISTRIBUTED", 4, marks=pytest.mark.long),
     ],
 )
-def test_a_trial_that_initialises_by_itself(tmp_path: Path, variable: str, world_size: int) -> None:
+def test_a_trial_that_initialises_torch_itself(
+    tmp_path: Path, variable: str, world_size: int
+) -> None:
     """torch.distributed is untouched until the trial sees to it; then everything works."""
     with SlotGroup(world_size, working_dir=TOY, environment={variable: "1"}) as group:
         run: Driven = drive(group, config(tmp_path, 2, "InitialisesItself"), tmp_path)
@@ -147,7 +149,7 @@ def test_both_names_mean_the_same(monkeypatch: pytest.MonkeyPatch, variable: str
     """The reference's and our own: whatever it says is a yes, unless it is a no."""
     for value in ("1", "true", "True", "yes", "on", "2"):
         monkeypatch.setenv(variable, value)
-        assert initialises_by_itself(), value
+        assert initialises_torch_distributed(), value
     for value in ("", " ", "0", "false", "False", "no"):
         monkeypatch.setenv(variable, value)
-        assert not initialises_by_itself(), value
+        assert not initialises_torch_distributed(), value

@@ -23,6 +23,7 @@ from trial_core.controller.rank_state import read_rank_state, restore_callbacks
 from trial_core.controller.reduction import reduce_metrics
 from trial_core.deepspeed.weights import load_engine
 from trial_core.distributed import DistributedContext
+from trial_core.entrypoint import build_engine
 from trial_core.errors import CheckpointDamaged, TrialError
 from trial_core.messages import PersistCheckpoint, Persisted
 from trial_core.pytorch import DataLoader, PyTorchCallback
@@ -96,7 +97,7 @@ def test_a_validation_loader_that_can_be_read_only_once() -> None:
     validation = build_loaders(own, alone(), seed=0).validation
     assert len(list(validation.begin() or ())) == 3
     with pytest.raises(TrialError, match="no validation batch left to keep in step with"):
-        validation.padding()
+        validation.padding_micro_batch()
 
 
 # ------------------------------------------------------------------------------------- metrics
@@ -168,8 +169,10 @@ def test_a_checkpoint_of_fewer_ranks_has_nothing_for_the_last(tmp_path: Path) ->
 def test_files_that_no_checkpoint_can_have_do_not_end_the_rank(tmp_path: Path) -> None:
     """The rank tells its driver, apart from what a storage failed of, which may be tried again."""
     store = CheckpointStore(f"file://{tmp_path}/checkpoints")
-    controller = Controller(emit=lambda _: None, distributed=alone())
-    trial: Any = SimpleNamespace(callbacks={}, topology=lambda: None, batch_samples=1)
+    controller = Controller(build_engine, emit=lambda _: None, distributed=alone())
+    trial: Any = SimpleNamespace(
+        callbacks={}, topology=lambda: None, batch_samples=1, checkpoint_classes=()
+    )
     controller.attach(trial, RunInfo("toy-0000beef", {}), tmp_path, store)
     staging = tmp_path / "staging" / "some-uuid" / "rank-0"
     staging.mkdir(parents=True)

@@ -42,12 +42,12 @@ REFUSED = {
     ),
     "batch sizes": Case(
         "bad_trials:RefusedBatchSize", "build",
-        "DeepSpeed refuses the trial's configuration: Check batch related parameters. "
+        "DeepSpeed rejects the trial's configuration: Check batch related parameters. "
         "train_batch_size is not equal to micro_batch_per_gpu",
     ),
     "fp16": Case(
         "engine_trials:OwnConfig", "build",
-        "DeepSpeed refuses the trial's configuration: Type fp16 is not supported on your device.",
+        "DeepSpeed rejects the trial's configuration: Type fp16 is not supported on your device.",
         hparams={"ds_config": {"fp16": {"enabled": True}}},
     ),
     "a pipeline after another engine": Case(

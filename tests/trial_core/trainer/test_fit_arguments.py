@@ -78,7 +78,7 @@ def test_an_argument_that_cannot_be_used(arguments: dict[str, Any], message: str
 
 def test_what_trainer_takes() -> None:
     """A constructed trial and its context, in that order."""
-    with pytest.raises(TrialError, match=r"takes a trial that is constructed, .* the class Trial"):
+    with pytest.raises(TrialError, match=r"takes a constructed trial, .* the class Trial"):
         Trainer(Trial, context())  # type: ignore[arg-type]
     with pytest.raises(TrialError, match=r"that trial_core.deepspeed.init gives .* got dict"):
         Trainer(Trial(context()), {})  # type: ignore[arg-type]
@@ -151,5 +151,7 @@ def test_a_second_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = trainer()
     with pytest.raises(TrialError, match="wrap_model_engine"):  # as far as this trial gets
         one.fit(max_length=Batch(1))
-    with pytest.raises(TrialError, match="fit was called twice; to train on, construct the trial"):
+    with pytest.raises(
+        TrialError, match="fit was called twice; to continue training, construct a new"
+    ):
         one.fit(max_length=Batch(2))

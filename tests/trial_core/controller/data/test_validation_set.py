@@ -13,7 +13,11 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from tests.support.toy.toy_trial import samples
-from trial_core.controller.data.validation_set import Lookahead, ValidationSet, validation_set
+from trial_core.controller.data.validation_set import (
+    PeekableIterator,
+    ValidationSet,
+    validation_set,
+)
 from trial_core.errors import TrialError
 from trial_core.pytorch import DataLoader
 
@@ -95,7 +99,7 @@ def test_the_limit_of_a_test_run_ends_every_rank_alike() -> None:
 def test_looking_ahead_loads_no_more_than_it_must() -> None:
     """A micro-batch is loaded when it is asked for, or asked about."""
     source = itertools.count()
-    batches = Lookahead(source)
+    batches = PeekableIterator(source)
     assert batches.has(2)
     assert next(source) == 2
     assert [next(batches), next(batches), next(batches)] == [0, 1, 3]
@@ -103,8 +107,8 @@ def test_looking_ahead_loads_no_more_than_it_must() -> None:
 
 def test_going_on_is_having_no_more() -> None:
     """After the end, the same micro-batch again and again, and has() says that there is none."""
-    batches = Lookahead(iter([1, 2, 3]))
-    batches.go_on_with(7)
+    batches = PeekableIterator(iter([1, 2, 3]))
+    batches.repeat_forever(7)
     assert not batches.has(1)
     assert [next(batches), next(batches)] == [7, 7]
 
