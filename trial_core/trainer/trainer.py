@@ -169,7 +169,9 @@ class Trainer:
             )
             result = follow_schedule(stages)
             if not result.stopped_early:
-                clear_kept(home_folder() / trial, distributed.get_rank())
+                distributed.allgather(None)  # until now a rank may have moved files there
+                if distributed.get_local_rank() == 0:
+                    clear_kept(home_folder() / trial)
             return result
 
     # ----------------------------------------------------------------------------- internals

@@ -1,4 +1,4 @@
-"""Toy trials that use what their context offers."""
+"""Toy trials that use their context."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Measuring(ToyTrial):
 
 
 class KeepsItLocal(Measuring):
-    """The same, but asks for nothing to be uploaded."""
+    """As `Measuring`, with uploads switched off."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         super().__init__(context)
@@ -43,7 +43,7 @@ class KeepsItLocal(Measuring):
 
 
 class InitialisesItself(ToyTrial):
-    """Initialises torch.distributed in its own way, and uses it at once."""
+    """Initialises torch.distributed itself, and uses it at once."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self.was_initialised = torch.distributed.is_initialized()
@@ -58,7 +58,7 @@ class InitialisesItself(ToyTrial):
 
 
 class AsksWhoIsThere(ToyTrial):
-    """Writes down who its context says that it is, and what collectives bring, in every batch."""
+    """Records its rank and the results of collectives in every batch."""
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         ranks = self.context.distributed
@@ -84,7 +84,7 @@ class AsksWhoIsThere(ToyTrial):
 
 
 class AsksWhereItIs(ToyTrial):
-    """Writes down what its context says of every batch."""
+    """Records the context's batch and epoch bounds in every batch."""
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         where = [
@@ -99,15 +99,15 @@ class AsksWhereItIs(ToyTrial):
 
 
 class OwnContext(DeepSpeedTrialContext):
-    """Knows more than the library's."""
+    """A context with one more method."""
 
     def middle(self, numbers: list[int]) -> float:
-        """Something that a trial may want to ask its context."""
+        """The mean of `numbers`."""
         return sum(numbers) / len(numbers)
 
 
 class HasItsOwnContext(ToyTrial):
-    """Names the class of its context, and uses what that class adds."""
+    """Names its context class, and uses the added method."""
 
     trial_context_class = OwnContext
     context: OwnContext
@@ -120,7 +120,7 @@ class HasItsOwnContext(ToyTrial):
 
 
 class AsksWhetherItStops(ToyTrial):
-    """Writes down after every batch whether it hears of a stop. `do: stop` asks for one."""
+    """Records get_stop_requested after every batch. `do: stop` requests a stop."""
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         metrics = super().train_batch(dataloader_iter, epoch_idx, batch_idx)
@@ -130,11 +130,11 @@ class AsksWhetherItStops(ToyTrial):
 
 
 class Label:
-    """What `to_device` cannot move."""
+    """`to_device` cannot move it."""
 
 
 class Nests(ToyTrial):
-    """Its micro-batches are dicts of lists of tuples, of tensors, arrays, and a label."""
+    """Its micro-batches are nested: dicts of lists of tuples of tensors, arrays, and a label."""
 
     def build_training_data_loader(self) -> DataLoader:
         def nest(rows: list[Any]) -> Any:

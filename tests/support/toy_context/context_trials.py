@@ -1,4 +1,4 @@
-"""A trial whose code is in another folder than what it imports, which is found by PYTHONPATH."""
+"""A trial in another folder than the code it imports, which is on PYTHONPATH."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Old checkpoints go while a script of the user's own trains."""
+"""Pruning while a script trains."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from trial_core.checkpoint.store import CheckpointStore
 pytestmark = pytest.mark.slots
 
 
-def test_a_fit_keeps_what_its_configuration_says(tmp_path: Path) -> None:
-    """As the flow does: of those saved every 4 batches the last stays, and the first after each 8;
-    none is validated, so none is the best."""
+def test_a_fit_prunes_by_its_retention_policy(tmp_path: Path) -> None:
+    """Saved every 4 batches; kept are the last one, and one for every 8 batches."""
     rules = {"save_trial_latest": 1, "keep_every": {"batches": 8}}
     url = f"file://{tmp_path}/checkpoints"
     every, end = {"batches": 4}, {"batches": 20}
