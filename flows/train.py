@@ -203,25 +203,16 @@ def stopping_ranks(run: TrialRun) -> Iterator[None]:
 class TrainStages:
     """The stages of a run as Prefect tasks. See `RunStages` for what each method means."""
 
+    logger: logging.Logger | logging.LoggerAdapter[Any]
+
     def __init__(self, run: TrialRun, uploads: Uploads) -> None:
         self._run = run
         self._uploads = uploads
-
-    @property
-    def trial(self) -> str:
-        return self._run.trial
-
-    @property
-    def store(self) -> CheckpointStore:
-        return self._run.store
-
-    @property
-    def logger(self) -> logging.Logger | logging.LoggerAdapter[Any]:
-        return get_run_logger()
-
-    @property
-    def metrics(self) -> dict[str, dict[str, Any]]:
-        return self._run.metrics
+        self.trial = run.trial
+        self.store = run.store
+        self.metrics = run.metrics
+        self.skips_when_busy = run.config.checkpointing.when_busy == "skip"
+        self.logger = get_run_logger()
 
     @property
     def newest_checkpoint(self) -> str | None:
@@ -230,10 +221,6 @@ class TrainStages:
     @property
     def is_uploading(self) -> bool:
         return self._uploads.is_busy
-
-    @property
-    def skips_when_busy(self) -> bool:
-        return self._run.config.checkpointing.when_busy == "skip"
 
     def resume_points(self) -> list[ResumePoint]:
         return resume_points(self._run.store, self._run.config, self._run.trial)

@@ -33,8 +33,6 @@ class TrialEngine(Protocol):
             that do not count. Otherwise all ranks end with the shortest shard.
         evaluates_full_dataset: whether the trial validates the whole set at once, on one rank.
         requires_reproducible_loaders: whether loaders must be `trial_core.pytorch.DataLoader`s.
-        checkpoint_classes: classes besides plain data that the trial's shards hold, all of them
-            safe to construct.
     """
 
     callbacks: Mapping[str, PyTorchCallback]
@@ -52,15 +50,14 @@ class TrialEngine(Protocol):
     requires_reproducible_loaders: bool
 
     @property
-    def checkpoint_classes(self) -> Sequence[Any]: ...
+    def checkpoint_classes(self) -> Sequence[Any]:
+        """Classes besides plain data that the shards hold, all of them safe to construct."""
 
     def training_loader(self) -> Any:
         """The result of the trial's `build_training_data_loader`."""
-        ...
 
     def validation_loader(self) -> Any:
         """The result of the trial's `build_validation_data_loader`."""
-        ...
 
     def train_batch(
         self, micro_batches: Iterator[Any] | None, epoch_idx: int, batch_idx: int
@@ -69,38 +66,30 @@ class TrialEngine(Protocol):
 
         Collective: every rank calls this. Must not wait for the accelerator.
         """
-        ...
 
     def evaluate_batch(self, micro_batches: Iterator[Any] | None, batch_idx: int) -> Any:
         """The metrics of one of the trial's `evaluate_batch` calls."""
-        ...
 
     def evaluate_full_dataset(self, loader: Any) -> Any:
         """The metrics of the whole validation set. Called on rank 0 alone."""
-        ...
 
     def evaluation_reducer(self) -> Reducer | Mapping[str, Reducer]:
         """How per-batch validation metrics are reduced."""
-        ...
 
     def set_training(self, training: bool) -> None:
         """Switch the models between training and evaluation mode."""
-        ...
 
     def accelerator_rng_state(self) -> Any:
         """The state of this rank's accelerator generator; None on a CPU rank."""
-        ...
 
     def restore_accelerator_rng(self, state: Any) -> None:
         """Restore a state from `accelerator_rng_state`, if this rank has an accelerator."""
-        ...
 
     def save(self, folder: Path, images: MemoryFiles) -> None:
         """Write this rank's shards below `folder`, as far as possible as memory files.
 
         Collective: every rank calls this.
         """
-        ...
 
     def load(self, folder: Path, reader: Reader, reshape: bool = False) -> None:
         """Restore from all ranks' shards below `folder`. Collective: every rank calls this.
@@ -108,11 +97,9 @@ class TrialEngine(Protocol):
         Args:
             reshape: whether the shards are of another number of ranks, or another ZeRO stage.
         """
-        ...
 
     def load_weights(self, folder: Path, reader: Reader) -> None:
         """Load the models' weights alone. Collective: every rank calls this."""
-        ...
 
     def files_read(
         self, files: list[FileEntry], saved_by: Topology, restore: Restore, ranks: Sequence[int]
@@ -124,8 +111,6 @@ class TrialEngine(Protocol):
         Args:
             saved_by: the topology that saved the checkpoint.
         """
-        ...
 
     def topology(self) -> Topology:
         """How the ranks divide the work."""
-        ...

@@ -18,9 +18,9 @@ Prefect tasks, the trainer on every rank. The hooks in their places::
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from logging import Logger, LoggerAdapter
 from typing import Any, Protocol
 
 from trial_core.checkpoint.resume_point import ResumePoint
@@ -43,7 +43,7 @@ from trial_core.units import EpochLength
 
 @dataclass(frozen=True)
 class TrialResult:
-    """How a run ended. `Trainer.fit` leaves None what only a flow run has.
+    """How a run ended. Fields of a flow run are None after `Trainer.fit`.
 
     Attributes:
         trial: the trial's id; give it to the flow again to continue the trial.
@@ -88,99 +88,66 @@ class Validation:
 
 
 class RunStages(Protocol):
-    """The stages of one run. In a script every rank has its own, and every method is collective."""
+    """The stages of one run. In a script every rank has its own, and every method is collective.
 
-    @property
-    def trial(self) -> str:
-        """The trial's id."""
-        ...
+    Attributes:
+        trial: the trial's id.
+        store: the trial's checkpoint storage.
+        logger: the run's log.
+        metrics: the last metrics of each kind.
+        skips_when_busy: whether to skip an optional checkpoint during an upload
+            (`checkpointing.when_busy`).
+    """
 
-    @property
-    def store(self) -> CheckpointStore: ...
-
-    @property
-    def logger(self) -> logging.Logger | logging.LoggerAdapter[Any]: ...
-
-    @property
-    def metrics(self) -> dict[str, dict[str, Any]]:
-        """The last metrics of each kind."""
-        ...
+    trial: str
+    store: CheckpointStore
+    logger: Logger | LoggerAdapter[Any]
+    metrics: dict[str, dict[str, Any]]
+    skips_when_busy: bool
 
     @property
     def newest_checkpoint(self) -> str | None:
         """The uuid of the newest checkpoint that this run has committed."""
-        ...
 
     @property
     def is_uploading(self) -> bool:
         """Whether the last checkpoint is still being uploaded."""
-        ...
-
-    @property
-    def skips_when_busy(self) -> bool:
-        """Whether to skip an optional checkpoint during an upload (`checkpointing.when_busy`)."""
-        ...
 
     def resume_points(self) -> Iterable[ResumePoint]:
         """What the run may resume from, best first."""
-        ...
 
     def fetch(self, point: ResumePoint) -> str | None:
-        """Fetch a resume point's checkpoint, verified; its damage, or None.
-
-        Raises:
-            CheckpointError: these ranks cannot restore it.
-            StorageError: the storage failed.
-        """
-        ...
+        """Fetch a resume point's checkpoint, verified; its damage, or None."""
 
     def schedule(self, progress: Progress) -> Schedule:
         """The schedule of a run that resumes at `progress`."""
-        ...
 
     def build_loaders(self, point: ResumePoint) -> EpochLength | None:
         """Build the loaders and restore the fetched checkpoint; the length of an epoch."""
-        ...
 
     def run_hook(self, hook: str, batches_trained: int, **arguments: Any) -> None:
         """Call one hook of every callback, if any callback overrides it."""
-        ...
 
     def train(self, begin: int, until: int) -> int:
         """Train from batch `begin` to `until`; how many batches are then trained in all."""
-        ...
 
     def validate(self, batches_trained: int) -> Validation | None:
         """Validate on the whole set; None if a stop request ended the validation early."""
-        ...
 
     def save(self, progress: Progress) -> StagedCheckpoint:
         """Stage a checkpoint. Training may continue when this returns."""
-        ...
 
     def start_upload(self, staged: StagedCheckpoint) -> None:
         """Start to upload and commit a staged checkpoint, beside training."""
-        ...
 
     def finish_upload(self) -> None:
-        """Wait for the upload, and run its hook.
-
-        Raises:
-            CheckpointError: it failed.
-        """
-        ...
+        """Wait for the upload, if there is one, and run its hook. Raises its error."""
 
     def poll(self) -> bool:
-        """Between two workloads: finish an upload that has ended; whether the run should stop.
-
-        Raises:
-            CheckpointError: the upload failed.
-        """
-        ...
+        """Between workloads: finish an upload that has ended; whether the run should stop."""
 
     def finish(self, batches_trained: int) -> None:
         """After the last hook: wait for background work, and upload the remaining run files."""
-        ...
 
 
 def follow_schedule(stages: RunStages) -> TrialResult:

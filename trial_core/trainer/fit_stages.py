@@ -9,6 +9,7 @@ import logging
 import uuid as uuids
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from logging import Logger, LoggerAdapter
 from typing import Any
 
 from trial_core.checkpoint.fencing import Fence
@@ -89,24 +90,17 @@ class FitStages:
     newest_checkpoint: str | None = None
 
     def __post_init__(self) -> None:
-        self.logger = _logger_of(self.distributed.get_rank())
+        self.trial = self.info.trial
+        self.logger: Logger | LoggerAdapter[Any] = _logger_of(self.distributed.get_rank())
+        self.skips_when_busy = self.config.checkpointing.when_busy == "skip"
         self._attempt = uuids.uuid4().hex if self.fence is None else self.fence.token.attempt
         self._should_stop = False
         self._epoch: EpochLength | None = None
         self._pending: tuple[StagedCheckpoint, BackgroundUpload] | None = None
 
     @property
-    def trial(self) -> str:
-        """The trial's id."""
-        return self.info.trial
-
-    @property
     def is_uploading(self) -> bool:
         return self._pending is not None
-
-    @property
-    def skips_when_busy(self) -> bool:
-        return self.config.checkpointing.when_busy == "skip"
 
     # ---------------------------------------------------------------------------- the stages
 
@@ -278,10 +272,10 @@ class FitStages:
         self.run_hook("on_checkpoint_upload_end", batches_trained, uuid=staged.uuid)
 
 
-def _logger_of(rank: int) -> logging.Logger:
+def _logger_of(rank: int) -> Logger:
     """This module's logger on rank 0; on other ranks, which would log the same, a silent one."""
     if rank == 0:
         return logging.getLogger(__name__)
-    silent = logging.Logger(__name__)
+    silent = Logger(__name__)
     silent.disabled = True
     return silent

@@ -104,7 +104,7 @@ class UnequalPipelines(PipelineTrial):
         context.wrap_model_engine(pipeline(self.hparams, stages=1))
 
 
-class NamesTwoLoss(ToyTrial):
+class DuplicateMetricName(ToyTrial):
     """Gives a reducer the name of a metric that train_batch returns."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
@@ -112,14 +112,14 @@ class NamesTwoLoss(ToyTrial):
         context.wrap_reducer(len, name="loss", for_validation=False)
 
 
-class LoadsNothing(ToyTrial):
+class NoTrainingLoader(ToyTrial):
     """Returns no loader on a rank that needs data."""
 
     def build_training_data_loader(self) -> Any:
         return None
 
 
-class SavesInItsOwnWay(ToyTrial):
+class OverridesSave(ToyTrial):
     """Overrides save, and neither load nor load_weights."""
 
     def save(self, context: DeepSpeedTrialContext, path: Path) -> None:

@@ -121,7 +121,7 @@ class DeepSpeedsLoader(ToyTrial):
         return self.loader
 
 
-class TwoAtATime(Indices):
+class TwoPerCall(Indices):
     """Takes two micro-batches in each call."""
 
     def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class WithoutIndex(Indices):
         return super().evaluate_batch(dataloader_iter, 0)
 
 
-class EachItsReducer(Indices):
+class ReducerPerMetric(Indices):
     """A reducer for each metric."""
 
     def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class Unchecked(ToyTrial):
         return Subset(everything, range(ranks.get_rank(), len(everything), ranks.get_size()))
 
 
-class Torchdatas(Unchecked):
+class Torchdata(Unchecked):
     """torchdata's loader, which shuffles itself and loads ahead with workers."""
 
     def build_training_data_loader(self) -> Any:
@@ -121,14 +121,14 @@ class Drawing:
         self.generator.set_state(state["generator"])
 
 
-class Own(Unchecked):
+class Stateful(Unchecked):
     """A custom loader that saves its state."""
 
     def build_training_data_loader(self) -> Any:
         return Drawing(self.shard(), self.hparams.get("pass_length", 3))
 
 
-class TwoDraws(ToyTrial):
+class TwoPerBatch(ToyTrial):
     """Takes two micro-batches for a batch, and with `unevenly` a third on even batches."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
@@ -155,7 +155,7 @@ class Forget(PyTorchCallback):
         del checkpoint["training_data"]
 
 
-class Forgetful(ToyTrial):
+class EarlierRelease(ToyTrial):
     """Its checkpoints have no position in the data."""
 
     def build_callbacks(self) -> dict[str, PyTorchCallback]:

@@ -31,7 +31,7 @@ class Rewind(PyTorchCallback):
         self.restored = state_dict["restored"]
 
 
-class Rewinds(ToyTrial):
+class RewindTrial(ToyTrial):
     """Records in every batch torch's seed, and whether its callback was restored."""
 
     def build_callbacks(self) -> dict[str, PyTorchCallback]:

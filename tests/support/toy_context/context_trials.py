@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from asking_trials import Measuring as Measuring
+from context_use_trials import Measuring as Measuring

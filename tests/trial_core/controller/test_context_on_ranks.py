@@ -18,7 +18,9 @@ RANKS = pytest.mark.parametrize("world_size", ONE_TWO_FOUR)
 
 def config(folder: Path, batches: int, trial: str, **hparams: Any) -> Any:
     hparams["record"] = str(folder)
-    return toy_config(folder, batches, entrypoint=f"asking_trials:{trial}", hyperparameters=hparams)
+    return toy_config(
+        folder, batches, entrypoint=f"context_use_trials:{trial}", hyperparameters=hparams
+    )
 
 
 @pytest.mark.slots
@@ -39,8 +41,8 @@ def test_the_context_knows_the_batch_and_the_epochs_bounds(
     """
     hparams = {"train_samples": 28, "accumulation": 3}
     slots = warm_slots(world_size)
-    first = drive(slots, config(tmp_path, 5, "AsksWhereItIs", **hparams), tmp_path, persist=True)
-    drive(slots, config(tmp_path, 8, "AsksWhereItIs", **hparams), tmp_path, resume=first)
+    first = drive(slots, config(tmp_path, 5, "RecordsPosition", **hparams), tmp_path, persist=True)
+    drive(slots, config(tmp_path, 8, "RecordsPosition", **hparams), tmp_path, resume=first)
     for rank in range(world_size):
         seen = lines(tmp_path, "where", rank)
         assert seen[::3] == seen[1::3] == seen[2::3]
@@ -53,18 +55,18 @@ def test_the_distributed_context_on_a_drivers_ranks(
     warm_slots: Warm, tmp_path: Path, world_size: int
 ) -> None:
     """All ranks are on one machine; collectives give the values of all, or of rank 0."""
-    drive(warm_slots(world_size), config(tmp_path, 2, "AsksWhoIsThere"), tmp_path)
+    drive(warm_slots(world_size), config(tmp_path, 2, "RecordsRanks"), tmp_path)
     for rank in range(world_size):
         answers = lines(tmp_path, "ranks", rank)
         assert len(answers) == 2
-        for batch, said in enumerate(answers):
-            everybody = [{"rank": each, "batch": batch} for each in range(world_size)]
-            assert said["who"] == [rank, world_size, rank, 1]
-            assert said["attributes"] == [rank, world_size, rank, world_size, 0, 1]
-            assert said["allgather"] == said["allgather_local"] == everybody
-            gathered = everybody if rank == 0 else None
-            assert said["gather"] == said["gather_local"] == gathered
-            assert said["broadcast"] == said["broadcast_local"] == everybody[0]
+        for batch, seen in enumerate(answers):
+            expected = [{"rank": each, "batch": batch} for each in range(world_size)]
+            assert seen["who"] == [rank, world_size, rank, 1]
+            assert seen["attributes"] == [rank, world_size, rank, world_size, 0, 1]
+            assert seen["allgather"] == seen["allgather_local"] == expected
+            gathered = expected if rank == 0 else None
+            assert seen["gather"] == seen["gather_local"] == gathered
+            assert seen["broadcast"] == seen["broadcast_local"] == expected[0]
 
 
 @pytest.mark.slots
@@ -74,7 +76,7 @@ def test_nested_micro_batches_are_moved(warm_slots: Warm, tmp_path: Path, world_
     slots = warm_slots(world_size)
     logs = [slots.log_dir / f"rank-{rank}.log" for rank in range(world_size)]
     before = [log.stat().st_size for log in logs]
-    drive(slots, config(tmp_path, 3, "Nests"), tmp_path)
+    drive(slots, config(tmp_path, 3, "NestedBatches"), tmp_path)
     for rank, log in enumerate(logs):
         seen = lines(tmp_path, "moved", rank)
         trained = lines(tmp_path, "samples", rank)
@@ -90,7 +92,7 @@ def test_nested_micro_batches_are_moved(warm_slots: Warm, tmp_path: Path, world_
 @pytest.mark.slots
 def test_a_trial_may_name_its_context_class(warm_slots: Warm, tmp_path: Path) -> None:
     """trial_context_class: every rank gets an object of that class."""
-    drive(warm_slots(2), config(tmp_path, 2, "HasItsOwnContext"), tmp_path)
+    drive(warm_slots(2), config(tmp_path, 2, "CustomContext"), tmp_path)
     assert [lines(tmp_path, "middle", rank) for rank in (0, 1)] == [[0.5, 0.5]] * 2
 
 
@@ -102,7 +104,7 @@ def test_get_stop_requested_answers_for_this_rank_alone(warm_slots: Warm, tmp_pa
     """
     asks = {"do": "stop", "at_batch": 1, "do_rank": 1, "record": str(tmp_path)}
     experiment = toy_config(
-        tmp_path, 8, entrypoint="asking_trials:AsksWhetherItStops", scheduling_unit=8,
+        tmp_path, 8, entrypoint="context_use_trials:RecordsStopRequests", scheduling_unit=8,
         hyperparameters=asks,
     )  # fmt: skip
     run = drive(warm_slots(2), experiment, tmp_path)
@@ -127,7 +129,7 @@ def test_a_trial_may_initialise_torch_distributed(
 ) -> None:
     """It is not initialised before, and everything works afterwards."""
     with SlotGroup(world_size, working_dir=TOY, environment={variable: "1"}) as group:
-        run: Driven = drive(group, config(tmp_path, 2, "InitialisesItself"), tmp_path)
+        run: Driven = drive(group, config(tmp_path, 2, "InitialisesDistributed"), tmp_path)
     assert run.progress.batches_trained == 2
     for rank in range(world_size):
         assert lines(tmp_path, "init", rank)[0] == [False, list(range(world_size))]
@@ -139,7 +141,7 @@ def test_torch_distributed_is_initialised_before_the_trial(
     warm_slots: Warm, tmp_path: Path, world_size: int
 ) -> None:
     """Unless one of the variables is set."""
-    drive(warm_slots(world_size), config(tmp_path, 1, "InitialisesItself"), tmp_path)
+    drive(warm_slots(world_size), config(tmp_path, 1, "InitialisesDistributed"), tmp_path)
     for rank in range(world_size):
         assert lines(tmp_path, "init", rank)[0] == [True, list(range(world_size))]
 

@@ -72,14 +72,14 @@ def test_an_evaluate_batch_call_may_take_several_micro_batches(
     warm_slots: Warm, tmp_path: Path, world_size: int
 ) -> None:
     """8 micro-batches, 2 in each call: the validation ends with the data."""
-    metrics = validate(warm_slots(world_size), tmp_path, "TwoAtATime", validation_samples=16)
+    metrics = validate(warm_slots(world_size), tmp_path, "TwoPerCall", validation_samples=16)
     assert metrics["reducer_count"] == 16
 
 
 @pytest.mark.parametrize("world_size", ONE_TWO_FOUR)
 def test_each_metric_has_its_reducer(warm_slots: Warm, tmp_path: Path, world_size: int) -> None:
     """7 batches with mean indices 0.5, 2.5, … 12.5, reduced over batches and ranks."""
-    metrics = validate(warm_slots(world_size), tmp_path, "EachItsReducer", validation_samples=14)
+    metrics = validate(warm_slots(world_size), tmp_path, "ReducerPerMetric", validation_samples=14)
     reduced = {name: metrics[name] for name in ("avg", "sum", "max", "min")}
     assert reduced == {"avg": 6.5, "sum": 45.5, "max": 12.5, "min": 0.5}
 

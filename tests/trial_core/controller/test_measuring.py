@@ -21,7 +21,7 @@ Warm = Callable[[int], SlotGroup]
 
 def config(folder: Path, batches: int, trial: str) -> Any:
     return toy_config(
-        folder, batches, entrypoint=f"asking_trials:{trial}",
+        folder, batches, entrypoint=f"context_use_trials:{trial}",
         hyperparameters={"record": str(folder)},
     )  # fmt: skip
 
@@ -106,7 +106,7 @@ def test_event_files_are_uploaded_with_each_checkpoint(
 def test_uploads_can_be_switched_off(warm_slots: Warm, tmp_path: Path, world_size: int) -> None:
     """The files are then only in the run's folder on this machine."""
     slots = warm_slots(world_size)
-    drive(slots, config(tmp_path, 2, "KeepsItLocal"), tmp_path, persist=True)
+    drive(slots, config(tmp_path, 2, "WithoutUploads"), tmp_path, persist=True)
     assert slots.request(FinishRunFiles(), RunFilesStored) == [RunFilesStored(files=0)] * world_size
     for rank in range(world_size):
         assert not uploaded(tmp_path, rank).exists()

@@ -82,7 +82,7 @@ REFUSED = {
         hparams={"zero_stage": 3},
     ),
     "nothing to load": Case(
-        "bad_trials:LoadsNothing", "load",
+        "bad_trials:NoTrainingLoader", "load",
         "build_training_data_loader returned None on a rank that needs data; return a "
         "trial_core.pytorch.DataLoader",
     ),
@@ -96,7 +96,7 @@ REFUSED = {
         "trial_core.pytorch.DataLoader",
     ),
     "a reducer with a metric's name": Case(
-        "bad_trials:NamesTwoLoss", "train",
+        "bad_trials:DuplicateMetricName", "train",
         "training metric(s) loss are both returned by the trial and given by a wrapped reducer; "
         "rename one of them",
     ),
@@ -117,7 +117,7 @@ REFUSED = {
         (IN_GROUPS, "fewer than that"), NO_GROUP,
     ),
     "more validation data than there is": Case(
-        "evaluation_trials:TwoAtATime", "validate",
+        "evaluation_trials:TwoPerCall", "validate",
         "evaluate_batch asked for more micro-batches than the validation loader gave this rank, in "
         "call 1 of the validation",
         hparams={"validation_samples": 12},
@@ -128,12 +128,12 @@ REFUSED = {
         hparams={"validation_samples": 0},
     ),
     "a save without a load": Case(
-        "bad_trials:SavesInItsOwnWay", "everything",
+        "bad_trials:OverridesSave", "everything",
         'DeepSpeed found no checkpoint (tag "model0") in ',
         ("; a trial that overrides save overrides load as well",),
     ),
     "a save without a load_weights": Case(
-        "bad_trials:SavesInItsOwnWay", "weights",
+        "bad_trials:OverridesSave", "weights",
         'DeepSpeed found no weights (tag "model0") in ',
         ("; a trial that overrides save overrides load_weights as well",),
     ),

@@ -34,21 +34,21 @@ def long(trial: str, **hparams: Any) -> Any:
     ("trial", "hparams"),
     [
         # In the first pass; in a later one (2 or 4 ranks); at the end of a pass (2 or 4 ranks).
-        long("Torchdatas", train_samples=50, accumulation=2),
-        long("Torchdatas", train_samples=12),
-        long("Torchdatas", train_samples=16),
-        ("Torchdatas", {"train_samples": 20, "workers": 2}),  # its workers load ahead
-        ("Own", {}),  # in the second pass
-        long("Own", pass_length=4),  # at the end of a pass
-        long("TwoDraws"),
-        ("TwoDraws", {"unevenly": True}),
+        long("Torchdata", train_samples=50, accumulation=2),
+        long("Torchdata", train_samples=12),
+        long("Torchdata", train_samples=16),
+        ("Torchdata", {"train_samples": 20, "workers": 2}),  # its workers load ahead
+        ("Stateful", {}),  # in the second pass
+        long("Stateful", pass_length=4),  # at the end of a pass
+        long("TwoPerBatch"),
+        ("TwoPerBatch", {"unevenly": True}),
     ],
 )
 def test_resuming_is_bit_identical(
     warm_slots: Warm, tmp_path: Path, ranks: int, trial: str, hparams: dict[str, Any]
 ) -> None:
     """4 + 5 batches equal 9: the same micro-batches, augmentations and weights."""
-    if trial == "Torchdatas":
+    if trial == "Torchdata":
         pytest.importorskip("torchdata")
     assert_resuming_is_bit_identical(
         warm_slots(ranks), tmp_path, f"loader_trials:{trial}", **hparams
@@ -63,7 +63,7 @@ def test_a_checkpoint_of_an_earlier_release_continues_by_batches(
 
     def run(batches: int, resume: Driven | None = None) -> Driven:
         config = toy_config(
-            tmp_path, batches, entrypoint="loader_trials:Forgetful",
+            tmp_path, batches, entrypoint="loader_trials:EarlierRelease",
             hyperparameters={"accumulation": 3, "train_samples": 50, "record": str(tmp_path)},
         )  # fmt: skip
         return drive(warm_slots(2), config, tmp_path, resume=resume, persist=True)
@@ -89,7 +89,7 @@ def test_on_checkpoint_load_start_may_change_any_part_of_the_state(
 
     def run(batches: int, resume: Driven | None = None) -> Driven:
         config = toy_config(
-            tmp_path, batches, entrypoint="rewinding_trials:Rewinds",
+            tmp_path, batches, entrypoint="rewinding_trials:RewindTrial",
             hyperparameters={"train_samples": 50, "record": str(tmp_path)},
         )  # fmt: skip
         return drive(warm_slots(2), config, tmp_path, resume=resume, persist=True)

@@ -32,10 +32,9 @@ class RecordedStages:
         damage: of checkpoints, by uuid.
     """
 
-    trial = "toy-0000beef"
-    logger = logging.getLogger("recorded")
-
     def __init__(self, folder: Path, **schedule: Any) -> None:
+        self.trial = "toy-0000beef"
+        self.logger: Any = logging.getLogger("recorded")
         self.store = CheckpointStore(f"file://{folder}")
         self.metrics: dict[str, dict[str, Any]] = {}
         self.newest_checkpoint: str | None = None

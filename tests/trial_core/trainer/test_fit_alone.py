@@ -52,9 +52,19 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
                 storage=f"{folder}/damaged/checkpoints",
             ),
         },
+        "prunes": run(
+            folder / "prunes", {**every(4, 20), "checkpoint_period": {"batches": 4}},
+        ),
         "nothing best": run(folder / "any", {**every(5, 6), "validation_period": {"batches": 2}}),
     }  # fmt: skip
     runs["metric"]["init"]["exp_conf"]["searcher"]["metric"] = "accuracy"
+    runs["prunes"]["init"]["exp_conf"] = {
+        "name": "toy",
+        "checkpoint_storage": {
+            "url": f"file://{folder}/prunes/checkpoints", "save_trial_latest": 1,
+            "keep_every": {"batches": 8},
+        },
+    }  # fmt: skip
     del runs["nothing best"]["init"]["exp_conf"]["searcher"]
     outcomes = fit_toys("python", folder / "launch", *runs.values(), ranks=1)
     return {"folder": folder, **{name: o[0] for name, o in zip(runs, outcomes, strict=True)}}
@@ -132,3 +142,10 @@ def test_a_fit_resumes_with_another_zero_stage(alone: dict[str, Any]) -> None:
     seen = lines(alone["folder"] / "zero", "samples", 0)
     assert [line[0] for line in seen] == [*range(9)]
     assert len({sample for line in seen for sample in line[2:]}) == 18
+
+
+def test_a_fit_prunes_by_its_retention_policy(alone: dict[str, Any]) -> None:
+    """Saved every 4 batches; kept are the last one, and one for every 8 batches."""
+    manifests = store(alone["folder"] / "prunes").list()
+    assert [manifest.progress.batches_trained for manifest in manifests] == [8, 16, 20]
+    assert alone["prunes"]["checkpoint_uuid"] == manifests[-1].uuid
