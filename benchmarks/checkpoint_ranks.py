@@ -70,7 +70,7 @@ class SaveMethods:
         self._folder = Path(tempfile.mkdtemp(prefix=f"benchmark-{self._rank}-"))
         self._ours = {
             name: Snapshots(
-                self._folder, CheckpointStore(f"{job['bucket']}/{name}", options),
+                self._engine, self._folder, CheckpointStore(f"{job['bucket']}/{name}", options),
                 context.distributed, {},
             )
             for name, options in job["stores"].items()
@@ -143,7 +143,7 @@ class SaveMethods:
 
     def _snapshot(self, store: str) -> Remaining:
         snapshots, checkpoint = self._ours[store], self._uuid()
-        snapshots.stage(checkpoint, self._engine, 1, None)
+        snapshots.stage(checkpoint, 1, None)
         persisted = self._threads.submit(snapshots.persist, checkpoint)
 
         def finish() -> None:

@@ -135,8 +135,10 @@ def measure(workloads: int, every: int, folder: Path, counts_objects: bool = Fal
     from prefect import flow  # Prefect reads its settings when it is imported
 
     from trial_core.run.observer import Observer
-    from trialflow.flows.train import follow_schedule
+    from trial_core.run.run_loop import follow_schedule
+    from trialflow.flows.train import TrainStages
     from trialflow.flows.uploads import Uploads
+    from trialflow.tasks.build import build_trial
     from trialflow.tasks.report import Report
     from trialflow.tasks.run import TrialRun
 
@@ -162,7 +164,8 @@ def measure(workloads: int, every: int, folder: Path, counts_objects: bool = Fal
             run = TrialRun(config, "memory-00000000", run_dir, store, report)
             run.slots = slots  # type: ignore[assignment]  # it has the methods that the tasks use
             with Uploads(run) as uploads:
-                follow_schedule(run, uploads)
+                build_trial(run)
+                follow_schedule(TrainStages(run, uploads))
             report.ended("completed")
 
     drive()

@@ -1,7 +1,7 @@
-"""The flow `evaluate`: a committed checkpoint, validated once on the experiment's slots.
+"""The flow `evaluate`: validates a committed checkpoint once on the experiment's slots.
 
-It trains nothing and stores nothing: what comes of it are the metrics, as the run's result and as
-a table among its artifacts. The slots may be others than those that saved the checkpoint.
+It trains and stores nothing. The metrics are the run's result, and a table among its artifacts.
+The slots may have another topology than those that saved the checkpoint.
 """
 
 from __future__ import annotations
@@ -33,7 +33,13 @@ from trial_core.run.stop_request import Stopping
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.gpu_slots import gpu_slots
 from trialflow.flows.lifecycle.stop_monitor import StopMonitor
-from trialflow.flows.train import fetch, launch_slots, obeying, patience, refuse_missing_code
+from trialflow.flows.train import (
+    fetch,
+    launch_slots,
+    refuse_missing_code,
+    stopping_ranks,
+    takeover_wait_seconds,
+)
 from trialflow.tasks.build import build_loaders, build_trial
 from trialflow.tasks.run import TrialRun
 from trialflow.tasks.validate import validate
@@ -41,15 +47,15 @@ from trialflow.tasks.validate import validate
 
 @dataclass(frozen=True)
 class EvaluateResult:
-    """What a run of the flow came to.
+    """The result of a run of the flow.
 
     Attributes:
         checkpoint_uuid: the checkpoint that was validated.
         trial: the trial that saved it.
-        batches_trained: after how many batches.
-        metrics: of the validation.
-        run_dir: the folder of this run on this machine, with its ranks' logs.
-        flow_run_id: Prefect's id of this run.
+        batches_trained: how many batches the trial had trained when it saved the checkpoint.
+        metrics: the validation metrics.
+        run_dir: this run's folder on this machine, with its ranks' logs.
+        flow_run_id: Prefect's id of this flow run.
     """
 
     checkpoint_uuid: str
@@ -67,15 +73,15 @@ def evaluate(
     """Validate a committed checkpoint.
 
     Args:
-        config: the experiment: its trial, validation data, slots, and where its checkpoints are.
-        checkpoint: uuid of the checkpoint, or how it begins. Default: the newest undamaged one of
-            the experiment's newest trial.
+        config: the experiment: its trial, validation data, slots and checkpoint storage.
+        checkpoint: the checkpoint's uuid, or the first characters of it. Default: the newest
+            undamaged checkpoint of the experiment's newest trial.
 
     Raises:
         CheckpointNotFound: there is no such checkpoint.
-        CheckpointDamaged: the one that was asked for is; or all there are.
-        TrialError: the trial does not report the searcher's metric.
-        RankFailed: a rank died, or the trial raised.
+        CheckpointDamaged: the given checkpoint is damaged, or all candidates are.
+        TrialError: the trial does not report the searcher metric.
+        RankFailed: a rank died, or the trial raised an exception.
         Stalled: the ranks hang.
     """
     flow_run_id = str(runtime.flow_run.id)
@@ -95,7 +101,7 @@ def evaluate(
     return replace(result, flow_run_id=flow_run_id)
 
 
-# What flow.serve() pickles has no names of this module, which the annotations are read in.
+# flow.serve() pickles the function without this module's names, which the annotations need.
 evaluate.fn.__annotations__ = get_type_hints(evaluate.fn)
 
 
@@ -106,23 +112,26 @@ def evaluate_checkpoint(
     stopping: Stopping,
     devices: Mapping[str, str],
 ) -> EvaluateResult:
-    """Launch the slots, validate on them, and end them. Raises as `evaluate`.
+    """Launch the slots, validate on them, and end them. Raises as `evaluate` does.
 
     Args:
-        unique: tells this run's folder and its claim from those of others.
-        devices: variables for the ranks that say which accelerators are this run's.
+        unique: makes the names of this run's folder and claim unique.
+        devices: environment variables that give the ranks this run's accelerators.
     """
     store = CheckpointStore(config.checkpoint_storage.url, config.checkpoint_storage.options)
     candidates = _candidates(store, config.name, checkpoint)
     name = trial_id(f"{config.name} evaluation", unique)
-    with run_folder(name, patience(config)) as run_dir, claim_run(store, name) as claim:
+    with (
+        run_folder(name, takeover_wait_seconds(config)) as run_dir,
+        claim_run(store, name) as claim,
+    ):
         run = TrialRun(
             config, name, run_dir, store, current_observer(), stopping, claim, devices=devices
         )
         try:
-            with launch_slots(run) as run.slots, obeying(run):
+            with launch_slots(run) as run.slots, stopping_ranks(run):
                 build_trial(run)
-                manifest = _fetch_first_undamaged(run, candidates, checkpoint)
+                manifest = _fetch_first_intact(run, candidates, checkpoint)
                 build_loaders(run, ResumePoint.warm(manifest, weights_only=True))
                 if validate(run, manifest.progress.batches_trained) is None:
                     raise Stopped(f"{stopping.asked}, before the validation had ended")
@@ -140,10 +149,10 @@ def evaluate_checkpoint(
     )
 
 
-def _candidates(store: CheckpointStore, experiment: str, asked_for: str | None) -> list[Manifest]:
-    """The checkpoint that is asked for; or those that may do, best first."""
-    if asked_for is not None:
-        return [store.open(asked_for)]
+def _candidates(store: CheckpointStore, experiment: str, checkpoint: str | None) -> list[Manifest]:
+    """The given checkpoint, or those of the experiment's newest trial, best first."""
+    if checkpoint is not None:
+        return [store.open(checkpoint)]
     trial = store.newest_trial(experiment)
     found = list(store.resume_candidates(trial)) if trial is not None else []
     if not found:
@@ -154,20 +163,20 @@ def _candidates(store: CheckpointStore, experiment: str, asked_for: str | None) 
     return found
 
 
-def _fetch_first_undamaged(
-    run: TrialRun, candidates: list[Manifest], asked_for: str | None
+def _fetch_first_intact(
+    run: TrialRun, candidates: list[Manifest], checkpoint: str | None
 ) -> Manifest:
-    """Bring a checkpoint to the ranks; a damaged one gives way to the next."""
+    """Fetch the first candidate that is not damaged."""
     for manifest in candidates:
-        damage = fetch(run, ResumePoint.warm(manifest, weights_only=True), manifest)
+        damage = fetch(run, ResumePoint.warm(manifest, weights_only=True))
         if damage is None:
             return manifest
-    what = "the checkpoint" if asked_for else "every checkpoint of the trial, of which the last"
+    what = "the checkpoint" if checkpoint else "every checkpoint of the trial, of which the last"
     raise CheckpointDamaged(f"{what} is damaged: {damage}")
 
 
 def _show(config: ExperimentConfig, manifest: Manifest, metrics: dict[str, Any]) -> None:
-    """The metrics as a table, on the run's page."""
+    """Show the metrics as a table on the flow run's page."""
     create_table_artifact(
         [{"metric": name, "value": str(value)} for name, value in metrics.items()],
         key=f"evaluation-{slug(config.name)}",

@@ -1,25 +1,25 @@
-"""The flow `train`: one trial, from an experiment to its last checkpoint.
+"""The flow `train`: one trial, from its experiment to its last checkpoint.
 
-Read `follow_schedule` for the story of a run; `train` wraps it in what keeps a run going: slots
-that are always torn down; a new group of them, from the last committed checkpoint, when a rank is
-lost; and an end in good order when the run is asked to stop.
+`trial_core.run.run_loop` has the order of a run's stages, and `TrainStages` below has each stage as
+a Prefect task. `train_trial` keeps the run going: it launches the ranks, launches them again if
+they fail, and always ends them.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, get_type_hints
 
 from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
 
-from trial_core.checkpoint.manifest import Manifest
-from trial_core.checkpoint.resume_point import ResumePoint, no_intact_checkpoint
+from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import (
@@ -31,19 +31,16 @@ from trial_core.errors import (
 )
 from trial_core.retention.claims import claim_run
 from trial_core.run.observer import current_observer
+from trial_core.run.resume import resume_points
 from trial_core.run.run_dirs import clear_kept, clear_leftovers, run_folder, trial_id
-from trial_core.run.sequencer import (
-    Checkpoint,
-    Finish,
-    Train,
-    Validate,
-    has_more_to_do,
-    next_workload,
-)
+from trial_core.run.run_loop import TrialResult as TrialResult  # part of the flow's interface
+from trial_core.run.run_loop import Validation, follow_schedule
+from trial_core.run.sequencer import Progress, Schedule
 from trial_core.run.stop_request import Stopping
 from trial_core.slots.accelerators import slots_to_launch
 from trial_core.slots.group import SlotGroup
-from trial_core.units import in_batches
+from trial_core.transfer.staged_checkpoint import StagedCheckpoint
+from trial_core.units import EpochLength, in_batches
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.gpu_slots import gpu_slots
 from trialflow.flows.lifecycle.restarts import Restarts
@@ -59,46 +56,14 @@ from trialflow.tasks.train_workload import train_workload
 from trialflow.tasks.validate import validate
 
 
-@dataclass(frozen=True)
-class TrialResult:
-    """How a run of the flow ended.
-
-    Attributes:
-        trial: the trial's id; give it to the flow again to go on.
-        batches_trained: over all runs of the trial.
-        stopped_early: whether it ended before its maximum length, or its last validation.
-        stop_reason: why, if somebody else than the trial asked for it.
-        training_metrics, validation_metrics: the last ones.
-        checkpoint_uuid: the newest committed checkpoint.
-        checkpoint_url: where its files are.
-        tensorboard_url: where the trial's files for TensorBoard are, if it writes any.
-        report_path: the report, as a Markdown file.
-        run_dir: the trial's folder on this machine, with its logs.
-        flow_run_id: Prefect's id of this run.
-    """
-
-    trial: str
-    batches_trained: int
-    stopped_early: bool
-    stop_reason: str | None = None
-    training_metrics: dict[str, Any] = field(default_factory=dict)
-    validation_metrics: dict[str, Any] = field(default_factory=dict)
-    checkpoint_uuid: str | None = None
-    checkpoint_url: str | None = None
-    tensorboard_url: str | None = None
-    report_path: str | None = None
-    run_dir: str | None = None
-    flow_run_id: str | None = None
-
-
 @flow(name="train", flow_run_name="{config.name}", validate_parameters=True)
 def train(config: ExperimentConfig, trial: str | None = None) -> TrialResult | State[Any]:
-    """Train a trial. A run that is asked to stop saves first, and then ends as Prefect has it.
+    """Train a trial. A run that is asked to stop saves first, and ends in the state Prefect wants.
 
     Args:
         config: the experiment.
-        trial: id of a trial to go on with, from its last committed checkpoint; by default the
-            flow run's own, so that a retry of the flow run goes on as well.
+        trial: id of the trial to continue from its last committed checkpoint. The default belongs
+            to the flow run, so a retry of the flow run continues its trial.
     """
     flow_run_id = str(runtime.flow_run.id)
     trial = trial or trial_id(config.name, flow_run_id)
@@ -116,15 +81,15 @@ def train(config: ExperimentConfig, trial: str | None = None) -> TrialResult | S
     return replace(result, flow_run_id=flow_run_id)
 
 
-# What flow.serve() pickles has no names of this module, which the annotations are read in.
+# flow.serve() pickles the function without this module's names, which the annotations need.
 train.fn.__annotations__ = get_type_hints(train.fn)
 
 
 def refuse_missing_code(config: ExperimentConfig) -> None:
-    """Before the run waits for accelerators, and keeps others from them, which it cannot use.
+    """Check the code folder before the run waits for accelerators that others could use.
 
     Raises:
-        LaunchError: this machine has no such folder.
+        LaunchError: this machine does not have the folder.
     """
     if not config.code.is_dir():
         raise LaunchError(
@@ -137,32 +102,33 @@ def refuse_missing_code(config: ExperimentConfig) -> None:
 def train_trial(
     config: ExperimentConfig, trial: str, stopping: Stopping, devices: Mapping[str, str]
 ) -> TrialResult:
-    """Train a trial to its end, or until it is asked to stop; restart ranks that fail.
+    """Train a trial until it ends or is asked to stop; restart failed ranks.
 
     Args:
-        devices: variables for the ranks that say which accelerators are this run's.
+        devices: environment variables that give the ranks this run's accelerators.
 
     Raises:
-        RankFailed, Stalled: once too often.
-        Stopped: the run was asked to stop, and there was nothing to save yet, or no time to.
+        RankFailed, Stalled: the ranks failed, and no restart is left or would help.
+        Stopped: the run was asked to stop before it could save.
     """
     store = CheckpointStore(config.checkpoint_storage.url, config.checkpoint_storage.options)
     store.check_writable()
     restarts = Restarts(config.max_restarts)
     with (
-        run_folder(trial, patience(config)) as run_dir,
+        run_folder(trial, takeover_wait_seconds(config)) as run_dir,
         Report(config, trial, run_dir, current_observer(), store, stopping) as report,
         claim_run(store, trial, config.searcher.source_checkpoint_uuid) as claim,
     ):
-        # Once, and not for each restart: that would win against a run that has come since.
+        # Once, not per restart: a restart must not take the trial back from a newer run.
         fence = store.take_over(trial, str(runtime.flow_run.id))
         while True:
             run = TrialRun(config, trial, run_dir, store, report, stopping, claim, fence, devices)
             sweep_leftovers(run)
             try:
-                # In this order: an upload ends with the ranks, or (memory://) soon after them.
-                with Uploads(run) as uploads, launch_slots(run) as run.slots, obeying(run):
-                    result = follow_schedule(run, uploads)
+                # In this order: uploads need the ranks, and end before or (memory://) after them.
+                with Uploads(run) as uploads, launch_slots(run) as run.slots, stopping_ranks(run):
+                    build_trial(run)
+                    result = follow_schedule(TrainStages(run, uploads))
             except (RankFailed, Stalled) as failure:
                 get_run_logger().error("%s", failure.report())
                 if stopping.asked is not None:
@@ -176,25 +142,35 @@ def train_trial(
             else:
                 if not result.stopped_early:
                     clear_kept(run_dir)
-                report.ended(_how_it_ended(result), result.tensorboard_url)
-                return replace(result, report_path=str(report.path))
+                stop_reason = str(stopping.asked) if stopping.asked else None
+                report.ended(_ending(result.stopped_early, stop_reason), run.tensorboard_url)
+                return replace(
+                    result,
+                    stop_reason=stop_reason,
+                    tensorboard_url=run.tensorboard_url,
+                    report_path=str(report.path),
+                    run_dir=str(run_dir),
+                )
 
 
-def _how_it_ended(result: TrialResult) -> str:
-    if not result.stopped_early:
+def _ending(stopped_early: bool, stop_reason: str | None) -> str:
+    if not stopped_early:
         return "completed"
-    return f"stopped: {result.stop_reason}" if result.stop_reason else "stopped"
+    return f"stopped: {stop_reason}" if stop_reason else "stopped"
 
 
-def patience(config: ExperimentConfig) -> float:
-    """How long to wait for an attempt that was taken for dead: it notices, and ends."""
+def takeover_wait_seconds(config: ExperimentConfig) -> float:
+    """How long to wait for the trial's folder: a presumed-dead run of a deployment may hold it.
+
+    That run notices within this time that it was superseded, and ends.
+    """
     if runtime.deployment.id is None:
         return 0.0
     return config.stopping.grace_seconds + 2 * POLL_SECONDS
 
 
 def launch_slots(run: TrialRun) -> SlotGroup:
-    """Start the ranks of `run`: a context manager, at whose end none of them is left."""
+    """Launch the ranks of `run`. The result is a context manager, which ends them."""
     variables = {**run.config.environment.environment_variables, **run.devices}
     return SlotGroup(
         slots_to_launch(run.config.resources.slots_per_trial, {**os.environ, **variables}),
@@ -208,8 +184,8 @@ def launch_slots(run: TrialRun) -> SlotGroup:
 
 
 @contextmanager
-def obeying(run: TrialRun) -> Iterator[None]:
-    """While the block runs, its ranks do what a stop asks of them."""
+def stopping_ranks(run: TrialRun) -> Iterator[None]:
+    """Pass stop requests on to the ranks during the block."""
 
     def stop() -> None:
         if run.can_save:
@@ -224,106 +200,88 @@ def obeying(run: TrialRun) -> Iterator[None]:
         yield
 
 
-def follow_schedule(run: TrialRun, uploads: Uploads) -> TrialResult:
-    """Train `run`'s trial on its slots: what the sequencer says, one stage after the other.
+class TrainStages:
+    """The stages of a run as Prefect tasks. See `RunStages` for what each method means."""
+
+    logger: logging.Logger | logging.LoggerAdapter[Any]
+
+    def __init__(self, run: TrialRun, uploads: Uploads) -> None:
+        self._run = run
+        self._uploads = uploads
+        self.trial = run.trial
+        self.store = run.store
+        self.metrics = run.metrics
+        self.skips_when_busy = run.config.checkpointing.when_busy == "skip"
+        self.logger = get_run_logger()
+
+    @property
+    def newest_checkpoint(self) -> str | None:
+        return self._uploads.newest.uuid if self._uploads.newest else None
+
+    @property
+    def is_uploading(self) -> bool:
+        return self._uploads.is_busy
+
+    def resume_points(self) -> list[ResumePoint]:
+        return resume_points(self._run.store, self._run.config, self._run.trial)
+
+    def fetch(self, point: ResumePoint) -> str | None:
+        return fetch(self._run, point)
+
+    def schedule(self, progress: Progress) -> Schedule:
+        return self._run.config.schedule()
+
+    def build_loaders(self, point: ResumePoint) -> EpochLength | None:
+        run, begin = self._run, point.progress.batches_trained
+        epoch = build_loaders(run, point)
+        end = in_batches(run.config.schedule().max_length, epoch)
+        run.observer.run_started(run.trial, end, begin, run.batch_samples)
+        return epoch
+
+    def run_hook(self, hook: str, batches_trained: int, **arguments: Any) -> None:
+        run_callbacks(self._run, hook, batches_trained, **arguments)
+
+    def train(self, begin: int, until: int) -> int:
+        self._run.can_save = True
+        return train_workload(self._run, begin, until)
+
+    def validate(self, batches_trained: int) -> Validation | None:
+        self._run.can_save = True
+        try:
+            metric = validate(self._run, batches_trained)
+        except TrialError as mistake:
+            return Validation(mistake=mistake)
+        return None if metric is None else Validation(metric)
+
+    def save(self, progress: Progress) -> StagedCheckpoint:
+        return checkpoint_save(self._run, progress)
+
+    def start_upload(self, staged: StagedCheckpoint) -> None:
+        self._uploads.start(checkpoint_upload.submit(self._run, staged))
+
+    def finish_upload(self) -> None:
+        self._uploads.wait()
+
+    def poll(self) -> bool:
+        self._uploads.poll()
+        return self._run.should_stop
+
+    def finish(self, batches_trained: int) -> None:
+        self._uploads.finish_pruning()
+        if self._run.writes_run_files:
+            self._run.tensorboard_url = upload_run_files(self._run, batches_trained)
+
+
+def fetch(run: TrialRun, point: ResumePoint) -> str | None:
+    """Fetch a resume point's checkpoint to the ranks; its damage, or None.
 
     Raises:
-        TrialError: the trial does not report the searcher's metric. What it has learnt is saved.
+        CheckpointError: these ranks cannot restore it.
+        StorageError: the storage failed.
     """
-    schedule = run.config.schedule()
-    build_trial(run)
-    start = fetch_start(run)
-    progress = start.progress
-    run_callbacks(
-        run, "on_trial_startup", progress.batches_trained,
-        first_batch_idx=progress.batches_trained, checkpoint_uuid=start.uuid,
-    )  # fmt: skip
-    epoch = build_loaders(run, start)
-    end = in_batches(schedule.max_length, epoch)
-    run.observer.run_started(run.trial, end, progress.batches_trained, run.batch_samples)
-    run_callbacks(run, "on_training_start", progress.batches_trained)
-    uploads.newest = start.checkpoint if progress.batches_trained else None
-    mistake: TrialError | None = None
-
-    run.can_save = True
-    while not isinstance(work := next_workload(progress, schedule, epoch), Finish):
-        trained = progress.batches_trained
-        if isinstance(work, Train):
-            reached = train_workload(run, trained, work.until)
-            progress = progress.after_training(reached)
-            if reached > trained:
-                run_callbacks(run, "on_training_workload_end", reached)
-        elif isinstance(work, Validate):
-            metric = None
-            try:
-                metric = validate(run, trained)
-            except TrialError as error:
-                mistake = error  # raised once what has been trained is saved
-            if metric is not None:
-                progress = progress.after_validation(metric, schedule.smaller_is_better)
-            if metric is not None or mistake is not None:  # it was not broken off
-                run_callbacks(run, "on_validation_end", trained)
-        elif isinstance(work, Checkpoint):
-            if not uploads.have_room(work.is_optional):
-                progress = progress.skipping_checkpoint()
-                continue
-            staged = checkpoint_save(run, progress)
-            run_callbacks(run, "on_checkpoint_write_end", trained)
-            run_callbacks(run, "on_checkpoint_end", trained)
-            uploads.start(checkpoint_upload.submit(run, staged))
-            progress = progress.after_checkpoint()
-        uploads.settle()
-        progress = progress.stopping(run.is_to_stop or mistake is not None)
-
-    uploads.finish()
-    run_callbacks(run, "on_trial_shutdown", progress.batches_trained)
-    tensorboard = upload_run_files(run, progress.batches_trained) if run.writes_run_files else None
-    if mistake is not None:
-        raise mistake
-    newest = uploads.newest
-    return TrialResult(
-        trial=run.trial,
-        batches_trained=progress.batches_trained,
-        stopped_early=has_more_to_do(progress, schedule, epoch),
-        stop_reason=str(run.stopping.asked) if run.stopping.asked else None,
-        training_metrics=run.metrics.get("training", {}),
-        validation_metrics=run.metrics.get("validation", {}),
-        checkpoint_uuid=newest.uuid if newest else None,
-        checkpoint_url=run.store.files_url(newest.uuid) if newest else None,
-        tensorboard_url=tensorboard,
-        run_dir=str(run.run_dir),
-    )
-
-
-def fetch_start(run: TrialRun) -> ResumePoint:
-    """Bring what the trial starts from to the ranks: its own newest undamaged checkpoint; for a
-    trial that has saved nothing yet the one that the experiment names; else nothing.
-
-    Raises:
-        CheckpointDamaged: all of its own are, or the one that the experiment names.
-        StorageError: the storage does not give one. It may be whole, so none takes its place.
-    """
-    tried: list[ResumePoint] = []
-    for manifest in run.store.resume_candidates(run.trial):
-        tried.append(start := ResumePoint.continuing(manifest))
-        if (damage := fetch(run, start, manifest)) is None:
-            run.metrics = start.metrics
-            return start
-    if tried:
-        raise no_intact_checkpoint(tried, str(damage))
-    source = run.config.searcher.source_checkpoint_uuid
-    if source is None:
-        return ResumePoint()
-    manifest = run.store.open(source)
-    start = ResumePoint.warm(manifest, run.config.searcher.source_weights_only)
-    if damage := fetch(run, start, manifest):
-        raise no_intact_checkpoint([start], damage)
-    return start
-
-
-def fetch(run: TrialRun, start: ResumePoint, manifest: Manifest) -> str | None:
-    """Bring what `start` restores to the ranks; what is wrong with it, if something is."""
+    if point.checkpoint is None:
+        return None
     if run.topology is not None:
-        start.require_convertible(run.topology)
-    run.claim.renew(manifest.uuid)  # before: it must not be pruned while it is fetched
-    return fetch_checkpoint(run, manifest, restore=start.restore)
+        point.require_convertible(run.topology)
+    run.claim.renew(point.checkpoint.uuid)  # first, so that it is not pruned meanwhile
+    return fetch_checkpoint(run, point.checkpoint, restore=point.restore)

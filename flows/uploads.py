@@ -1,4 +1,4 @@
-"""What happens to checkpoints beside training: one upload at a time, and the pruning after it."""
+"""The background work of a run: one upload at a time, and the pruning that follows it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import threading
 from types import TracebackType
 
 from prefect.futures import PrefectFuture
-from prefect.logging import get_run_logger
 
 from trial_core.checkpoint.manifest import Manifest
 from trialflow.tasks.callbacks import run_callbacks
@@ -15,9 +14,9 @@ from trialflow.tasks.run import TrialRun
 
 
 class Uploads:
-    """The upload under way, if any, and the newest checkpoint that has been committed.
+    """The upload in progress, if any, and the newest committed checkpoint.
 
-    At the end of its block nothing is under way, however the block ends.
+    The end of the block waits for background work, also after an error.
     """
 
     def __init__(self, run: TrialRun) -> None:
@@ -40,37 +39,28 @@ class Uploads:
         self._has_ended.wait()
         self._pruning.wait()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether an upload is in progress."""
+        return not self._has_ended.is_set()
+
     def start(self, upload: PrefectFuture[Manifest]) -> None:
-        """`upload` is under way."""
-        # Known here: the future's own `state` would ask the server, over HTTP.
+        """Take charge of an upload that has been submitted."""
+        # An event, because the future's own `state` would ask the server, over HTTP.
         self._pending, self._has_ended = upload, (has_ended := threading.Event())
         upload.add_done_callback(lambda _: has_ended.set())
 
-    def have_room(self, is_optional: bool) -> bool:
-        """Whether the next checkpoint may be saved: there is one upload at a time, beside training.
-
-        Waits for the one under way, unless `is_optional` and the experiment would rather skip.
-        Raises what that upload failed of.
-        """
-        if not self._has_ended.is_set():
-            logger, policy = get_run_logger(), self._run.config.checkpointing.when_busy
-            if is_optional and policy == "skip":
-                logger.warning(
-                    "checkpoint skipped at batch %d: the last one is still being uploaded "
-                    "(checkpointing.when_busy: skip)", self._run.batches_trained,
-                )  # fmt: skip
-                return False
-            logger.info("training waits: the last checkpoint is still being uploaded")
-        self.wait()
-        return True
-
-    def settle(self) -> None:
-        """If the upload has ended by now, tell the trial's callbacks; else leave it be."""
-        if self._has_ended.is_set():
+    def poll(self) -> None:
+        """If the upload has ended, do as `wait`; otherwise nothing."""
+        if not self.is_busy:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the upload under way. Raises what it failed of."""
+        """Wait for the upload, run its hook, and start pruning.
+
+        Raises:
+            CheckpointError: the upload failed.
+        """
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -81,7 +71,6 @@ class Uploads:
         )  # fmt: skip
         self._pruning.start(self.newest.progress.batches_trained)
 
-    def finish(self) -> None:
-        """No more checkpoints will come: wait for all that is under way. Raises as `wait`."""
-        self.wait()
+    def finish_pruning(self) -> None:
+        """Prune once more if that is due, and wait for its end."""
         self._pruning.finish()

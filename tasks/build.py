@@ -1,4 +1,4 @@
-"""build-trial, fetch-checkpoint, build-loaders: from nothing to ranks that are ready to train."""
+"""build-trial, fetch-checkpoint, build-loaders: prepare the ranks for training."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def build_trial(run: TrialRun) -> None:
 def fetch_checkpoint(
     run: TrialRun, manifest: Manifest, restore: Restore = "everything"
 ) -> str | None:
-    """Bring a checkpoint to the ranks' machines, every file verified; what is wrong, if so.
+    """Fetch a checkpoint to the ranks' machines and verify it; its damage, or None.
 
     Args:
         restore: how much of it will be restored.
 
     Raises:
-        StorageError: the storage failed; what is here already is not fetched again.
+        StorageError: the storage failed. A retry fetches only the missing files.
     """
     with run.stage("fetch-checkpoint", f"@{manifest.progress.batches_trained}"):
         damage = _fetch(run, manifest, restore)
@@ -72,7 +72,7 @@ def fetch_checkpoint(
 
 def _fetch(run: TrialRun, manifest: Manifest, restore: Restore) -> str | None:
     if run.store.is_process_local:
-        # Only this process can see that storage; the ranks find the files where they look first.
+        # Only this process sees that storage. It fetches the files to where the ranks look.
         try:
             folder = run.run_dir / "restored" / manifest.uuid
             fetch_files(run.store, manifest.uuid, manifest.files, folder)
@@ -97,20 +97,20 @@ def _fetch(run: TrialRun, manifest: Manifest, restore: Restore) -> str | None:
 
 @task(
     name="build-loaders",
-    task_run_name="build-loaders @{start.progress.batches_trained}",
+    task_run_name="build-loaders @{point.progress.batches_trained}",
     cache_policy=NO_CACHE,
 )
-def build_loaders(run: TrialRun, start: ResumePoint) -> EpochLength | None:
-    """Build the data loaders and restore what was fetched; how long an epoch is."""
-    begin = start.progress.batches_trained
+def build_loaders(run: TrialRun, point: ResumePoint) -> EpochLength | None:
+    """Build the data loaders and restore the fetched checkpoint; the length of an epoch."""
+    begin = point.progress.batches_trained
     run.batches_trained = begin
     with run.stage("build-loaders", f"@{begin}"):
         built = run.slots.request(
             BuildLoaders(
                 batches_trained=begin,
-                checkpoint=start.uuid,
-                restore=start.restore,
-                saved_by=start.saved_by,
+                checkpoint=point.uuid,
+                restore=point.restore,
+                saved_by=point.saved_by,
             ),
             LoadersBuilt,
             stall_seconds=run.config.stopping.silence_seconds,

@@ -1,4 +1,4 @@
-"""callbacks: the trial's own hooks, each a stage of its own so that people see what they cost."""
+"""callbacks: one stage per hook, so that the run shows how long each hook takes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from trialflow.tasks.run import TrialRun
 
 
 def run_callbacks(run: TrialRun, hook: str, batches_trained: int, **arguments: Any) -> None:
-    """Run `hook` of every callback, as a stage; no stage at all when none overrides it.
+    """Run `hook` of every callback as a stage. No stage runs if no callback overrides it.
 
     Args:
-        arguments: what the driver knows of the hook's arguments; the ranks know the rest.
+        arguments: those of the hook's arguments that the driver knows; the ranks add the rest.
     """
     if hook in run.hooks:
         callbacks(run, hook, batches_trained, arguments)

@@ -1,7 +1,7 @@
-"""checkpoint-save and checkpoint-upload: a checkpoint's two halves.
+"""checkpoint-save and checkpoint-upload: the two stages of a checkpoint.
 
-The first copies the state out of training's way and blocks it; the second stores what was staged
-and commits the manifest, while training goes on.
+The first takes a snapshot, and training waits for it. The second uploads the staged files and
+commits the manifest, beside training.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from trialflow.tasks.run import TrialRun
 def sweep_leftovers(run: TrialRun) -> None:
     """Delete what dead attempts at the trial have stored and never committed.
 
-    A storage that fails here is no reason not to train: the next run tries again.
+    A storage failure is a warning: the next run tries again.
 
     Raises:
         Superseded: another run has taken the trial over.
@@ -41,9 +41,9 @@ def sweep_leftovers(run: TrialRun) -> None:
     logger = get_run_logger()
     try:
         for swept in run.store.sweep(run.trial, run.fence):
-            logger.info("deleted what a dead attempt has left: %s", swept)
+            logger.info("deleted leftovers of a dead attempt: %s", swept)
     except StorageError as error:
-        logger.warning("what dead attempts have left is not deleted: %s", error)
+        logger.warning("leftovers of dead attempts are not deleted: %s", error)
 
 
 @task(
@@ -52,7 +52,7 @@ def sweep_leftovers(run: TrialRun) -> None:
     cache_policy=NO_CACHE,
 )
 def checkpoint_save(run: TrialRun, progress: Progress) -> StagedCheckpoint:
-    """Stage a checkpoint on every rank; training may go on when this returns."""
+    """Stage a checkpoint on every rank. Training may continue when this returns."""
     uuid = str(uuids.uuid4())
     with run.stage("checkpoint-save", f"@{progress.batches_trained}"):
         stall_seconds = run.config.stopping.silence_seconds
@@ -72,13 +72,13 @@ def checkpoint_save(run: TrialRun, progress: Progress) -> StagedCheckpoint:
     retry_condition_fn=storage_failed,
 )
 def checkpoint_upload(run: TrialRun, staged: StagedCheckpoint) -> Manifest:
-    """Store what every rank has staged, then commit. Runs beside training.
+    """Upload what every rank has staged, then commit. Runs beside training.
 
     Raises:
-        StorageError: the storage failed on some rank, or here; what was staged is still there.
-        CheckpointError: several ranks wrote different files under one name, or a rank's files
-            cannot be a checkpoint's. To try again would not help.
-        Superseded: another run has taken the trial over.
+        StorageError: the storage failed on a rank or here. The staged files are still there.
+        CheckpointError: ranks wrote different files under one name, or a rank's files cannot be
+            part of a checkpoint. A retry would not help.
+        Superseded: another run has taken over the trial.
     """
     if run.topology is None:
         raise SlotsError("a checkpoint is saved only after the trial was built")
@@ -94,7 +94,7 @@ def checkpoint_upload(run: TrialRun, staged: StagedCheckpoint) -> Manifest:
             epoch=run.epoch,
         )
         run.store.commit(manifest, run.fence)
-        # Told at once: what is committed stays so, even if its ranks are lost in the next moment.
+        # Before the next request: the checkpoint is committed, even if that request fails.
         run.observer.checkpoint_committed(
             manifest.uuid, manifest.progress.batches_trained, manifest.total_bytes
         )
@@ -109,9 +109,9 @@ def checkpoint_upload(run: TrialRun, staged: StagedCheckpoint) -> Manifest:
 
 
 def _upload(run: TrialRun, staged: StagedCheckpoint) -> dict[int, list[FileEntry]]:
-    """Store what was staged; each rank's files."""
+    """Upload what was staged; each rank's files."""
     if run.store.is_process_local:
-        # Only this process can see that storage, so it moves the bytes itself.
+        # Only this process sees that storage, so it uploads the files itself.
         return {
             rank: upload_files(run.store, staged.uuid, Path(folder), rank)
             for rank, folder in enumerate(staged.folders)
@@ -127,8 +127,10 @@ def _upload(run: TrialRun, staged: StagedCheckpoint) -> dict[int, list[FileEntry
 
 
 def _upload_stall_seconds(run: TrialRun) -> float | None:
-    """How long ranks may be silent while they upload, though each has a limit of its own on that:
-    for a rank that is stopped, or hangs where that limit does not reach."""
+    """The stall timeout of an upload: longer than the one within each rank, which reports itself.
+
+    This one detects a rank that is stopped, or hangs outside the transfer.
+    """
     silence = run.config.stopping.silence_seconds
-    limit = run.config.checkpointing.stall_timeout_seconds
-    return None if silence is None or limit is None else silence + limit
+    transfer = run.config.checkpointing.stall_timeout_seconds
+    return None if silence is None or transfer is None else silence + transfer

@@ -1,4 +1,4 @@
-"""What Prefect remembers of results, for its arrows between tasks; forgotten now and then."""
+"""Limits the memory that Prefect uses to track task results."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from prefect.context import FlowRunContext
 
 
 def forget_results() -> None:
-    """Have Prefect forget which task has given which result so far. In the flow's thread.
+    """Make Prefect forget which task has returned which result. Call in the flow's thread.
 
-    For as long as a flow runs it keeps the state of every result that a task has returned, by the
-    result's address in memory, and a set of assets for every task run: so a run of many workloads
-    would need ever more memory, and a number that happens to lie where an older one lay would get
-    that one's arrow. Call it where no result from before is handed to a task any more.
+    Prefect keeps the state of every task result while a flow runs, keyed by the result's address,
+    and a set of assets per task run. So memory would grow with every workload, and a result at a
+    reused address would get a wrong dependency arrow. Call this where no task takes an earlier
+    result any more.
     """
     context = FlowRunContext.get()
     if context is not None:
         context.run_results.clear()
-        # Not in Prefect's first releases of version 3.
+        # The first releases of Prefect 3 do not have it.
         getattr(context, "task_run_assets", {}).clear()

@@ -1,4 +1,4 @@
-"""When a stage is tried again: the storage failed, and the ranks are still there, warm."""
+"""Which failed stages Prefect retries: storage failures, while the ranks stay warm."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ STORAGE_RETRY_SECONDS = 5
 
 
 def storage_failed(task: Any, task_run: Any, state: Any) -> bool:
-    """A `retry_condition_fn` of Prefect's. Whatever else fails would fail again; and a run that is
-    to end before the retry has begun would end later for it."""
-    return isinstance(state.data, StorageError) and _is_there_time()
+    """Whether to retry a stage: a `retry_condition_fn` for Prefect.
+
+    Other errors would happen again. A retry must also begin before a stopping run has to end.
+    """
+    return isinstance(state.data, StorageError) and _has_time_to_retry()
 
 
-def _is_there_time() -> bool:
+def _has_time_to_retry() -> bool:
     context = TaskRunContext.get()
     run = context.parameters.get("run") if context else None
     if not isinstance(run, TrialRun):

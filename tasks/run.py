@@ -1,4 +1,4 @@
-"""What the stages of one run share: its names and places, its slot group, and who watches."""
+"""`TrialRun`: what the stages of one run share."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ class TrialRun:
 
     Attributes:
         config: the experiment.
-        trial: the trial's id; the same over all attempts at it.
-        attempt: this attempt's id; it signs the checkpoints that this attempt commits.
+        trial: the trial's id, the same over all attempts.
+        attempt: this attempt's id, which is in the manifests that it commits.
         run_dir: the trial's folder on this machine: logs, staged checkpoints, the report.
-        store: where its checkpoints are kept.
-        slots: its ranks, once they are launched.
-        observer: who watches.
-        stopping: whether it has been asked to stop.
-        claim: tells those who delete checkpoints what this run needs.
-        fence: says whether this run may still commit; None: nobody else can be at the trial.
-        devices: variables for its ranks that say which accelerators are its own.
+        store: the trial's checkpoint storage.
+        slots: the ranks, once they are launched.
+        observer: gets the run's events.
+        stopping: stop requests to this run.
+        claim: announces which checkpoints this run needs, so that they are not pruned.
+        fence: whether this run may still commit; None if no other run can take over the trial.
+        devices: environment variables that give the ranks this run's accelerators.
         metrics: the last ones of each kind.
         hooks: the callback hooks that the trial overrides, once it is built.
-        topology, versions, batch_samples: what the ranks said of themselves, once it is built.
-        epoch: how long one is, once the loaders are built, if they have a length.
-        stop_requested: whether the trial has asked to save and end.
-        can_save: whether there may be something to save: training may have begun.
-        has_trained: whether this attempt has got through a train-workload.
+        topology, versions, batch_samples: reported by the ranks, once the trial is built.
+        epoch: the length of an epoch, once the loaders are built; None if it is unknown.
+        stop_requested: whether the trial has requested a stop.
+        can_save: whether a workload has begun. A stop request before that aborts the ranks.
+        has_trained: whether this attempt has finished a train-workload.
         batches_trained: where the last train-workload ended, or this attempt began.
-        writes_run_files: whether some rank writes files for TensorBoard, to upload with the run.
+        writes_run_files: whether a rank writes files for TensorBoard.
+        tensorboard_url: where these files are, once they are uploaded.
     """
 
     slots: SlotGroup
@@ -81,15 +82,16 @@ class TrialRun:
         self.has_trained = False
         self.batches_trained = 0
         self.writes_run_files = False
+        self.tensorboard_url: str | None = None
 
     @property
-    def is_to_stop(self) -> bool:
-        """Whether to save and end: the trial has asked for it, or somebody else."""
+    def should_stop(self) -> bool:
+        """Whether to save and end, because the trial or a stop request asks for it."""
         return self.stop_requested or self.stopping.asked is not None
 
     @contextmanager
     def stage(self, name: str, detail: str) -> Iterator[None]:
-        """Tell the observer that a stage runs."""
+        """Report a stage's start and end to the observer."""
         self.observer.stage_started(name, detail)
         began = time.monotonic()
         yield

@@ -1,4 +1,4 @@
-"""upload-run-files: what a trial wrote for TensorBoard, and its profiler's traces, at the end."""
+"""upload-run-files: uploads the remaining TensorBoard files and profiler traces at the end."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from trialflow.tasks.run import TrialRun
     retry_condition_fn=storage_failed,
 )
 def upload_run_files(run: TrialRun, batches_trained: int) -> str:
-    """Store what is left of them; where they are. (Most went with the checkpoints.)
+    """Upload the files that no checkpoint upload has taken along; the URL of all of them.
 
     Raises:
-        StorageError: they cannot be stored; they are still in the run's folder.
+        StorageError: the files cannot be stored. They are still in the run's folder.
     """
     with run.stage("upload-run-files", f"@{batches_trained}"):
         stall_seconds = run.config.stopping.silence_seconds
@@ -34,7 +34,7 @@ def upload_run_files(run: TrialRun, batches_trained: int) -> str:
         if problem:
             raise StorageError(f"{problem}. The files are in {run.run_dir / TENSORBOARD}")
         if run.store.is_process_local:
-            # Only this process can see that storage, so it moves the bytes itself.
+            # Only this process sees that storage, so it uploads the files itself.
             folder, scratch = run.run_dir / TENSORBOARD, run.run_dir / "staging"
             RunFiles(run.store, run.trial, folder, TENSORBOARD, scratch).upload_changed()
     url = tensorboard_url(run.store, run.trial)

@@ -1,4 +1,4 @@
-"""train-workload: train up to a batch."""
+"""train-workload: trains up to a batch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from trialflow.tasks.run import TrialRun
     cache_policy=NO_CACHE,
 )
 def train_workload(run: TrialRun, begin: int, until: int) -> int:
-    """Train from `begin` until `until` batches have been trained in all, or fewer if the run is
-    asked to stop; how many that is."""
-    forget_results()  # of the workloads before: nothing of theirs is handed on any more
+    """Train from batch `begin` to `until`, or less far if the run is asked to stop.
+
+    Returns:
+        How many batches are then trained in all.
+    """
+    forget_results()  # no later task takes results of earlier workloads
     with run.stage("train-workload", f"[{begin}→{until}]"):
         stall_seconds = run.config.stopping.stall_timeout_seconds
         request = TrainBatches(until=until)

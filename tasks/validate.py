@@ -1,4 +1,4 @@
-"""validate: the whole validation set, on every rank's shard of it."""
+"""validate: validates on the whole set, each rank on its shard."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trialflow.tasks.run import TrialRun
 
 @task(name="validate", task_run_name="validate @{batches_trained}", cache_policy=NO_CACHE)
 def validate(run: TrialRun, batches_trained: int) -> float | None:
-    """Validate; the value of the searcher's metric. None: broken off, since the run is to stop.
+    """Validate; the searcher metric, or None if a stop request ended the validation early.
 
     Raises:
-        TrialError: the trial does not report the searcher's metric.
+        TrialError: the trial does not report the searcher metric.
     """
     with run.stage("validate", f"@{batches_trained}"):
         stall_seconds = run.config.stopping.stall_timeout_seconds
@@ -24,7 +24,7 @@ def validate(run: TrialRun, batches_trained: int) -> float | None:
     run.stop_requested |= any(result.stop_requested for result in results)
     if results[0].is_broken_off:
         get_run_logger().info(
-            "validation at %d broken off: %s", batches_trained, run.stopping.asked
+            "validation at %d ended early: %s", batches_trained, run.stopping.asked
         )
         return None
     metrics = results[0].metrics

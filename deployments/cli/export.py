@@ -190,12 +190,13 @@ def _convert(folder: Path, request: ExportRequest, target: Path) -> int:
     # DeepSpeed logs to stdout, which is reserved for this command's result.
     with contextlib.redirect_stdout(io.StringIO()):
         from trial_core.controller.safe_load import Reader
+        from trial_core.deepspeed.checkpoint_classes import CHECKPOINT_CLASSES
         from trial_core.deepspeed.export.weights_file import (
             export_weights,
             write_weights,
         )
 
-        reader = Reader(request.is_trusted)
+        reader = Reader(request.is_trusted, CHECKPOINT_CLASSES)
         weights = export_weights(folder, request.engine, request.dtype, reader)
     facts = {
         "trialflow.checkpoint": request.manifest.uuid,

@@ -1,4 +1,4 @@
-"""The flow `evaluate`: a checkpoint's metrics, on other slots than those that saved it."""
+"""The flow `evaluate`: a checkpoint's metrics, on another number of slots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slots, pytest.mark.server]
 
 
 def trained(here: Path) -> tuple[ExperimentConfig, Any]:
-    """A run of 8 batches on one slot that has saved after 4 and 8; its experiment."""
+    """The experiment and result of 8 batches on one slot, saved after 4 and 8."""
     config: ExperimentConfig = one_slot(
         here, 8, hyperparameters={"record": str(here), "zero_stage": 3},
         min_validation_period={"batches": 4},
@@ -40,7 +40,7 @@ def evaluate(config: ExperimentConfig, checkpoint: str | None = None) -> Any:
 
 
 def damage(config: ExperimentConfig, uuid: str) -> None:
-    """Take a file of a checkpoint away."""
+    """Delete a file of a checkpoint."""
     store = CheckpointStore(config.checkpoint_storage.url)
     entry = max(store.open(uuid).files, key=lambda file: file.size_bytes)
     folder = config.checkpoint_storage.url.removeprefix("file://")
@@ -48,35 +48,37 @@ def damage(config: ExperimentConfig, uuid: str) -> None:
 
 
 def test_the_newest_checkpoint_on_other_slots(prefect_server: PrefectServer, here: Path) -> None:
-    """`trialflow evaluate`: what one slot has saved gives the same metrics on two, as JSON and as
-    a table on the run's page; nothing is trained, nothing claimed any more."""
+    """`trialflow evaluate`: a checkpoint of one slot gives the same metrics on two.
+
+    As JSON and as a table on the run's page. Nothing is trained, and no claim is left.
+    """
     config, result = trained(here)
     storage = config.checkpoint_storage.url
     path = write_experiment(
         here, hyperparameters={"record": str(here), "zero_stage": 3},
         resources={"slots_per_trial": 2}, checkpoint_storage=storage,
     )  # fmt: skip
-    told = trialflow(here, "evaluate", str(path), "--json", variables=prefect_server.environment)
-    assert told.returncode == 0, told.stderr
-    said = json.loads(told.stdout)
-    assert said["checkpoint"] == result.checkpoint_uuid
-    assert (said["trial"], said["batches_trained"]) == (result.trial, 8)
-    assert said["metrics"] == pytest.approx(result.validation_metrics, rel=1e-5)
+    command = trialflow(here, "evaluate", str(path), "--json", variables=prefect_server.environment)
+    assert command.returncode == 0, command.stderr
+    printed = json.loads(command.stdout)
+    assert printed["checkpoint"] == result.checkpoint_uuid
+    assert (printed["trial"], printed["batches_trained"]) == (result.trial, 8)
+    assert printed["metrics"] == pytest.approx(result.validation_metrics, rel=1e-5)
     assert [line[0] for line in lines(here, "samples", 0)] == list(range(8))
     assert claims(CheckpointStore(storage)) == []
 
-    names = [stage.name for stage in stages(prefect_server, said["flow_run_id"], "validate @8")]
+    names = [stage.name for stage in stages(prefect_server, printed["flow_run_id"], "validate @8")]
     assert names == ["build-trial", "fetch-checkpoint @8", "build-loaders @0", "validate @8"]
     (artifact,) = prefect_server.query(
-        "artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [said["flow_run_id"]]}}}
+        "artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [printed["flow_run_id"]]}}}
     )
     assert (artifact["type"], artifact["key"]) == ("table", "evaluation-toy")
-    assert {row["metric"] for row in json.loads(artifact["data"])} == set(said["metrics"])
+    assert {row["metric"] for row in json.loads(artifact["data"])} == set(printed["metrics"])
 
 
 @pytest.mark.long
 def test_a_damaged_checkpoint(here: Path) -> None:
-    """The newest gives way to the one before it; one that is asked for by name does not."""
+    """The newest one gives way to an older one; a given one does not."""
     config, _ = trained(here)
     older, newer = CheckpointStore(config.checkpoint_storage.url).list()
     damage(config, newer.uuid)
@@ -89,7 +91,7 @@ def test_a_damaged_checkpoint(here: Path) -> None:
 
 
 def test_nothing_to_evaluate(here: Path) -> None:
-    """Said before any rank is started."""
+    """The error comes before any rank is launched."""
     config = one_slot(here, 4)
     with pytest.raises(CheckpointNotFound, match="of experiment 'toy': train it first"):
         evaluate(config)

@@ -1,4 +1,4 @@
-"""The flow `train` on an S3 endpoint that fails."""
+"""The flow `train` with an S3 endpoint that fails."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from trial_core.errors import StorageError
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
 
-def test_an_upload_that_fails_for_good_costs_no_checkpoint(
+def test_a_failed_upload_costs_no_earlier_checkpoint(
     here: Path, moto_s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the second checkpoint on the server refuses optimizer states: the run ends with the
-    rank's own words, in the upload's task, after its retries; the first checkpoint is whole; and
-    the next run goes on from it, and takes away what the failed uploads had left."""
+    """The server refuses optimizer states from the second checkpoint on.
+
+    The run fails with the rank's message after the retries, and the first checkpoint is intact.
+    The next run resumes from it, and deletes the leftovers of the failed uploads.
+    """
     soon = trialflow.flows.train.checkpoint_upload.with_options(retry_delay_seconds=0)
     monkeypatch.setattr(trialflow.flows.train, "checkpoint_upload", soon)
     with faulty_s3(moto_s3) as endpoint:
@@ -53,6 +55,6 @@ def test_an_upload_that_fails_for_good_costs_no_checkpoint(
 
 
 def leftovers(store: CheckpointStore) -> set[str]:
-    """What uploads have left that never became a checkpoint."""
+    """Objects of uploads that were never committed."""
     kept = {key for folder in ("checkpoints", "uploads") for key in store.storage.sizes(folder)}
     return kept - keys_of(store.list())

@@ -1,4 +1,4 @@
-"""What ranks a run is launched on, and whether it is."""
+"""The accelerators and environment of a run's ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def toy_run(folder: Path, variables: dict[str, str]) -> TrialRun:
-    """A run of the toy trial on two slots, not yet launched."""
+    """A run of the toy trial on two slots, not launched."""
     config = toy_config(folder, environment={"environment_variables": variables})
     return TrialRun(config, "toy-0a", folder, CheckpointStore("memory://"), Observer())
 
@@ -40,7 +40,7 @@ def toy_run(folder: Path, variables: dict[str, str]) -> TrialRun:
 @pytest.mark.slots
 @pytest.mark.usefixtures("one_gpu")
 def test_the_experiment_may_choose_cpu_ranks(tmp_path: Path) -> None:
-    """DS_ACCELERATOR=cpu in the YAML counts when slots are, as it does on the ranks."""
+    """DS_ACCELERATOR=cpu in the YAML applies to counting slots, too."""
     with launch_slots(toy_run(tmp_path, {"DS_ACCELERATOR": "cpu"})) as slots:
         assert slots.world_size == 2
     with pytest.raises(LaunchError, match="this machine has 1 accelerator;"):
@@ -48,8 +48,8 @@ def test_the_experiment_may_choose_cpu_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slots
-def test_the_devices_of_a_run_are_all_that_its_ranks_see(tmp_path: Path) -> None:
-    """Whatever the experiment names: those may be another run's."""
+def test_ranks_see_only_their_runs_devices(tmp_path: Path) -> None:
+    """Devices that the experiment names may belong to another run."""
     run = toy_run(tmp_path, {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "0,1,2,3"})
     run.devices = {"CUDA_VISIBLE_DEVICES": "2,3"}
     with launch_slots(run) as slots:
@@ -59,15 +59,15 @@ def test_the_devices_of_a_run_are_all_that_its_ranks_see(tmp_path: Path) -> None
 
 
 class _Reached(Exception):
-    """The flow has come to where a test wants it."""
+    """The flow has reached a patched function."""
 
 
 @pytest.mark.server
 @pytest.mark.parametrize("name", ["train", "evaluate"])
-def test_the_devices_that_a_flow_takes_are_its_runs(
+def test_a_flow_gives_its_devices_to_its_run(
     here: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """From its share of the machine to its ranks."""
+    """The devices that it has reserved."""
     module: Any = getattr(trialflow.flows, name)
 
     @contextmanager
@@ -87,10 +87,10 @@ def test_the_devices_that_a_flow_takes_are_its_runs(
 
 @pytest.mark.server
 @pytest.mark.parametrize("name", ["train", "evaluate"])
-def test_a_flow_that_has_crashed_too_often_takes_nothing(
+def test_a_flow_that_has_crashed_too_often_reserves_no_devices(
     here: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """It is refused by its own `max_restarts`, before it waits for accelerators."""
+    """Its `max_restarts` is the limit."""
     module: Any = getattr(trialflow.flows, name)
 
     def refuse(max_restarts: int) -> None:

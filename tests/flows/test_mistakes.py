@@ -1,5 +1,4 @@
-"""Mistakes of the user's that a run finds late: what is trained by then is kept, what cannot be
-mended by trying again is not tried again."""
+"""Mistakes of the user that a run finds late: trained batches are kept, and nothing is retried."""
 
 from __future__ import annotations
 
@@ -29,11 +28,13 @@ def searcher(metric: str) -> dict[str, Any]:
     return {"name": "single", "metric": metric, "max_length": {"batches": 6}}
 
 
-def test_a_metric_that_nobody_reports_costs_no_training(
+def test_a_missing_searcher_metric_costs_no_training(
     here: Path, prefect_server: PrefectServer
 ) -> None:
-    """Found when 6 batches have been trained, of which only 4 were saved by then: the rest is saved
-    before the run fails. With the name put right, the trial goes on with that very validation."""
+    """The run saves all 6 batches before it fails.
+
+    With the right metric, the resumed trial repeats that validation alone.
+    """
 
     def config(metric: str) -> Any:
         return one_slot(here, 6, searcher=searcher(metric), hyperparameters={"record": str(here)})
@@ -55,8 +56,7 @@ def test_a_metric_that_nobody_reports_costs_no_training(
 def test_files_that_no_checkpoint_can_have_end_the_run(
     here: Path, prefect_server: PrefectServer
 ) -> None:
-    """The upload fails with the rank's own words; neither it nor the run is tried again, since the
-    trial would save the same files again."""
+    """With the rank's message. Neither the upload nor the run is retried."""
     config = one_slot(
         here, 8, entrypoint="bad_trials:SavesUnderATakenName", max_restarts=5,
         hyperparameters={"record": str(here)},
@@ -70,10 +70,10 @@ def test_files_that_no_checkpoint_can_have_end_the_run(
 
 
 @pytest.mark.parametrize("flow", [trialflow.flows.train, trialflow.flows.evaluate])
-def test_code_that_is_not_here_takes_no_accelerators(
+def test_missing_code_reserves_no_accelerators(
     here: Path, prefect_server: PrefectServer, monkeypatch: pytest.MonkeyPatch, flow: Any
 ) -> None:
-    """A run that cannot begin waits for none, and says where its code was expected."""
+    """The error says where the code folder was expected."""
     monkeypatch.setattr(flow, "gpu_slots", lambda config: pytest.fail("it waits for GPUs"))
     name = flow.__name__.removeprefix("trialflow.flows.")
     with (

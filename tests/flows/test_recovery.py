@@ -1,4 +1,4 @@
-"""What the flow `train` tries again, with the ranks warm or with new ones, and what it does not."""
+"""What the flow `train` retries, with warm or new ranks, and what it does not."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from trialflow.flows.lifecycle.restarts import Restarts
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
 
-def repaired_before_the_retry(
+def retry_after_repair(
     monkeypatch: pytest.MonkeyPatch, stage: str, repair: Callable[[], None]
 ) -> None:
-    """Have `stage` of the flow tried again without delay, after `repair`."""
+    """Make the flow retry `stage` at once, after calling `repair`."""
     task = getattr(trialflow.flows.train, stage)
 
     def condition(task: Any, task_run: Any, state: Any) -> bool:
@@ -34,16 +34,18 @@ def repaired_before_the_retry(
     monkeypatch.setattr(trialflow.flows.train, stage, quick)
 
 
-def test_a_failed_upload_is_tried_again_with_the_ranks_warm(
+def test_a_failed_upload_is_retried_with_warm_ranks(
     here: Path, prefect_server: PrefectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The storage fails once: the server shows one retry of that upload; the ranks, of which none
-    may be lost here, train on, and both checkpoints are committed."""
+    """The storage fails once: the upload has one retry, and the ranks continue training.
+
+    Both checkpoints are committed.
+    """
     in_the_way = here / "checkpoints" / "checkpoints"
     in_the_way.parent.mkdir()
     in_the_way.write_text("no folder")
-    repaired_before_the_retry(monkeypatch, "checkpoint_upload", in_the_way.unlink)
-    checkpointing = {"memory_gib_per_rank": 0}  # staged on disk, and kept there for a restart
+    retry_after_repair(monkeypatch, "checkpoint_upload", in_the_way.unlink)
+    checkpointing = {"memory_gib_per_rank": 0}  # staged on disk, and kept there for restarts
     result = train(one_slot(here, 8, max_restarts=0, checkpointing=checkpointing))
     seen = stages(prefect_server, result.flow_run_id)
     tries = {stage.name: stage.tries for stage in seen}
@@ -51,17 +53,17 @@ def test_a_failed_upload_is_tried_again_with_the_ranks_warm(
     assert {stage.state for stage in seen} == {"Completed"}
     assert [stage.name for stage in seen].count("build-trial") == 1
     assert len(list((here / "checkpoints" / "manifests" / result.trial).iterdir())) == 2
-    assert not (Path(result.run_dir) / "kept").exists()  # there is nothing left to restart
+    assert not (Path(result.run_dir) / "kept").exists()  # a finished run needs no restart
 
 
-def test_a_failed_fetch_is_tried_again_with_the_ranks_warm(
+def test_a_failed_fetch_is_retried_with_warm_ranks(
     here: Path, prefect_server: PrefectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk that a checkpoint is fetched to fails once: it is fetched on the second try."""
+    """The local disk fails once."""
     first = train(one_slot(here, 4))
     in_the_way = Path(first.run_dir) / "restored"
     in_the_way.write_text("no folder")
-    repaired_before_the_retry(monkeypatch, "fetch_checkpoint", in_the_way.unlink)
+    retry_after_repair(monkeypatch, "fetch_checkpoint", in_the_way.unlink)
     result = train(one_slot(here, 8, hyperparameters={"record": str(here)}), first.trial)
     tries = {stage.name: stage.tries for stage in stages(prefect_server, result.flow_run_id)}
     assert tries["fetch-checkpoint @4"] == 2
@@ -69,10 +71,11 @@ def test_a_failed_fetch_is_tried_again_with_the_ranks_warm(
     assert [line[0] for line in lines(here, "samples", 0)] == [4, 5, 6, 7]
 
 
-def test_ranks_that_hang_are_replaced_and_the_log_says_where(
+@pytest.mark.long
+def test_hung_ranks_are_replaced_and_their_stacks_logged(
     here: Path, prefect_server: PrefectServer
 ) -> None:
-    """The run goes on from its last checkpoint with new ones; the place is in the run's log."""
+    """The run resumes from its last checkpoint; the run's log says where they hung."""
     config = one_slot(
         here, 8, max_restarts=1, stopping={"stall_timeout_seconds": 3},
         hyperparameters=breaking(here, "sleep", 5),
@@ -81,14 +84,15 @@ def test_ranks_that_hang_are_replaced_and_the_log_says_where(
     assert result.batches_trained == 8
     resumption(here, 5, 8)
     of_this_run = {"logs": {"flow_run_id": {"any_": [result.flow_run_id]}}, "limit": 200}
-    said = [each["message"] for each in prefect_server.query("logs/filter", of_this_run)]
+    messages = [each["message"] for each in prefect_server.query("logs/filter", of_this_run)]
     assert any(
-        "no batch has ended for 3 s" in message and "in _misbehave" in message for message in said
+        "no batch has ended for 3 s" in message and "in _misbehave" in message
+        for message in messages
     )
 
 
-def test_an_exception_that_comes_back_is_not_tried_a_third_time(here: Path) -> None:
-    """The same exception at the same batch after a restart: no further restart is spent on it."""
+def test_a_repeated_exception_is_not_retried(here: Path) -> None:
+    """The same exception at the same batch after a restart ends the run."""
     config = one_slot(here, 16, max_restarts=5, hyperparameters={"at_batch": 5, "do": "raise"})
     with pytest.raises(RankFailed, match="RuntimeError: the toy was told to break"):
         train(config)
@@ -97,15 +101,15 @@ def test_an_exception_that_comes_back_is_not_tried_a_third_time(here: Path) -> N
 
 
 def test_two_drivers_do_not_train_one_trial(here: Path) -> None:
-    """The second is told who trains it, and starts nothing."""
+    """The second one launches no ranks, and its error names the first one."""
     with run_folder("toy-0000beef") as run_dir:
         with pytest.raises(TrialflowError, match="toy-0000beef is being trained by process"):
             train(one_slot(here, 4), "toy-0000beef")
         assert not (run_dir / "logs").exists()
 
 
-def test_restarts_are_ever_further_apart() -> None:
-    """At once at first, a minute at most."""
+def test_the_pause_before_a_restart_grows() -> None:
+    """From none to one minute."""
     restarts, pauses = Restarts(8), []
     for _ in range(8):
         assert restarts.grant(Stalled("no batch has ended"), None)

@@ -1,12 +1,12 @@
-"""What a trial writes for TensorBoard, under the flow: stored with the run, and said where."""
+"""A trial's TensorBoard files in a flow run."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.flow import stages, train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import TOY, toy_config
 from trial_core.checkpoint.store import CheckpointStore
@@ -14,41 +14,23 @@ from trial_core.checkpoint.store import CheckpointStore
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
 
-def train(config: Any) -> Any:
-    """Run the flow, then send the server all that it has to say of it."""
-    from trialflow.flows.server.embedded import flush
-    from trialflow.flows.train import train as flow
-
-    try:
-        return flow(config)
-    finally:
-        flush()
-
-
-def stage_names(server: PrefectServer, flow_run_id: str) -> list[str]:
-    found = server.query(
-        "task_runs/filter", {"flow_runs": {"id": {"any_": [flow_run_id]}}, "limit": 200}
-    )
-    return [run["name"] for run in found]
-
-
-@pytest.mark.parametrize("storage", ["file", "memory"])
-def test_event_files_are_stored_and_said_where(
-    prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
+@pytest.mark.parametrize("storage", ["file", pytest.param("memory", marks=pytest.mark.long)])
+def test_tensorboard_files_are_uploaded(
+    prefect_server: PrefectServer, here: Path, storage: str
 ) -> None:
-    """A stage of its own uploads what is left; the result and the report have the address."""
-    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
-    url = f"file://{tmp_path}/storage" if storage == "file" else "memory://measured"
+    """A stage at the end uploads the remaining files; the result and the report have the URL."""
+    url = f"file://{here}/storage" if storage == "file" else "memory://measured"
     config = toy_config(
-        tmp_path, 5, entrypoint="context_trials:Measuring", code=str(TOY.parent / "toy_context"),
+        here, 5, entrypoint="context_trials:Measuring", code=str(TOY.parent / "toy_context"),
         resources={"slots_per_trial": 1}, checkpoint_storage=url,
         environment={"environment_variables": {"PYTHONPATH": str(TOY)}},
     )  # fmt: skip
-    with prefect_server.configured():
-        result = train(config)
+    result = train(config)
     assert result.tensorboard_url == f"{url}/runs/{result.trial}/tensorboard"
     assert f"TensorBoard: `{result.tensorboard_url}`" in Path(result.report_path).read_text()
-    assert "upload-run-files @5" in stage_names(prefect_server, result.flow_run_id)
+    assert "upload-run-files @5" in {
+        stage.name for stage in stages(prefect_server, result.flow_run_id)
+    }
 
     stored = CheckpointStore(url).storage.sizes(f"runs/{result.trial}/tensorboard")
     local = {

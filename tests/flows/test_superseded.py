@@ -1,4 +1,4 @@
-"""A run that was taken for dead, and is not: another one goes on with its trial."""
+"""A presumed-dead run whose trial another run has taken over."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ pytestmark = [pytest.mark.slots, pytest.mark.server]
 
 
 @pytest.mark.usefixtures("prefect_server")
-def test_a_run_that_is_superseded_ends(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it had committed before is kept; its next checkpoint is refused, which ends it, and its
-    ranks. The one that goes on from there is the last, and may save."""
+def test_a_superseded_run_ends(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its earlier checkpoint is kept; its next commit is refused, which ends it and its ranks.
+
+    A later run resumes from the kept checkpoint, and may save.
+    """
     commit = CheckpointStore.commit
 
-    def commit_and_lose_the_trial(
+    def commit_and_be_superseded(
         store: CheckpointStore, manifest: Manifest, fence: Fence | None = None
     ) -> None:
         commit(store, manifest, fence)
@@ -29,7 +31,7 @@ def test_a_run_that_is_superseded_ends(here: Path, monkeypatch: pytest.MonkeyPat
 
     before = ranks()
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointStore, "commit", commit_and_lose_the_trial)
+        patch.setattr(CheckpointStore, "commit", commit_and_be_superseded)
         with pytest.raises(Superseded, match="attempt another, by"):
             train(one_slot(here, 12, max_restarts=3))
     assert ranks() == before

@@ -1,4 +1,4 @@
-"""A trial goes on with another number of slots, through the flow."""
+"""A trial resumes with another number of slots."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from trial_core.errors import CheckpointError
 from trialflow.flows.train import fetch
 
 
+@pytest.mark.long
 @pytest.mark.slots
 @pytest.mark.server
-def test_two_slots_and_then_one(here: Path) -> None:
-    """6 batches on two slots, 6 more on one that accumulates: each sample once in the epoch that
-    the twelve make, and the log says what has changed."""
+def test_a_trial_of_two_slots_resumes_on_one(here: Path) -> None:
+    """6 batches on two slots and 6 on one: the epoch of these 12 has each sample once.
+
+    The log says what has changed.
+    """
 
     def config(slots: int, batches: int) -> ExperimentConfig:
         return toy_config(
@@ -41,17 +44,17 @@ def test_two_slots_and_then_one(here: Path) -> None:
     assert {line[0] for line in lines(here, "samples", 1)} == set(range(6))
     log = (here / "home" / first.trial / "logs" / "rank-0.log").read_text()
     assert (
-        "the checkpoint of 2 ranks (ZeRO stage 2) is shared out over 1 (ZeRO stage 1); random "
-        "generators begin anew"
+        "the checkpoint of 2 ranks (ZeRO stage 2) is resharded to 1 (ZeRO stage 1); random "
+        "generators are seeded again"
     ) in log
 
 
-def test_batches_of_another_size_are_refused_before_anything_is_fetched() -> None:
-    """The driver knows them by the manifest."""
+def test_another_batch_size_is_an_error_before_anything_is_fetched() -> None:
+    """The driver reads the saved batch size from the manifest."""
     saved = Topology(world_size=1, data_parallel_size=1, batch_samples=2)
     manifest = new_manifest(topology=saved)
     run: Any = SimpleNamespace(
         topology=Topology(world_size=2, data_parallel_size=2, batch_samples=4)
     )
     with pytest.raises(CheckpointError, match="saved by 1 slots in batches of 2 samples"):
-        fetch(run, ResumePoint.continuing(manifest), manifest)
+        fetch(run, ResumePoint.continuing(manifest))

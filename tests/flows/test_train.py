@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -23,40 +22,42 @@ from tests.support.slots import lines, toy_config
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import RankFailed, StorageError, TrialError
+from trial_core.errors import RankFailed, StorageError
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
 LIMIT_SECONDS = 60.0
 
 
-def hold_the_first_commit(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keep the first upload under way until batch 10 has been trained; a file that says it is."""
-    commit, under_way = CheckpointStore.commit, here / "upload-under-way"
+def delay_first_commit(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make the first upload last until batch 10 is trained; a file that exists once it runs."""
+    commit, upload_runs = CheckpointStore.commit, here / "upload-runs"
 
-    def held(store: CheckpointStore, manifest: Manifest, fence: Fence | None = None) -> None:
-        under_way.touch()
+    def delayed(store: CheckpointStore, manifest: Manifest, fence: Fence | None = None) -> None:
+        upload_runs.touch()
         deadline = time.monotonic() + LIMIT_SECONDS
         while len(lines(here, "samples", 0)) <= 10:
             assert time.monotonic() < deadline, "training waits for the upload"
             time.sleep(0.01)
         commit(store, manifest, fence)
 
-    monkeypatch.setattr(CheckpointStore, "commit", held)
-    return under_way
+    monkeypatch.setattr(CheckpointStore, "commit", delayed)
+    return upload_runs
 
 
-def test_the_story_of_a_run(
+def test_the_stages_of_a_run(
     here: Path, prefect_server: PrefectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One run, as the server shows it: its stages in order and by name, the upload beside the
-    training that follows it, a callback stage only where the trial overrides the hook, the report,
-    and a checkpoint that verifies."""
-    under_way = hold_the_first_commit(here, monkeypatch)
+    """As the server shows them: in order, by name, with the upload beside training.
+
+    A callback stage runs only if the trial overrides the hook. The run leaves a report and an
+    intact checkpoint.
+    """
+    upload_runs = delay_first_commit(here, monkeypatch)
     config = toy_config(
         here, 20, scheduling_unit=10, min_validation_period={"batches": 10},
         checkpoint_policy="all", hyperparameters={
-            "record": str(here), "at_batch": 19, "do": "wait", "wait_for": str(under_way),
+            "record": str(here), "at_batch": 19, "do": "wait", "wait_for": str(upload_runs),
         },
     )  # fmt: skip
     before = ranks()
@@ -118,32 +119,13 @@ def test_the_story_of_a_run(
     assert ranks() <= before
 
 
-def test_every_period_fires_when_due(here: Path, prefect_server: PrefectServer) -> None:
-    """Reports every 7, validations every 11, checkpoints every 13 batches: none hides another."""
-    config = one_slot(
-        here, 40, scheduling_unit=7, min_validation_period={"batches": 11},
-        min_checkpoint_period={"batches": 13}, checkpoint_policy="none",
-    )  # fmt: skip
-    result = train(config)
-    ends = [0, 7, 11, 13, 14, 21, 22, 26, 28, 33, 35, 39, 40]
-    saved = [13, 26, 39, 40]
-    assert Counter(stage.name for stage in stages(prefect_server, result.flow_run_id)) == Counter(
-        [
-            "build-trial",
-            "build-loaders @0",
-            *(f"train-workload [{begin}→{end}]" for begin, end in pairwise(ends)),
-            *(f"validate @{batches}" for batches in (11, 22, 33, 40)),
-            *(f"checkpoint-save @{batches}" for batches in saved),
-            *(f"checkpoint-upload @{batches}" for batches in saved),
-        ]
-    )
-
-
-def test_a_lost_rank_costs_only_what_was_not_saved(
+def test_a_killed_rank_costs_only_unsaved_batches(
     here: Path, prefect_server: PrefectServer
 ) -> None:
-    """SIGKILL of a rank at batch 13: a new rank goes on from the last committed checkpoint, and
-    nothing that the lost one had staged is left."""
+    """SIGKILL at batch 13: a new rank resumes from the last committed checkpoint.
+
+    Staged files of the killed rank are deleted.
+    """
     config = one_slot(here, 16, max_restarts=1, hyperparameters=breaking(here, "kill", 13))
     result = train(config)
     assert result.batches_trained == 16
@@ -157,8 +139,8 @@ def test_a_lost_rank_costs_only_what_was_not_saved(
     assert staged <= of_the_new_rank
 
 
-def test_without_restarts_a_lost_rank_fails_the_run(here: Path) -> None:
-    """The failure names the rank and its signal; no process is left."""
+def test_without_restarts_a_killed_rank_fails_the_run(here: Path) -> None:
+    """The error has the rank and its signal; no process is left."""
     config = toy_config(
         here, 12, hyperparameters={"at_batch": 3, "do": "kill", "do_rank": 1}
     )  # fmt: skip
@@ -170,15 +152,15 @@ def test_without_restarts_a_lost_rank_fails_the_run(here: Path) -> None:
     assert ranks() <= before
 
 
-def test_a_retry_of_the_flow_run_goes_on(here: Path) -> None:
-    """Prefect's own retry keeps the flow run's id, hence the trial, hence its checkpoints."""
+def test_a_retry_of_the_flow_run_resumes(here: Path) -> None:
+    """Prefect's retry keeps the flow run's id, and so the trial and its checkpoints."""
     result = train(one_slot(here, 16, hyperparameters=breaking(here, "exit", 13)), retries=1)
     assert result.batches_trained == 16
     resumption(here, broke_at=13, end=16)
 
 
-def test_a_mistake_is_not_tried_again(here: Path) -> None:
-    """An exception before anything was trained would come again: no restart is spent on it."""
+def test_an_exception_before_training_is_not_retried(here: Path) -> None:
+    """It would happen again, so no restart is spent on it."""
     config = one_slot(here, 8, max_restarts=5, hyperparameters={"at_batch": 0, "do": "raise"})
     with pytest.raises(RankFailed, match="RuntimeError: the toy was told to break"):
         train(config)
@@ -187,7 +169,7 @@ def test_a_mistake_is_not_tried_again(here: Path) -> None:
 
 
 def test_a_damaged_checkpoint_gives_way_to_an_older_one(here: Path) -> None:
-    """A flipped bit in the newest checkpoint is found before training, and the one before used."""
+    """A flipped bit in the newest checkpoint is found before training."""
     config = one_slot(here, 8, hyperparameters={"record": str(here)})
     first = train(config)
     shard = next(Path(first.checkpoint_url.removeprefix("file://")).rglob("*optim_states.pt"))
@@ -201,7 +183,7 @@ def test_a_damaged_checkpoint_gives_way_to_an_older_one(here: Path) -> None:
 
 
 def test_memory_storage(here: Path) -> None:
-    """memory:// is the driver's own: it moves the bytes, and a lost rank resumes from them."""
+    """Only the driver sees memory://, so it moves the files; a killed rank resumes from them."""
     config = one_slot(
         here, 16, checkpoint_storage="memory://toy", max_restarts=1,
         hyperparameters=breaking(here, "kill", 13),
@@ -213,7 +195,7 @@ def test_memory_storage(here: Path) -> None:
 
 
 def resumes_over_s3(here: Path, server: S3Server) -> None:
-    """Two ranks save to an S3 server; a rank is lost, and they go on from what is there."""
+    """Two ranks save to an S3 server; one is killed, and they resume from there."""
     storage = {"url": f"{server.new_bucket()}/runs", "options": server.options}
     config = toy_config(
         here, 16, checkpoint_storage=storage, max_restarts=1, scheduling_unit=4,
@@ -236,31 +218,20 @@ def resumes_over_s3(here: Path, server: S3Server) -> None:
 
 @pytest.mark.long
 def test_s3_storage(here: Path, moto_s3: S3Server) -> None:
-    """The S3 path, against moto's server."""
+    """On moto's server."""
     resumes_over_s3(here, moto_s3)
 
 
 @pytest.mark.gateway
 def test_a_real_s3_gateway(here: Path, ceph_s3: S3Server) -> None:
-    """The S3 path end to end, against a real gateway."""
+    """On a real gateway."""
     resumes_over_s3(here, ceph_s3)
 
 
 def test_storage_that_cannot_be_written(here: Path) -> None:
-    """Found before any rank is started."""
+    """The error comes before any rank is launched."""
     (here / "file").write_text("in the way")
     config = one_slot(here, 4, checkpoint_storage=f"file://{here}/file/checkpoints")
     with pytest.raises(StorageError, match="file/checkpoints"):
         train(config)
     assert not (here / "home").exists()
-
-
-def test_a_searcher_metric_that_nobody_reports(here: Path) -> None:
-    """The message names what is reported instead."""
-    searcher = {"name": "single", "metric": "accuracy", "max_length": {"batches": 1}}
-    with pytest.raises(TrialError) as refusal:
-        train(one_slot(here, 1, searcher=searcher))
-    assert str(refusal.value) == (
-        'searcher.metric "accuracy" is not among the validation metrics that the trial reports: '
-        "loss, mean_index"
-    )

@@ -1,4 +1,4 @@
-"""Starting a user's own script with each of the launchers, and reading what came of it."""
+"""Starts a user's script with a launcher, and reads its results."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Launcher = Literal["python", "torchrun", "deepspeed"]
 def fit_toys(
     launcher: Launcher, folder: Path, *runs: dict[str, Any], ranks: int = 2
 ) -> list[list[dict[str, Any]]]:
-    """Fit the toy trial as each of `runs` says, one after the other in one start of the ranks.
+    """Fit a toy trial for each of `runs`, all in one start of the ranks.
 
-    Everything that the runs write by default goes below `folder`.
+    Files that the runs write by default are below `folder`.
 
     Returns:
-        For each run, what came of it on each rank.
+        For each run, its result on each rank.
     """
     folder.mkdir(parents=True, exist_ok=True)
     spec = folder / "spec.json"
@@ -45,7 +45,7 @@ def fit_toys(
 
 
 def start(launcher: Launcher, folder: Path, ranks: int, *command: str) -> str:
-    """Run a script with a launcher in `folder`, to its end; its output."""
+    """Run a script with a launcher in `folder`; its output."""
     process = subprocess.Popen(
         [*_prefix(launcher, ranks), *command],
         cwd=folder,
@@ -59,7 +59,7 @@ def start(launcher: Launcher, folder: Path, ranks: int, *command: str) -> str:
         return process.communicate(timeout=LIMIT_SECONDS)[0]
     finally:
         if process.poll() is None:
-            ranks = descendants(process.pid)  # torchrun gives each a session of its own
+            ranks = descendants(process.pid)  # torchrun starts each in a separate session
             os.killpg(process.pid, signal.SIGKILL)
             for rank in ranks:
                 with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""The flow `train` run by a test, and what the server has recorded of it."""
+"""Runs the flow `train` in a test, and reads what the server has recorded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RECORD_SECONDS = 30.0
 def here(
     prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Path]:
-    """A folder that runs keep everything in, while flows of this process use the real server."""
+    """A folder for all files of runs. Flows of this process use the real server."""
     monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
     with prefect_server.configured():
         yield tmp_path
@@ -32,7 +32,7 @@ def here(
 
 @dataclass
 class Stage:
-    """A task run as the server has recorded it."""
+    """A task run in the server's record."""
 
     name: str
     state: str
@@ -45,10 +45,10 @@ def stages(server: PrefectServer, flow_run_id: str | None, last: str = "") -> li
     """The task runs of a flow run, in the order of their start.
 
     Args:
-        last: a stage to wait for. The server records what it is told a moment later.
+        last: a stage to wait for, because the server records events with a delay.
 
     Raises:
-        AssertionError: it has not recorded that, or the end of some stage, within 30 s.
+        AssertionError: the server has not recorded it, or the end of a stage, within 30 s.
     """
     deadline = time.monotonic() + RECORD_SECONDS
     while True:
@@ -72,7 +72,7 @@ def stages(server: PrefectServer, flow_run_id: str | None, last: str = "") -> li
 
 
 def train(config: Any, trial: str | None = None, retries: int = 0) -> Any:
-    """Run the flow, then send the server all that it has to say of it."""
+    """Run the flow, then send its remaining events to the server."""
     from trialflow.flows.server.embedded import flush
     from trialflow.flows.train import train as flow
 
@@ -83,22 +83,22 @@ def train(config: Any, trial: str | None = None, retries: int = 0) -> Any:
 
 
 def one_slot(here: Path, batches: int, **changes: Any) -> Any:
-    """A run on a single rank, which saves every 4 batches."""
+    """A run on one rank that saves every 4 batches."""
     changes = {"scheduling_unit": 4, "min_checkpoint_period": {"batches": 4}, **changes}
     return toy_config(here, batches, resources={"slots_per_trial": 1}, **changes)
 
 
 def breaking(here: Path, do: str, at_batch: int, **more: Any) -> dict[str, Any]:
-    """Hyperparameters of a toy that breaks once, and records what it sees."""
+    """Hyperparameters of a toy that breaks once, and records its samples."""
     return {
         "record": str(here), "do": do, "at_batch": at_batch, "once": str(here / "once"), **more
     }  # fmt: skip
 
 
 def resumption(here: Path, broke_at: int, end: int) -> int:
-    """The batch from which a run that broke went on; checkpoints are due every 4.
+    """The batch from which a broken run resumed; checkpoints are due every 4.
 
-    The last one but one is committed for certain when a rank breaks; the last may be on its way.
+    When a rank breaks, the last checkpoint may still be uploading; the one before it is committed.
     """
     seen = [line[0] for line in lines(here, "samples", 0)]
     assert seen[:broke_at] == list(range(broke_at))
@@ -109,7 +109,7 @@ def resumption(here: Path, broke_at: int, end: int) -> int:
 
 
 def ranks() -> set[int]:
-    """Rank processes that this one has started; those of warm groups are among them."""
+    """The rank processes that this process has started, warm groups included."""
     return {pid for pid in descendants(os.getpid()) if "trial_core.slots.worker" in _command(pid)}
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, for comparing two of them bit by bit."""
+"""Compares the tensors of two checkpoints bit by bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of every file below `folder`, by file and place."""
+    """Every tensor of every file below `folder`, by file and position."""
     found: dict[str, torch.Tensor] = {}
 
     def collect(value: Any, place: str) -> None:
@@ -28,6 +28,6 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def differing(expected: dict[str, torch.Tensor], seen: dict[str, torch.Tensor]) -> list[str]:
-    """Names of tensors that only one side has, or that differ in any bit."""
+    """Names of tensors that only one side has, or that differ."""
     odd = sorted(expected.keys() ^ seen.keys())
     return odd + [n for n in expected.keys() & seen.keys() if not torch.equal(expected[n], seen[n])]

@@ -1,4 +1,4 @@
-"""What the driver asks of ranks that upload."""
+"""The stage checkpoint-upload."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trialflow.tasks.run import TrialRun
 
 
 class OneRank:
-    """In place of ranks: has stored whatever it is asked to."""
+    """A slot group of one rank that has stored everything."""
 
     def request(self, *request: object, **limits: float | None) -> list[Persisted]:
         self.limits = limits
@@ -34,10 +34,10 @@ class OneRank:
         ({}, {"stall_timeout_seconds": None}, None),
     ],
 )
-def test_ranks_that_upload_are_waited_for_longer_than_each_waits(
+def test_an_upload_has_a_longer_stall_timeout_than_its_ranks(
     tmp_path: Path, stopping: dict[str, Any], checkpointing: dict[str, Any], limit: float | None
 ) -> None:
-    """So that a rank whose storage hangs says so itself; and one that is stopped is ended."""
+    """So a rank reports a hung storage itself, and the driver ends a rank that is stopped."""
     config = toy_config(tmp_path, stopping=stopping, checkpointing=checkpointing)
     store = CheckpointStore(str(tmp_path))
     run = TrialRun(config, "toy-0000beef", tmp_path, store, Observer())

@@ -1,4 +1,4 @@
-"""When a stage is tried again."""
+"""Which failed stages are retried."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAILED = SimpleNamespace(data=StorageError("503 SlowDown"))
 
 @contextmanager
 def stage_of(run: TrialRun) -> Iterator[None]:
-    """As if a task was running whose parameter is `run`."""
+    """As in a running task with the parameter `run`."""
     with pytest.MonkeyPatch.context() as patch:
         context: Any = SimpleNamespace(parameters={"run": run})
         patch.setattr(TaskRunContext, "get", classmethod(lambda cls: context))
@@ -37,21 +37,24 @@ def run_of(config: ExperimentConfig, folder: Path, stopping: Stopping) -> TrialR
     return TrialRun(config, "trial", folder, store, Observer(), stopping)
 
 
-def test_only_storage_is_tried_again() -> None:
-    """What fails for another reason would fail again."""
+def test_only_storage_failures_are_retried() -> None:
+    """Other errors would happen again."""
     assert storage_failed(None, None, FAILED)
     assert not storage_failed(None, None, SimpleNamespace(data=CheckpointError("two files")))
     assert not storage_failed(None, None, SimpleNamespace(data=None))
 
 
 @pytest.mark.parametrize(
-    ("grace", "again"), [(STORAGE_RETRY_SECONDS / 2, False), (100 * STORAGE_RETRY_SECONDS, True)]
+    ("grace", "is_retried"),
+    [(STORAGE_RETRY_SECONDS / 2, False), (100 * STORAGE_RETRY_SECONDS, True)],
 )
-def test_a_retry_does_not_outlast_the_grace(tmp_path: Path, grace: float, again: bool) -> None:
-    """A run that is asked to stop tries again only what can begin before its time is up."""
+def test_a_retry_must_begin_within_the_grace_period(
+    tmp_path: Path, grace: float, is_retried: bool
+) -> None:
+    """Once the run is asked to stop."""
     config = toy_config(tmp_path)
     with Stopping(grace) as stopping, stage_of(run_of(config, tmp_path, stopping)):
         assert storage_failed(None, None, FAILED)
         stopping.ask("cancelled")
         assert stopping.wait(20)
-        assert storage_failed(None, None, FAILED) is again
+        assert storage_failed(None, None, FAILED) is is_retried

@@ -1,8 +1,7 @@
-"""Work that may fail on one rank, without leaving the others behind.
+"""Shares a failure of one rank with all ranks, so that none waits for the failed one.
 
-For reading and writing of storage, which may fail anywhere at any time. Not for training: a rank
-whose peers are inside a collective of DeepSpeed's cannot tell them anything, so it raises at once
-and its launcher ends them.
+For storage operations, which may fail on any rank at any time. Not for training: a rank cannot
+reach peers that wait in a DeepSpeed collective. It raises at once, and its launcher ends them.
 """
 
 from __future__ import annotations
@@ -18,58 +17,54 @@ T = TypeVar("T")
 
 
 class Outcome(NamedTuple):
-    """How work has ended on one rank: its result, or the name and message of its error."""
+    """How work ended on one rank: its result, or the class name and message of its error."""
 
     result: Any = None
     error_type: str | None = None
     message: str = ""
 
+    def raise_error(self) -> None:
+        """Raise the error, if there is one.
 
-def attempt(work: Callable[[], Any]) -> Outcome:
-    """Do `work`; what it gave, or which of our errors it raised."""
+        Raises:
+            TrialflowError: an error of the class that `error_type` names.
+        """
+        if self.error_type is None:
+            return
+        known = getattr(errors, self.error_type, None)
+        if known is None or known is errors.RankFailed:  # RankFailed takes more than a message
+            raise TrialflowError(f"{self.error_type}: {self.message}")
+        raise known(self.message)
+
+
+def outcome_of(work: Callable[[], Any]) -> Outcome:
+    """Do `work`, and return its result or its `TrialflowError` as an outcome."""
     try:
         return Outcome(work())
     except TrialflowError as error:
         return Outcome(None, type(error).__name__, str(error))
 
 
-def on_every_rank(distributed: DistributedContext, work: Callable[[], T]) -> list[T]:
-    """Do `work` on every rank; everybody's results. Collective: every rank calls this.
+def run_on_all_ranks(distributed: DistributedContext, work: Callable[[], T]) -> list[T]:
+    """Do `work` on every rank; the results of all ranks. Collective: every rank calls this.
 
     Raises:
-        TrialflowError: it failed on some rank; every rank raises the first one's error.
+        TrialflowError: on every rank, the error of the first rank on which `work` failed.
     """
-    outcomes: list[Outcome] = distributed.allgather(attempt(work))
+    outcomes: list[Outcome] = distributed.allgather(outcome_of(work))
     for rank, outcome in enumerate(outcomes):
-        raise_error(outcome._replace(message=f"rank {rank}: {outcome.message}"))
+        outcome._replace(message=f"rank {rank}: {outcome.message}").raise_error()
     return [outcome.result for outcome in outcomes]
 
 
-def on_the_first_rank(distributed: DistributedContext, work: Callable[[], T]) -> T:
-    """Do `work` on rank 0 alone; its result, everywhere. Collective: every rank calls this.
+def run_on_rank_0(distributed: DistributedContext, work: Callable[[], T]) -> T:
+    """Do `work` on rank 0 alone; its result, on every rank. Collective: every rank calls this.
 
     Raises:
-        TrialflowError: it failed; every rank raises its error.
+        TrialflowError: on every rank, if `work` failed.
     """
-    outcome: Outcome = distributed.broadcast(attempt(work) if distributed.get_rank() == 0 else None)
-    raise_error(outcome)
+    own = outcome_of(work) if distributed.get_rank() == 0 else None
+    outcome: Outcome = distributed.broadcast(own)
+    outcome.raise_error()
     result: T = outcome.result
     return result
-
-
-def raise_error(outcome: Outcome) -> None:
-    """Raise the error that work has ended with, if it has.
-
-    Raises:
-        TrialflowError: that error, of its own class.
-    """
-    if outcome.error_type is not None:
-        raise _error(outcome.error_type, outcome.message)
-
-
-def _error(error_type: str, message: str) -> TrialflowError:
-    known = getattr(errors, error_type, None)
-    if known is None or known is errors.RankFailed:  # which takes more than a message
-        return TrialflowError(f"{error_type}: {message}")
-    error: TrialflowError = known(message)
-    return error

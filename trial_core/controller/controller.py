@@ -1,9 +1,8 @@
-"""What runs in every slot: one controller for every kind of trial.
+"""The controller: carries out a rank's workloads, for every kind of trial.
 
-It owns the trial, its engines, loaders, callbacks and progress, and carries out requests one by
-one: those of a driver, which has it build the trial, or those of a `Trainer` in a script of the
-user's own, which hands it a trial that exists. It decides nothing about what comes next: that is
-the sequencer's.
+It owns the trial, its engines, loaders, callbacks and progress. A driver sends it requests and has
+it build the trial; a `Trainer` in a script calls it and attaches a trial that exists already. The
+sequencer, not the controller, decides what comes next.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,13 +19,12 @@ from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.context import RunInfo
 from trial_core.controller.data.loaders import Loaders, build_loaders
-from trial_core.controller.entrypoint import build_engine
 from trial_core.controller.evaluation import validate
+from trial_core.controller.rank_remap import RankRemap
 from trial_core.controller.rank_state import capture_rng, restore_rng
-from trial_core.controller.resharded_state import RankRemap
 from trial_core.controller.run_file_upload import RunFileUpload, instruments_in
 from trial_core.controller.snapshot import Snapshots
-from trial_core.controller.training import Ticker, train_batches
+from trial_core.controller.training import ProgressReporter, train_batches
 from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
 from trial_core.errors import CheckpointDamaged, CheckpointError, SlotsError, StorageError
@@ -60,41 +59,52 @@ from trial_core.slots.stop_barrier import Brake
 
 T = TypeVar("T")
 
+EngineBuilder = Callable[[RunInfo, DistributedContext], TrialEngine]
+"""Constructs the trial that an experiment names. Collective: every rank calls it."""
+
 logger = logging.getLogger(__name__)
 
 VERSIONED = ("trialflow", "torch", "deepspeed", "numpy")
+
+
+@dataclass(frozen=True)
+class _AttachedTrial:
+    engine: TrialEngine
+    info: RunInfo
+    snapshots: Snapshots
+    run_files: RunFileUpload
 
 
 class Controller:
     """Carries out workloads on this rank.
 
     Args:
-        emit: is told now and then, on rank 0, how far training has come.
-        distributed: who this rank is; by default what the environment says.
+        build_engine: constructs a trial, for `build_trial`.
+        emit: gets progress messages during workloads, on rank 0.
+        distributed: this rank's place among all; by default from the environment.
         brake: asked before each batch whether it may begin.
-        ask_to_stop: told when the trial asks to stop while it trains; has all ranks brake. None:
-            there is nobody to tell, and the train-workload is finished.
+        on_stop_requested: called when the trial requests a stop during a train-workload; must make
+            all ranks brake. None: the train-workload is finished first.
     """
 
     def __init__(
         self,
+        build_engine: EngineBuilder,
         emit: Callable[[BatchesTrained | BatchesValidated], None],
         distributed: DistributedContext | None = None,
         brake: Brake | None = None,
-        ask_to_stop: Callable[[], None] | None = None,
+        on_stop_requested: Callable[[], None] | None = None,
     ) -> None:
+        self._build_engine = build_engine
         self._emit = emit
-        self._ask_to_stop = ask_to_stop
-        self._has_asked_to_stop = False
+        self._on_stop_requested = on_stop_requested
+        self._has_requested_stop = False
         self._brake = brake or Brake()
         self._distributed = distributed or DistributedContext.from_environment()
-        self._info: RunInfo | None = None
-        self._engine: TrialEngine | None = None
+        self._attached: _AttachedTrial | None = None
         self._loaders: Loaders | None = None
-        self._snapshots: Snapshots | None = None
-        self._measured: RunFileUpload | None = None
         self._rng: dict[str, Any] | None = None
-        # What only this rank knows about the workloads behind it, for the hooks that follow them.
+        # Arguments that only this rank knows, for the hooks that follow a workload.
         self._hook_arguments: dict[str, dict[str, Any]] = {}
         self._handlers: dict[type, Callable[[Any], AnyResult]] = {
             BuildTrial: self.build_trial,
@@ -110,49 +120,50 @@ class Controller:
         }
 
     def carry_out(self, request: AnyRequest) -> AnyResult:
-        """Carry out one request, in the lane that it names."""
+        """Carry out one request. The caller runs it in the lane that the request names."""
         return self._handlers[type(request)](request)
 
     def close(self) -> None:
-        """Let go of what outlives a workload: loader workers end with their iterators."""
-        self._loaders = None
-        if self._info is not None:
-            self._info.instruments.finish()
-        if self._snapshots is not None:
-            self._snapshots.close()
+        """Release the trial's loaders, instruments and snapshots."""
+        self._loaders = None  # loader workers end with their iterators
+        if self._attached is not None:
+            self._attached.info.instruments.finish()
+            self._attached.snapshots.close()
 
     # ------------------------------------------------------------------------ the workloads
 
     def build_trial(self, request: BuildTrial) -> TrialBuilt:
-        """Construct the user's trial, in place of any earlier one. Collective."""
+        """Construct the user's trial, in place of an earlier one. Collective."""
         self._brake.release()
-        self._engine = self._loaders = self._rng = None  # frees the earlier one before the next
-        if self._info is not None:
-            self._info.instruments.finish()
-        instruments = instruments_in(Path(request.run_dir), self._distributed.get_rank())
+        self.close()
+        self._attached = self._rng = None  # frees the earlier trial before the next is built
+        run_dir = Path(request.run_dir)
+        instruments = instruments_in(run_dir, self._distributed.get_rank())
         info = RunInfo(request.trial, request.experiment, instruments=instruments)
-        engine = build_engine(info, self._distributed)
-        return self.attach(
-            engine, info, Path(request.run_dir), CheckpointStore.from_spec(request.storage)
-        )
+        engine = self._build_engine(info, self._distributed)
+        return self.attach(engine, info, run_dir, CheckpointStore.from_spec(request.storage))
 
     def attach(
         self, engine: TrialEngine, info: RunInfo, run_dir: Path, store: CheckpointStore
     ) -> TrialBuilt:
-        """Take a trial that has been constructed, in place of any earlier one.
+        """Take over a constructed trial, in place of an earlier one.
 
         Args:
-            info: where the trial's context has its answers from; kept up to date from here on.
+            info: the source of the context's answers; the controller keeps it up to date.
             run_dir: a folder on this machine for staged and fetched checkpoints.
         """
-        self._engine, self._info, self._has_asked_to_stop = engine, info, False
-        self._loaders = self._rng = None
-        self._hook_arguments = {}
-        if self._snapshots is not None:
-            self._snapshots.close()
+        if self._attached is not None:
+            self._attached.snapshots.close()
         settings = info.experiment.get("checkpointing") or {}
-        self._snapshots = Snapshots(run_dir, store, self._distributed, settings)
-        self._measured = RunFileUpload(info, store, run_dir)
+        self._attached = _AttachedTrial(
+            engine,
+            info,
+            Snapshots(engine, run_dir, store, self._distributed, settings),
+            RunFileUpload(info, store, run_dir),
+        )
+        self._loaders = self._rng = None
+        self._has_requested_stop = False
+        self._hook_arguments = {}
         return TrialBuilt(
             hooks=sorted(overridden_hooks(engine.callbacks)),
             topology=engine.topology(),
@@ -161,15 +172,15 @@ class Controller:
         )
 
     def fetch_checkpoint(self, request: FetchCheckpoint) -> Fetched:
-        """Bring a checkpoint's files to this machine. I/O lane."""
-        files = request.files
+        """Fetch a checkpoint's files to this machine. I/O lane."""
+        trial, files = self._trial, request.files
         if request.saved_by is not None:
-            here = self._distributed.local_ranks
-            files = self._the_engine.files_read(files, request.saved_by, request.restore, here)
+            ranks_here = self._distributed.local_ranks
+            files = trial.engine.files_read(files, request.saved_by, request.restore, ranks_here)
         try:
-            self._the_snapshots.fetch(request.uuid, files)
+            trial.snapshots.fetch(request.uuid, files)
         except CheckpointDamaged as damage:
-            # No failure of this rank: the driver may choose an older checkpoint.
+            # Not a failure of this rank: the driver may choose an older checkpoint.
             return Fetched(damage=str(damage))
         except StorageError as error:
             return Fetched(problem=str(error))
@@ -177,18 +188,20 @@ class Controller:
 
     def build_loaders(self, request: BuildLoaders) -> LoadersBuilt:
         """Build the loaders, and restore from a fetched checkpoint. Collective."""
-        engine, info = self._the_engine, self._the_info
+        trial = self._trial
+        engine, info = trial.engine, trial.info
         info.batches_trained = request.batches_trained
-        move = RankRemap.of(request.saved_by, engine, info.experiment_seed, request.batches_trained)
-        if move is not None and self._distributed.get_rank() == 0:
-            logger.info("%s", move)
-        state = self._the_snapshots.read_state(request.checkpoint, request.restore, move)
-        loaders = build_loaders(engine, self._distributed, info.experiment_seed)
+        seed = info.experiment_seed
+        remap = RankRemap.of(request.saved_by, engine, seed, request.batches_trained)
+        if remap is not None and self._distributed.get_rank() == 0:
+            logger.info("%s", remap)
+        state = trial.snapshots.read_state(request.checkpoint, request.restore, remap)
+        loaders = build_loaders(engine, self._distributed, seed)
         loaders.validation.limit = request.validation_limit
         info.epoch = loaders.epoch
         if request.checkpoint is not None:
-            self._the_snapshots.restore(request.checkpoint, engine, state, move)
-        # Not before: the trial's on_checkpoint_load_start may change any part of the state.
+            trial.snapshots.restore(request.checkpoint, state, remap)
+        # After restore: the trial's on_checkpoint_load_start may change any part of the state.
         own = (state if request.restore == "everything" else None) or {}
         # Checkpoints of earlier releases do not have training_data.
         loaders.begin(request.batches_trained, own.get("training_data"))
@@ -197,19 +210,19 @@ class Controller:
 
     def train(self, request: TrainBatches) -> Trained:
         """Train up to a batch. Collective."""
+        engine, info, loaders = self._trial.engine, self._trial.info, self._built_loaders
         self._restore_rng()
-        info, loaders = self._the_info, self._the_loaders
         info.instruments.start()
         began, waited = time.monotonic(), loaders.waited_seconds
         outcome = train_batches(
-            self._the_engine,
+            engine,
             info,
             loaders.training,
             request.until,
             self._distributed,
-            self._ticker(BatchesTrained),
+            self._progress(BatchesTrained),
             self._brake,
-            self._heed_the_trial,
+            self._request_stop,
         )
         info.instruments.report("training", info.batches_trained, outcome.avg_metrics)
         self._hook_arguments["on_training_workload_end"] = {
@@ -220,21 +233,20 @@ class Controller:
             batches_trained=info.batches_trained,
             metrics=outcome.avg_metrics,
             seconds=time.monotonic() - began,
-            # Also where the trial has thought better of it: the others have been told.
-            stop_requested=info.stop_requested or self._has_asked_to_stop,
+            # Also if the trial has withdrawn its request: the other ranks have been told.
+            stop_requested=info.stop_requested or self._has_requested_stop,
             data_seconds=loaders.waited_seconds - waited,
         )
 
     def validate(self, request: RunValidation) -> Validated:
         """Validate. Collective."""
+        engine, info, loaders = self._trial.engine, self._trial.info, self._built_loaders
         self._restore_rng()
-        began, rng = time.monotonic(), capture_rng()
-        info, ticker = self._the_info, self._ticker(BatchesValidated)
-        metrics = validate(
-            self._the_engine, self._the_loaders, self._distributed, ticker, self._brake
-        )
+        began, rng = time.monotonic(), capture_rng(engine)
+        progress = self._progress(BatchesValidated)
+        metrics = validate(engine, loaders, self._distributed, progress, self._brake)
         if metrics is None:
-            restore_rng(rng)  # it will be validated anew: as if this had not been
+            restore_rng(rng, engine)  # the resumed run repeats this validation
         else:
             info.instruments.report("validation", info.batches_trained, metrics)
             self._hook_arguments["on_validation_end"] = {"metrics": metrics}
@@ -247,10 +259,9 @@ class Controller:
 
     def save_checkpoint(self, request: SaveCheckpoint) -> Saved:
         """Stage a checkpoint. Collective."""
-        began = time.monotonic()
-        info = self._the_info
-        snapshots, data = self._the_snapshots, self._the_loaders.state_dict()
-        staging = snapshots.stage(request.uuid, self._the_engine, info.batches_trained, data)
+        began, info = time.monotonic(), self._trial.info
+        position = self._built_loaders.state_dict()
+        staging = self._trial.snapshots.stage(request.uuid, info.batches_trained, position)
         for hook in ("on_checkpoint_write_end", "on_checkpoint_end"):
             self._hook_arguments[hook] = {"checkpoint_dir": str(staging)}
         return Saved(
@@ -261,89 +272,77 @@ class Controller:
         )
 
     def persist_checkpoint(self, request: PersistCheckpoint) -> Persisted:
-        """Upload a staged checkpoint, and what was written for TensorBoard. I/O lane."""
+        """Upload a staged checkpoint, and the files for TensorBoard. I/O lane."""
         began = time.monotonic()
         files: list[FileEntry] = []
         problem = mistake = None
-        # No failure of this rank, whose peers may be training: what follows is the driver's to say.
+        # Reported, not raised: other ranks may be training, and the driver decides what follows.
         try:
-            files = self._the_snapshots.persist(request.uuid)
+            files = self._trial.snapshots.persist(request.uuid)
         except StorageError as error:
             problem = str(error)
         except CheckpointError as error:
             mistake = str(error)
         else:
-            self._the_measured.upload()
+            self._trial.run_files.upload()
         seconds = time.monotonic() - began
         return Persisted(files=files, seconds=seconds, problem=problem, mistake=mistake)
 
     def release_staging(self, request: ReleaseStaging) -> Done:
-        """Drop a staged checkpoint. I/O lane."""
-        self._the_snapshots.release(request.uuid)
+        """Delete a staged checkpoint. I/O lane."""
+        self._trial.snapshots.release(request.uuid)
         return Done()
 
     def run_hook(self, request: RunHook) -> HookDone:
         """Call one hook of every callback, in the order in which the trial names them."""
         arguments = {**self._hook_arguments.get(request.hook, {}), **request.arguments}
-        # By position, in the reference's order: a callback may call its parameters what it likes.
+        # By position, in the reference's order: callbacks may use other parameter names.
         positional = [arguments[name] for name in HOOKS[request.hook]]
-        for callback in self._the_engine.callbacks.values():
+        for callback in self._trial.engine.callbacks.values():
             getattr(callback, request.hook)(*positional)
-        return HookDone(stop_requested=self._the_info.stop_requested)
+        return HookDone(stop_requested=self._trial.info.stop_requested)
 
     def finish_run_files(self, request: FinishRunFiles) -> RunFilesStored:
-        """Stop the profiler, and upload what is left of the files for TensorBoard."""
-        self._the_info.instruments.finish()
-        return self._the_measured.upload()
+        """Stop the profiler, and upload the remaining files for TensorBoard."""
+        self._trial.info.instruments.finish()
+        return self._trial.run_files.upload()
 
     # ---------------------------------------------------------------------------- internals
 
     def _restore_rng(self) -> None:
-        # As late as can be: what hooks draw on the way here must not shift what training draws.
+        # As late as possible: random numbers that hooks draw must not change those of training.
         if self._rng is not None:
-            restore_rng(self._rng)
+            restore_rng(self._rng, self._trial.engine)
             self._rng = None
 
-    def _heed_the_trial(self) -> None:
-        """The trial asks to stop, on this rank, in a batch: the ranks agree on their last one."""
-        if self._ask_to_stop is None or self._has_asked_to_stop:
+    def _request_stop(self) -> None:
+        """The trial requests a stop on this rank: make the ranks agree on their last batch."""
+        if self._on_stop_requested is None or self._has_requested_stop:
             return
-        self._has_asked_to_stop = True
-        self._brake.hold_here()  # before anybody is told: what is agreed on then must stay
-        self._ask_to_stop()
+        self._has_requested_stop = True
+        self._brake.hold_here()  # first: this rank must not begin another batch meanwhile
+        self._on_stop_requested()
 
-    def _ticker(self, event: type[BatchesTrained] | type[BatchesValidated]) -> Ticker:
-        def tell(batches: int) -> None:
+    def _progress(self, message: type[BatchesTrained] | type[BatchesValidated]) -> ProgressReporter:
+        def send(batches: int) -> None:
             if self._distributed.get_rank() == 0:
-                self._emit(event(batches=batches))
+                self._emit(message(batches=batches))
 
-        return Ticker(tell)
-
-    @property
-    def _the_info(self) -> RunInfo:
-        return _made(self._info, BuildTrial)
+        return ProgressReporter(send)
 
     @property
-    def _the_engine(self) -> TrialEngine:
-        return _made(self._engine, BuildTrial)
+    def _trial(self) -> _AttachedTrial:
+        return _require(self._attached, BuildTrial)
 
     @property
-    def _the_snapshots(self) -> Snapshots:
-        return _made(self._snapshots, BuildTrial)
-
-    @property
-    def _the_measured(self) -> RunFileUpload:
-        return _made(self._measured, BuildTrial)
-
-    @property
-    def _the_loaders(self) -> Loaders:
-        return _made(self._loaders, BuildLoaders)
+    def _built_loaders(self) -> Loaders:
+        return _require(self._loaders, BuildLoaders)
 
 
-def _made(thing: T | None, by: type) -> T:
-    if thing is None:
-        raise SlotsError(f"this request needs {by.__name__} to have been carried out before it")
-    return thing
+def _require(value: T | None, request: type) -> T:
+    if value is None:
+        raise SlotsError(f"this request must come after {request.__name__}")
+    return value
 
 
 def _version(package: str) -> str:

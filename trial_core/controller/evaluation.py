@@ -1,14 +1,14 @@
 """The validation loop.
 
-One validation, with every hook that runs inside it::
+One validation, with every hook inside it::
 
     on_validation_start()
     on_validation_epoch_start()
-    for each batch of this rank's shard, while nobody asks the run to stop:
+    for each batch of this rank's shard, unless the run is asked to stop:
         trial.evaluate_batch(...)               or trial.evaluate_full_dataset once, on rank 0
-    on_validation_epoch_end(outputs)            this rank's metrics, one mapping a batch
+    on_validation_epoch_end(outputs)            this rank's metrics, one mapping per batch
     reduce the metrics over all ranks           once
-    (on_validation_end(metrics) is the stage that follows)
+    (on_validation_end(metrics) is the next stage)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from trial_core.controller.data.loaders import Loaders
 from trial_core.controller.data.validation_set import ValidationSet
 from trial_core.controller.reduction import reduce_metrics
-from trial_core.controller.training import Ticker
+from trial_core.controller.training import ProgressReporter
 from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
@@ -29,31 +29,31 @@ from trial_core.pytorch.reducer import BatchMetrics, Reducer
 from trial_core.slots.stop_barrier import Brake
 
 
-class _BrokenOff(Exception):
-    """The validation ends here, on every rank."""
+class _Interrupted(Exception):
+    """The validation ends early, on every rank."""
 
 
 def validate(
     engine: TrialEngine,
     loaders: Loaders,
     distributed: DistributedContext,
-    ticker: Ticker,
+    progress: ProgressReporter,
     brake: Brake,
 ) -> dict[str, Any] | None:
     """Validate on the whole set; metrics reduced over all ranks. Collective: every rank calls this.
 
-    Where a forward pass needs other ranks (ZeRO-3, custom model parallelism), a rank whose shard
-    is shorter than another's goes on with a batch that does not count: neither in the metrics nor
-    in the custom reducers. With pipelines all ranks end with the shortest shard, because DeepSpeed
-    averages a loss over all of them. Validation loaders need no length.
+    If a forward pass needs other ranks (ZeRO-3, custom model parallelism), a rank with a shorter
+    shard continues with batches that count neither in metrics nor in custom reducers. With
+    pipelines, all ranks end with the shortest shard, because DeepSpeed averages a loss over all
+    ranks. Validation loaders need no length.
 
     Args:
-        ticker: told now and then how many batches this rank has validated.
-        brake: may break it off, on every rank. There are no metrics then, but None.
+        progress: reports how many batches this rank has validated.
+        brake: may end the validation early on every rank; the result is then None.
 
     Raises:
-        TrialError: the set is empty, or too small for a pipeline; or the trial took more
-            micro-batches than there are.
+        TrialError: the set is empty or too small for a pipeline, or the trial took more
+            micro-batches than the loader gives.
     """
     for callback in engine.callbacks.values():
         callback.on_validation_start()
@@ -67,15 +67,15 @@ def validate(
     try:
         with torch.no_grad():
             if engine.evaluates_full_dataset:
-                metrics = _in_one_go(engine, loaders.validation, distributed)
-                reducers = Reducer.AVG  # of a single value: the trial has reduced them
+                metrics = _evaluate_full_dataset(engine, loaders.validation, distributed)
+                reducers = Reducer.AVG  # of a single value: the trial has reduced the metrics
             else:
-                metrics, contribution = _in_batches(
-                    engine, loaders.validation, distributed, ticker, brake
+                metrics, contribution = _evaluate_batches(
+                    engine, loaders.validation, distributed, progress, brake
                 )
         if not brake.lets_end():
             return None
-    except _BrokenOff:
+    except _Interrupted:
         return None
     finally:
         engine.set_training(True)
@@ -85,46 +85,46 @@ def validate(
     return reduce_metrics("validation", metrics, engine, distributed, reducers, contribution)
 
 
-def _in_one_go(
+def _evaluate_full_dataset(
     engine: TrialEngine, validation: ValidationSet, distributed: DistributedContext
 ) -> BatchMetrics:
     metrics = BatchMetrics("evaluate_full_dataset")
     if distributed.get_rank() == 0:
-        metrics.add_batch([engine.evaluate_full_dataset(validation.whole())])
+        metrics.add_batch([engine.evaluate_full_dataset(validation.unsharded())])
     return metrics
 
 
-def _in_batches(
+def _evaluate_batches(
     engine: TrialEngine,
     validation: ValidationSet,
     distributed: DistributedContext,
-    ticker: Ticker,
+    progress: ProgressReporter,
     brake: Brake,
 ) -> tuple[BatchMetrics, list[Any] | None]:
-    """The metrics; and what the custom reducers held before the first batch that did not count."""
+    """The metrics, and the custom reducers' values before the first batch that does not count."""
     metrics = BatchMetrics("evaluate_batch")
     contribution = None
     batches = validation.begin()
     for batch_idx, counts in enumerate(validation.evaluations(batches, distributed)):
         if not brake.lets_begin():
-            raise _BrokenOff
+            raise _Interrupted
         if not counts and contribution is None:
             contribution = engine.reducers.contribution("validation")
             if batches is not None:
-                batches.go_on_with(validation.padding())
-        outcome = _evaluate(engine, batches, batch_idx)
+                batches.repeat_forever(validation.padding_micro_batch())
+        outcome = _evaluate_batch(engine, batches, batch_idx)
         if counts and engine.reports_metrics:
             metrics.add_batch([outcome])
-        ticker.tick(batch_idx + 1)
+        progress.report(batch_idx + 1)
     return metrics, contribution
 
 
-def _evaluate(engine: TrialEngine, batches: Iterator[Any] | None, batch_idx: int) -> Any:
+def _evaluate_batch(engine: TrialEngine, batches: Iterator[Any] | None, batch_idx: int) -> Any:
     try:
         return engine.evaluate_batch(batches, batch_idx)
     except StopIteration as end:
         raise TrialError(
             f"evaluate_batch asked for more micro-batches than the validation loader gave this "
             f"rank, in call {batch_idx} of the validation; take one in each call (with a pipeline, "
-            "engine.eval_batch takes its own), and let the loader's len() be what it gives"
+            "engine.eval_batch takes its own), and make the loader's len() match what it gives"
         ) from end

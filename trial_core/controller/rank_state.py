@@ -1,4 +1,4 @@
-"""What a rank must remember besides its engines: random number generators, callbacks, position."""
+"""The state of a rank besides its engines: random number generators, callbacks, data position."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from deepspeed.accelerator import get_accelerator
 
-from trial_core.controller.safe_load import Reader, unreadable_classes
+from trial_core.controller.safe_load import Reader
+from trial_core.controller.trial_engine import TrialEngine
 from trial_core.errors import CheckpointDamaged
 from trial_core.pytorch.callback import PyTorchCallback
 
@@ -22,15 +22,13 @@ STATE_FOLDER = "trialflow"
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, numpy, torch and the accelerator of this rank."""
+    """Seed the generators of Python, numpy, and torch on all devices."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    if get_accelerator().device_name() != "cpu":
-        get_accelerator().manual_seed_all(seed)
 
 
-def capture_rng() -> dict[str, Any]:
+def capture_rng(engine: TrialEngine) -> dict[str, Any]:
     """The state of every generator that training draws from, as plain data and tensors."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
@@ -39,61 +37,62 @@ def capture_rng() -> dict[str, Any]:
         "numpy": (str(name), np.asarray(keys).tolist(), int(position), int(has_gauss), gauss),
         "torch": torch.get_rng_state(),
     }
-    if get_accelerator().device_name() != "cpu":
-        state["accelerator"] = get_accelerator().get_rng_state()
-    return state
+    accelerator = engine.accelerator_rng_state()
+    return state if accelerator is None else {**state, "accelerator": accelerator}
 
 
-def restore_rng(state: Mapping[str, Any]) -> None:
-    """Put every generator back to where `capture_rng` found it."""
+def restore_rng(state: Mapping[str, Any], engine: TrialEngine) -> None:
+    """Restore every generator to a state from `capture_rng`."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    if "accelerator" in state and get_accelerator().device_name() != "cpu":
-        get_accelerator().set_rng_state(state["accelerator"])
+    if "accelerator" in state:
+        engine.restore_accelerator_rng(state["accelerator"])
 
 
 def rank_state(
-    batches_trained: int,
-    callbacks: Mapping[str, PyTorchCallback],
-    training_data: Mapping[str, Any] | None,
+    batches_trained: int, engine: TrialEngine, training_data: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """This rank's own state, the dictionary that `on_checkpoint_save_start` sees.
+    """This rank's state: the dictionary that `on_checkpoint_save_start` gets.
 
     Args:
-        training_data: where the training data stands; None on a rank that needs none.
+        training_data: the position in the training data; None on a rank that needs no data.
     """
     return {
         "batches_trained": batches_trained,
         "training_data": training_data,
-        "rng": capture_rng(),
-        "callbacks": {name: callback.state_dict() for name, callback in callbacks.items()},
+        "rng": capture_rng(engine),
+        "callbacks": {name: each.state_dict() for name, each in engine.callbacks.items()},
     }
 
 
-def write_rank_state(folder: Path, rank: int, state: Mapping[str, Any]) -> None:
-    """Write `state` to this rank's file below a checkpoint's `folder`."""
+def write_rank_state(folder: Path, rank: int, state: Mapping[str, Any], reader: Reader) -> None:
+    """Write `state` to this rank's file below a checkpoint's `folder`.
+
+    Args:
+        reader: will read the file; classes that it reads only if trusted are warned of.
+    """
     path = _state_path(folder, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(dict(state), path)
-    if odd := unreadable_classes(path):
+    if unsafe := reader.unsafe_classes(path):
         logger.warning(
-            "the state of callbacks or loaders holds objects of %s: to resume from it, "
-            "checkpointing.trusted must be true", ", ".join(odd),
+            "the state of callbacks or loaders holds objects of %s: to resume from this "
+            "checkpoint, set checkpointing.trusted: true", ", ".join(unsafe),
         )  # fmt: skip
 
 
 def has_rank_state(folder: Path, rank: int) -> bool:
-    """Whether a rank of that number has saved a state."""
+    """Whether the checkpoint in `folder` has a state of rank number `rank`."""
     return _state_path(folder, rank).is_file()
 
 
 def read_rank_state(folder: Path, rank: int, reader: Reader) -> dict[str, Any]:
-    """What `write_rank_state` wrote.
+    """Read what `write_rank_state` wrote.
 
     Raises:
         CheckpointDamaged: the checkpoint has no state of this rank.
-        CheckpointError: it holds objects that only a trusted checkpoint may.
+        CheckpointError: the state holds objects that only a trusted checkpoint may hold.
     """
     path = _state_path(folder, rank)
     if not has_rank_state(folder, rank):
@@ -106,8 +105,8 @@ def read_rank_state(folder: Path, rank: int, reader: Reader) -> dict[str, Any]:
 
 
 def restore_callbacks(state: Mapping[str, Any], callbacks: Mapping[str, PyTorchCallback]) -> None:
-    """Hand every callback the state that was saved under its name, if any was."""
-    saved = state.get("callbacks") or {}  # a callback may have taken it out
+    """Give every callback the state that was saved under its name, if there is one."""
+    saved = state.get("callbacks") or {}  # on_checkpoint_load_start may have removed it
     for name, callback in callbacks.items():
         if name in saved:
             callback.load_state_dict(saved[name])

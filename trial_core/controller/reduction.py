@@ -1,4 +1,4 @@
-"""One rank's metrics of a workload, made into everybody's."""
+"""Reduces the metrics of a workload over its batches and all ranks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def reduce_metrics(
     reducers: Reducer | Mapping[str, Reducer] = Reducer.AVG,
     contribution: list[Any] | None = None,
 ) -> dict[str, Any]:
-    """Reduce per-batch metrics, and the trial's custom ones, over all batches of all ranks.
+    """Reduce per-batch metrics and custom reducers. Collective: every rank calls this.
 
-    Collective: every rank calls this, and gets the same. Only what ranks that report metrics have
-    gathered counts. The only place where a workload waits for the accelerator.
+    Every rank gets the same result. Only ranks that report metrics count. This is the only place
+    where a workload waits for the accelerator.
 
     Args:
-        contribution: what the custom reducers held when they were last to be believed; None: now.
+        contribution: this rank's values for the custom reducers; None: their present values.
 
     Raises:
-        TrialError: nothing was validated, ranks report different metrics, or a custom one has
-            the name of another.
+        TrialError: no batch was validated, ranks report different metrics, or a custom reducer has
+            the name of another metric.
     """
     partials = distributed.allgather(metrics.partials() if engine.reports_metrics else {})
     if kind == "validation" and not any(part.get("batches") for part in partials):
@@ -42,10 +42,10 @@ def reduce_metrics(
     custom = engine.reducers.reduce(
         kind, distributed.allgather, counts=engine.reports_metrics, contribution=contribution
     )
-    twice = sorted(reduced.keys() & custom.keys())
-    if twice:
+    duplicates = sorted(reduced.keys() & custom.keys())
+    if duplicates:
         raise TrialError(
-            f"{kind} metric(s) {', '.join(twice)} are both returned by the trial and given by a "
-            "wrapped reducer; name one of them otherwise"
+            f"{kind} metric(s) {', '.join(duplicates)} are both returned by the trial and given by "
+            "a wrapped reducer; rename one of them"
         )
     return reduced | custom

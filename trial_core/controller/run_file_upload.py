@@ -1,4 +1,4 @@
-"""What a trial has measured itself with, brought to where the run is kept."""
+"""Uploads what a rank writes for TensorBoard, and its profiler traces."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def instruments_in(run_dir: Path, rank: int) -> Instruments:
 
 
 class RunFileUpload:
-    """This rank's event files and traces, on their way to the storage.
+    """Uploads this rank's event files and traces.
 
     Args:
         info: the trial's, with its instruments.
         store: where the trial's checkpoints are kept.
-        run_dir: a folder on this machine that has room for copies.
+        run_dir: the run's folder on this machine, which gets temporary copies.
     """
 
     def __init__(self, info: RunInfo, store: CheckpointStore, run_dir: Path) -> None:
@@ -37,11 +37,12 @@ class RunFileUpload:
         self._files: RunFiles | None = None
 
     def upload(self) -> RunFilesStored:
-        """Upload what has changed, if the trial wants that. Any lane, one at a time; no collective.
+        """Upload the files that have changed, if uploads are switched on. Not collective.
 
-        A storage that fails is no reason to end training: what is left goes with the next upload.
+        For any thread, one call at a time. A storage failure is a warning: the next upload
+        includes the same files.
         """
-        # A process-local storage is the driver's, not this rank's: there the driver uploads.
+        # Only the driver sees a process-local storage, so the driver uploads there.
         if not self._instruments.has_files_to_upload or self._store.is_process_local:
             return RunFilesStored(files=0)
         if self._files is None:

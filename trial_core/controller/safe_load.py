@@ -1,4 +1,4 @@
-"""Reading what a checkpoint holds, without running what somebody may have hidden in it."""
+"""Reads a checkpoint's files without running code that they may contain."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import datetime
 import pathlib
 import pickle
 import zipfile
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from trial_core.errors import CheckpointError
@@ -24,7 +21,6 @@ try:
 except ImportError:  # numpy 1
     from numpy.core import multiarray  # type: ignore[no-redef]
 
-_DEEPSPEED = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
 _NUMPY: tuple[Any, ...] = (
     np.ndarray, np.dtype, multiarray._reconstruct, multiarray.scalar,
     *{type(np.dtype(code)) for code in np.typecodes["All"] if code != "O"},
@@ -35,63 +31,58 @@ _PLAIN = (
     pathlib.PosixPath, pathlib.PurePosixPath,
 )  # fmt: skip
 
-ALLOWED: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
-    *_DEEPSPEED, *_NUMPY, *_PLAIN
-]  # fmt: skip
-"""What may be constructed besides what torch allows by itself: none of it runs code."""
-
 
 class Reader:
     """Reads files that `torch.save` wrote.
 
     Args:
-        trusted: whether they may construct objects of any class (``checkpointing.trusted``).
+        trusted: whether the files may contain objects of any class (``checkpointing.trusted``).
+        classes: classes that are safe to construct, besides plain data, numpy's and torch's own.
     """
 
-    def __init__(self, trusted: bool = False) -> None:
+    def __init__(self, trusted: bool = False, classes: Sequence[Any] = ()) -> None:
         self._trusted = trusted
+        self._safe = [*classes, *_NUMPY, *_PLAIN]
 
     def load(self, path: Path, map_location: Any = None, mapped: bool = False) -> Any:
-        """What the file holds.
+        """The content of the file at `path`.
 
         Args:
-            mapped: leave tensors in the file until they are used, if it can be mapped.
+            mapped: leave tensors in the file until they are used, if the file can be mapped.
 
         Raises:
-            CheckpointError: it would construct an object of a class that is not known to be safe.
+            CheckpointError: the file contains objects of a class that is not known to be safe.
         """
         mmap = mapped and zipfile.is_zipfile(path)  # torch's older format cannot be mapped
         if self._trusted:
             return torch.load(path, map_location=map_location, weights_only=False, mmap=mmap)
         try:
-            with safe_globals(ALLOWED):
+            with safe_globals(self._safe):
                 return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
-                f"{path.name} {_what_is_in(path)}, and reading such objects can run code. If you "
-                "trust whoever wrote this checkpoint, set checkpointing.trusted: true (trialflow "
-                "export: --trusted); for single classes, call "
+                f"{path.name} {self._unsafe_content(path)}, and reading such objects can run code. "
+                "If you trust the writer of this checkpoint, set checkpointing.trusted: true "
+                "(trialflow export: --trusted). To allow single classes, call "
                 "torch.serialization.add_safe_globals([…]) in the trial's module "
                 f"[{_first_line(error)}]"
             ) from None
 
     def load_mapped(self, path: Path) -> Any:
-        """What the file holds, its tensors on the CPU and in the file until they are used."""
+        """As `load`, on the CPU; tensors stay in the file until they are used."""
         return self.load(path, "cpu", mapped=True)
 
+    def unsafe_classes(self, path: Path) -> list[str]:
+        """Dotted names of the file's classes that only a trusting reader constructs."""
+        with safe_globals(self._safe):
+            return sorted(get_unsafe_globals_in_checkpoint(path))
 
-def unreadable_classes(path: Path) -> list[str]:
-    """Classes in a file that are read only where checkpoints are trusted, as dotted names."""
-    with safe_globals(ALLOWED):
-        return sorted(get_unsafe_globals_in_checkpoint(path))
-
-
-def _what_is_in(path: Path) -> str:
-    try:
-        classes = unreadable_classes(path)
-    except (pickle.UnpicklingError, ValueError, RuntimeError):  # of the old format
-        classes = []
-    return f"holds objects of {', '.join(classes) or 'some class that is not on the list'}"
+    def _unsafe_content(self, path: Path) -> str:
+        try:
+            names = self.unsafe_classes(path)
+        except (pickle.UnpicklingError, ValueError, RuntimeError):  # torch's older format
+            names = []
+        return f"holds objects of {', '.join(names) or 'a class that is not known to be safe'}"
 
 
 def _first_line(error: Exception) -> str:

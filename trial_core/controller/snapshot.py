@@ -1,8 +1,8 @@
-"""A rank's half of a checkpoint: stage it, persist it, bring it back.
+"""A rank's part of a checkpoint: stage it, persist it, fetch and restore it.
 
-Staging blocks training: the trial saves into a folder of this rank's, in which DeepSpeed's shards
-are images in memory, so that it costs a copy. Persisting does not: another process uploads that
-folder. It is kept until the driver has committed the manifest.
+Staging blocks training. The trial saves into this rank's staging folder, where DeepSpeed's shards
+are memory files, so staging costs one copy. Persisting does not block training: another process
+uploads the folder. The folder is kept until the driver has committed the manifest.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config.checkpointing_section import STALL_TIMEOUT_SECONDS
+from trial_core.controller.rank_remap import RankRemap, read_remapped_state
 from trial_core.controller.rank_state import (
     rank_state,
     read_rank_state,
     restore_callbacks,
     write_rank_state,
 )
-from trial_core.controller.resharded_state import RankRemap, read_redistributed
 from trial_core.controller.safe_load import Reader
 from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
@@ -36,72 +36,70 @@ from trial_core.transfer.upload import upload_files
 
 
 class Snapshots:
-    """This rank's staged and restored checkpoints, below the run's folder on this machine.
+    """This rank's staged and fetched checkpoints, below the run's folder on this machine.
 
     Args:
-        settings: the experiment's `checkpointing`, as plain data.
+        settings: the experiment's `checkpointing` section, as plain data.
     """
 
     def __init__(
         self,
+        engine: TrialEngine,
         run_dir: Path,
         store: CheckpointStore,
         distributed: DistributedContext,
         settings: Mapping[str, Any],
     ) -> None:
+        self._engine = engine
         self._run_dir = run_dir
         self._store = store
         self._distributed = distributed
         self._memory_gib = settings.get("memory_gib_per_rank")
-        self._reader = Reader(bool(settings.get("trusted")))
-        self._images: MemoryFiles | None = None
+        self._reader = Reader(bool(settings.get("trusted")), engine.checkpoint_classes)
+        self._memory: MemoryFiles | None = None
         self._persister = Persister(settings.get("stall_timeout_seconds", STALL_TIMEOUT_SECONDS))
 
     def staging(self, uuid: str) -> Path:
-        """Where this rank stages checkpoint `uuid`."""
+        """This rank's staging folder for checkpoint `uuid`."""
         return self._run_dir / "staging" / uuid / f"rank-{self._distributed.get_rank()}"
 
     def restored(self, uuid: str) -> Path:
-        """Where this machine's ranks keep the files of `uuid` that they have fetched."""
+        """The folder for fetched files of `uuid`, which this machine's ranks share."""
         return self._run_dir / "restored" / uuid
 
     def stage(
-        self,
-        uuid: str,
-        engine: TrialEngine,
-        batches_trained: int,
-        training_data: Mapping[str, Any] | None,
+        self, uuid: str, batches_trained: int, training_data: Mapping[str, Any] | None
     ) -> Path:
         """Write this rank's shards and state. Collective: every rank calls this."""
-        folder, images = self.staging(uuid), self._the_images
+        engine, folder, memory = self._engine, self.staging(uuid), self._memory_files()
         folder.mkdir(parents=True, exist_ok=True)
-        state = rank_state(batches_trained, engine.callbacks, training_data)
+        state = rank_state(batches_trained, engine, training_data)
         for callback in engine.callbacks.values():
             callback.on_checkpoint_save_start(state)
-        images.begin()
-        engine.save(folder, images)
-        images.end()
-        write_rank_state(folder, self._distributed.get_rank(), state)
+        memory.begin()
+        engine.save(folder, memory)
+        memory.end()
+        write_rank_state(folder, self._distributed.get_rank(), state, self._reader)
         return folder
 
     def persist(self, uuid: str) -> list[FileEntry]:
-        """Upload what this rank has staged. Runs in the I/O lane; no collective."""
+        """Upload what this rank has staged. For the I/O lane; not collective."""
         folder, rank = self.staging(uuid), self._distributed.get_rank()
         if self._store.is_process_local:
             return upload_files(self._store, uuid, folder, rank)
         return self._persister.upload(self._store.spec, uuid, rank, staged_files(folder, rank))
 
     def release(self, uuid: str) -> None:
-        """`uuid` is committed, or given up: drop what was staged for it, and fetched before it.
+        """Delete what was staged for `uuid`, once it is committed or given up, and fetched before.
 
-        Files on disk are kept until the next one is: a restart need not fetch them.
+        Files on disk are kept until the next release, so that a restart need not fetch them.
         """
         self._persister.forget(uuid)
         staged, kept = self.staging(uuid), self._run_dir / KEPT
         own = f"rank-{self._distributed.get_rank()}"
         is_first_here = self._distributed.get_local_rank() == 0
         for folder in kept.glob("*"):
-            if folder.name != uuid:  # the first rank takes what ranks have left that are no more
+            if folder.name != uuid:  # the first rank also deletes files of ranks that are gone
                 shutil.rmtree(folder if is_first_here else folder / own, ignore_errors=True)
         for path in staged.rglob("*"):
             if is_memory_file(path):
@@ -110,40 +108,35 @@ class Snapshots:
             (kept / uuid).mkdir(parents=True, exist_ok=True)
             shutil.move(staged, kept / uuid / own)
         for emptied in (*kept.glob("*"), staged.parent):
-            with contextlib.suppress(OSError):  # other ranks' folders are still in it
+            with contextlib.suppress(OSError):  # it still holds other ranks' folders
                 emptied.rmdir()
         if is_first_here:
             shutil.rmtree(self._run_dir / "restored", ignore_errors=True)
 
     def close(self) -> None:
-        """End the process that moves files, and give the memory of snapshots back."""
+        """End the persister process and free the memory files."""
         self._persister.close()
-        if self._images is not None:
-            self._images.close()
-            self._images = None
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
 
     def fetch(self, uuid: str, files: list[FileEntry]) -> None:
-        """Bring this rank's share of a checkpoint here, verified. Runs in the I/O lane.
+        """Fetch and verify this rank's share of `files`. For the I/O lane; not collective.
 
-        The machine's ranks share one folder, so each fetches every n-th file of it.
+        The machine's n ranks share one folder, so each rank fetches every n-th file.
         """
-        every = self._distributed.local_size
-        share = sorted(files, key=lambda entry: (-entry.size_bytes, entry.path))
-        own = share[self._distributed.get_local_rank() :: every]
+        ordered = sorted(files, key=lambda entry: (-entry.size_bytes, entry.path))
+        share = ordered[self._distributed.get_local_rank() :: self._distributed.local_size]
         kept = sorted((self._run_dir / KEPT / uuid).glob("rank-*"))
         if self._store.is_process_local:
-            fetch_files(self._store, uuid, own, self.restored(uuid), local=kept)
+            fetch_files(self._store, uuid, share, self.restored(uuid), local=kept)
         else:
-            self._persister.fetch(self._store.spec, uuid, own, self.restored(uuid), kept)
+            self._persister.fetch(self._store.spec, uuid, share, self.restored(uuid), kept)
 
     def read_state(
-        self, uuid: str | None, restore: Restore, move: RankRemap | None = None
+        self, uuid: str | None, restore: Restore, remap: RankRemap | None = None
     ) -> dict[str, Any] | None:
-        """This rank's own state in a fetched checkpoint; None where no more is restored than
-        weights, or nothing at all.
-
-        Args:
-            move: where other ranks have saved it.
+        """This rank's state in a fetched checkpoint; None if only weights or nothing is restored.
 
         Raises:
             CheckpointDamaged: the checkpoint has no state of this rank.
@@ -151,37 +144,31 @@ class Snapshots:
         if uuid is None or restore == "weights":
             return None
         folder, rank = self.restored(uuid), self._distributed.get_rank()
-        if move is not None:
-            return read_redistributed(folder, rank, self._reader, move, restore)
-        return read_rank_state(folder, rank, self._reader)
+        if remap is None:
+            return read_rank_state(folder, rank, self._reader)
+        return read_remapped_state(folder, rank, self._reader, remap, self._engine, restore)
 
     def restore(
-        self,
-        uuid: str,
-        engine: TrialEngine,
-        state: dict[str, Any] | None,
-        move: RankRemap | None = None,
+        self, uuid: str, state: dict[str, Any] | None, remap: RankRemap | None = None
     ) -> None:
         """Load from fetched files. Collective: every rank calls this, after all have fetched.
 
         Args:
-            state: what `read_state` gave, for the callbacks; None loads weights alone.
-            move: where other ranks have saved them.
+            state: the result of `read_state`, for the callbacks; None loads weights alone.
         """
-        folder = self.restored(uuid)
+        engine, folder = self._engine, self.restored(uuid)
         if state is None:
             engine.load_weights(folder, self._reader)
             return
         for callback in engine.callbacks.values():
             callback.on_checkpoint_load_start(state)
-        engine.load(folder, self._reader, reshape=move is not None)
+        engine.load(folder, self._reader, reshape=remap is not None)
         restore_callbacks(state, engine.callbacks)
 
-    @property
-    def _the_images(self) -> MemoryFiles:
-        # With the first snapshot: only then is known how much memory training leaves.
-        if self._images is None:
+    def _memory_files(self) -> MemoryFiles:
+        # Created by the first snapshot: only then is known how much memory training leaves free.
+        if self._memory is None:
             limit = default_limit_bytes(self._distributed.local_size)
             given = self._memory_gib
-            self._images = MemoryFiles(limit if given is None else int(given * GIB))
-        return self._images
+            self._memory = MemoryFiles(limit if given is None else int(given * GIB))
+        return self._memory

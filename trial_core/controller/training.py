@@ -1,14 +1,14 @@
 """The training loop.
 
-One train-workload, with every hook that runs inside it::
+One train-workload, with every hook inside it::
 
-    for each batch up to `until`, while nobody asks the run to stop, the trial included:
+    for each batch up to `until`, unless the run is asked to stop:
         on_training_epoch_start(epoch_idx)      if an epoch begins with this batch
         trial.train_batch(...)                  once per micro-batch, or once with pipelines
         on_training_epoch_end(epoch_idx)        if an epoch ends with this batch
-    average the metrics over batches and ranks  the only collective, and the only wait for the
-                                                accelerator, of ours
-    (on_training_workload_end(avg_metrics, batch_metrics) is the stage that follows)
+    average the metrics over batches and ranks  the workload's only collective of ours, and its
+                                                only wait for the accelerator
+    (on_training_workload_end(avg_metrics, batch_metrics) is the next stage)
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from trial_core.pytorch.reducer import BatchMetrics
 from trial_core.slots.stop_barrier import Brake
 from trial_core.units import EpochLength
 
-TICK_SECONDS = 0.2
+REPORT_SECONDS = 0.2
 
 
 @dataclass
 class TrainOutcome:
-    """What a train-workload leaves behind.
+    """The metrics of a train-workload.
 
     Attributes:
         avg_metrics: averaged over the workload's batches and all ranks.
-        batch_metrics: this rank's metrics, one mapping a batch.
+        batch_metrics: this rank's metrics, one mapping per batch.
     """
 
     avg_metrics: dict[str, Any]
     batch_metrics: list[dict[str, Any]]
 
 
-class Ticker:
-    """Tells how far training has come, a few times a second at most."""
+class ProgressReporter:
+    """Reports the number of batches done, at most once per `REPORT_SECONDS`."""
 
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        self._tell = tell
+    def __init__(self, send: Callable[[int], None]) -> None:
+        self._send = send
         self._next = 0.0
 
-    def tick(self, batches: int) -> None:
-        """Training has reached `batches`."""
+    def report(self, batches: int) -> None:
+        """Report `batches`, unless the last report is too recent."""
         now = time.monotonic()
         if now >= self._next:
-            self._next = now + TICK_SECONDS
-            self._tell(batches)
+            self._next = now + REPORT_SECONDS
+            self._send(batches)
 
 
 def train_batches(
@@ -65,17 +65,17 @@ def train_batches(
     micro_batches: MicroBatches | None,
     until: int,
     distributed: DistributedContext,
-    ticker: Ticker,
+    progress: ProgressReporter,
     brake: Brake,
-    heed: Callable[[], None],
+    on_stop_requested: Callable[[], None],
 ) -> TrainOutcome:
     """Train from `info.batches_trained` up to `until`. Collective: every rank calls this.
 
     Args:
-        brake: may end it earlier, after the same batch on every rank.
-        heed: called after each batch with which the trial asks, on this rank, to stop.
+        brake: may end the workload early, after the same batch on every rank.
+        on_stop_requested: called after each batch while this rank's trial requests a stop.
     """
-    begins_at = info.batches_trained
+    first_batch = info.batches_trained
     brake.begin_workload()
     metrics = BatchMetrics()
     engine.reducers.reset(for_training=True)
@@ -91,10 +91,10 @@ def train_batches(
         _end_epochs(engine.callbacks, info.epoch, batch_idx)
         info.batches_trained = batch_idx + 1
         info.instruments.batch_ended()
-        ticker.tick(info.batches_trained)
+        progress.report(info.batches_trained)
         if info.stop_requested:
-            heed()
-    if info.batches_trained == begins_at:
+            on_stop_requested()
+    if info.batches_trained == first_batch:
         return TrainOutcome({}, [])  # nothing to average
     averages = reduce_metrics("training", metrics, engine, distributed)
     return TrainOutcome(averages, metrics.per_batch())
@@ -103,7 +103,7 @@ def train_batches(
 def _begin_epochs(
     callbacks: Mapping[str, PyTorchCallback], epoch: EpochLength | None, batch_idx: int
 ) -> int:
-    """Announce the epochs that begin with this batch; the epoch that it belongs to."""
+    """Call on_training_epoch_start for epochs that begin with this batch; the batch's epoch."""
     if epoch is None:
         return 0
     current = epoch.epoch_of(batch_idx)

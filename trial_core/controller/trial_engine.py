@@ -1,4 +1,4 @@
-"""The seam between the one controller and the kinds of trial: all that differs lies behind it."""
+"""The interface between the controller and one kind of trial."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class TrialEngine(Protocol):
 
     Attributes:
         callbacks: the trial's callbacks, by name.
-        reducers: the custom metrics that the trial has registered.
-        data_parallel_rank: which shard of the data this rank takes.
-        data_parallel_size: how many shards there are.
+        reducers: the trial's custom reducers.
+        data_parallel_rank: this rank's data shard.
+        data_parallel_size: the number of data shards.
         reports_metrics: whether this rank's metrics count.
-        needs_data: whether this rank needs data loaders at all.
-        micro_batches_per_batch: micro-batches that one batch takes from this rank's loader.
-        batch_samples: samples in one batch, all ranks together.
+        needs_data: whether this rank needs data loaders.
+        micro_batches_per_batch: micro-batches of one batch from this rank's loader.
+        batch_samples: samples of one batch, over all ranks.
         micro_batches_per_evaluation: micro-batches that one `evaluate_batch` takes.
-        evaluates_in_lockstep: whether a forward pass needs other ranks, so that all must evaluate
-            equally often.
-        pads_evaluation: where that is so, whether a rank whose shard is shorter goes on with
-            batches that do not count; otherwise all ranks end with the shortest.
-        evaluates_full_dataset: whether the trial validates the whole set in one go, on one rank.
+        evaluates_in_lockstep: whether a forward pass needs other ranks, so that all ranks must
+            evaluate equally often.
+        pads_evaluation: in lockstep, whether a rank with a shorter shard continues with batches
+            that do not count. Otherwise all ranks end with the shortest shard.
+        evaluates_full_dataset: whether the trial validates the whole set at once, on one rank.
         requires_reproducible_loaders: whether loaders must be `trial_core.pytorch.DataLoader`s.
     """
 
@@ -49,13 +49,15 @@ class TrialEngine(Protocol):
     evaluates_full_dataset: bool
     requires_reproducible_loaders: bool
 
+    @property
+    def checkpoint_classes(self) -> Sequence[Any]:
+        """Classes besides plain data that the shards hold, all of them safe to construct."""
+
     def training_loader(self) -> Any:
-        """What the trial's `build_training_data_loader` returns."""
-        ...
+        """The result of the trial's `build_training_data_loader`."""
 
     def validation_loader(self) -> Any:
-        """What the trial's `build_validation_data_loader` returns."""
-        ...
+        """The result of the trial's `build_validation_data_loader`."""
 
     def train_batch(
         self, micro_batches: Iterator[Any] | None, epoch_idx: int, batch_idx: int
@@ -64,56 +66,51 @@ class TrialEngine(Protocol):
 
         Collective: every rank calls this. Must not wait for the accelerator.
         """
-        ...
 
     def evaluate_batch(self, micro_batches: Iterator[Any] | None, batch_idx: int) -> Any:
         """The metrics of one of the trial's `evaluate_batch` calls."""
-        ...
 
     def evaluate_full_dataset(self, loader: Any) -> Any:
         """The metrics of the whole validation set. Called on rank 0 alone."""
-        ...
 
     def evaluation_reducer(self) -> Reducer | Mapping[str, Reducer]:
-        """How per-batch validation metrics become one."""
-        ...
+        """How per-batch validation metrics are reduced."""
 
     def set_training(self, training: bool) -> None:
         """Switch the models between training and evaluation mode."""
-        ...
+
+    def accelerator_rng_state(self) -> Any:
+        """The state of this rank's accelerator generator; None on a CPU rank."""
+
+    def restore_accelerator_rng(self, state: Any) -> None:
+        """Restore a state from `accelerator_rng_state`, if this rank has an accelerator."""
 
     def save(self, folder: Path, images: MemoryFiles) -> None:
-        """Write this rank's shards below `folder`, in `images` as far as it can.
+        """Write this rank's shards below `folder`, as far as possible as memory files.
 
         Collective: every rank calls this.
         """
-        ...
 
     def load(self, folder: Path, reader: Reader, reshape: bool = False) -> None:
         """Restore from all ranks' shards below `folder`. Collective: every rank calls this.
 
         Args:
-            reshape: they are of another number of ranks, or of another ZeRO stage.
+            reshape: whether the shards are of another number of ranks, or another ZeRO stage.
         """
-        ...
 
     def load_weights(self, folder: Path, reader: Reader) -> None:
         """Load the models' weights alone. Collective: every rank calls this."""
-        ...
 
     def files_read(
         self, files: list[FileEntry], saved_by: Topology, restore: Restore, ranks: Sequence[int]
     ) -> list[FileEntry]:
-        """Those of a checkpoint's files that `load`, or `load_weights`, reads on some of `ranks`.
+        """The files of a checkpoint that `load` or `load_weights` reads on any of `ranks`.
 
-        The same on each of them. Not collective.
+        The same on each of these ranks. Not collective.
 
         Args:
-            saved_by: how the ranks that saved it divided the work.
-            restore: how much of it is to be restored.
+            saved_by: the topology that saved the checkpoint.
         """
-        ...
 
     def topology(self) -> Topology:
         """How the ranks divide the work."""
-        ...

@@ -19,6 +19,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils.serialization import config as serialization
 
 from trial_core.controller.safe_load import Reader
+from trial_core.deepspeed.checkpoint_classes import CHECKPOINT_CLASSES
 from trial_core.transfer.memory_files import MemoryFiles
 
 
@@ -38,7 +39,7 @@ class SnapshotCheckpointEngine(TorchCheckpointEngine):
         self.name = "trialflow"
         self._folder = folder
         self._memory_files = memory_files
-        self.reader = reader or Reader()
+        self.reader = reader or Reader(classes=CHECKPOINT_CLASSES)
 
     def create(self, info: Any) -> None:
         """Nothing to prepare."""
@@ -63,7 +64,11 @@ class SnapshotCheckpointEngine(TorchCheckpointEngine):
 def reader_of(engine: DeepSpeedEngine) -> Reader:
     """The reader of the engine's `SnapshotCheckpointEngine`, or one that does not trust."""
     installed = engine.checkpoint_engine
-    return installed.reader if isinstance(installed, SnapshotCheckpointEngine) else Reader()
+    return (
+        installed.reader
+        if isinstance(installed, SnapshotCheckpointEngine)
+        else Reader(classes=CHECKPOINT_CLASSES)
+    )
 
 
 @contextmanager

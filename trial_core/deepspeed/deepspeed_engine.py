@@ -11,6 +11,8 @@ from typing import Any
 from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.controller.safe_load import Reader
+from trial_core.deepspeed.accelerator import accelerator_rng_state, restore_accelerator_rng
+from trial_core.deepspeed.checkpoint_classes import CHECKPOINT_CLASSES
 from trial_core.deepspeed.checkpoint_engine import snapshot_checkpoint_engines
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.mpu import check_mpu
@@ -38,6 +40,8 @@ class DeepSpeedTrialEngine:
         TrialError: the trial wrapped no engine, or the ranks' `ModelParallelUnit`s are
             inconsistent, or the trial cannot be validated.
     """
+
+    checkpoint_classes = CHECKPOINT_CLASSES
 
     def __init__(self, trial: DeepSpeedTrial, context: DeepSpeedTrialContext) -> None:
         if not context.models:
@@ -110,6 +114,12 @@ class DeepSpeedTrialEngine:
     def set_training(self, training: bool) -> None:
         for engine in self._context.models:
             engine.train(training)
+
+    def accelerator_rng_state(self) -> Any:
+        return accelerator_rng_state()
+
+    def restore_accelerator_rng(self, state: Any) -> None:
+        restore_accelerator_rng(state)
 
     def save(self, folder: Path, images: MemoryFiles) -> None:
         with snapshot_checkpoint_engines(self._context.models, folder, memory_files=images):

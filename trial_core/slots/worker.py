@@ -133,11 +133,13 @@ class Worker:
         if self._controller is None:
             # Imports torch and deepspeed: seconds, which is why it waits until the rank has joined.
             from trial_core.controller.controller import Controller
+            from trial_core.entrypoint import build_engine
 
             self._controller = Controller(
+                build_engine,
                 emit=self.send,
                 brake=self._brake,
-                ask_to_stop=lambda: self.send(StopRequested()),
+                on_stop_requested=lambda: self.send(StopRequested()),
             )
         return self._controller
 

@@ -1,4 +1,4 @@
-"""A rank's part of an upload, beside training."""
+"""A rank's part of an upload, in a background thread."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ TRIES = 3
 PAUSE_SECONDS = 5.0
 
 
-def persistently(work: Callable[[], T]) -> T:
-    """Do `work`, which may be done again, and again after a pause where the storage fails.
+def retry_storage(work: Callable[[], T]) -> T:
+    """Do `work`, which must be repeatable, and repeat it after a pause if the storage fails.
 
     Raises:
-        StorageError: it still does.
+        StorageError: the last try failed.
     """
-    for attempt in range(1, TRIES):
+    for number in range(1, TRIES):
         try:
             return work()
         except StorageError as error:
             logger.warning(
-                "the storage failed, and is asked again in %g s (try %d of %d): %s",
-                PAUSE_SECONDS, attempt, TRIES, error,
+                "the storage failed (try %d of %d), next try in %g s: %s",
+                number, TRIES, PAUSE_SECONDS, error,
             )  # fmt: skip
             time.sleep(PAUSE_SECONDS)
     return work()
 
 
 class BackgroundUpload:
-    """An upload under way, in a thread of its own. No collective happens there.
+    """An upload in a thread. No collective runs there.
 
-    The thread does not keep the process alive: a rank that fails must end at once, so that its
+    The thread does not keep the process alive: a failed rank must end at once, so that its
     launcher ends the others.
 
     Args:
-        work: what is done there; gives how it ended.
+        work: the upload; returns how it ended.
     """
 
     def __init__(self, work: Callable[[], Outcome]) -> None:
@@ -55,10 +55,10 @@ class BackgroundUpload:
         ).start()
 
     def outcome(self, within_seconds: float = 0.0) -> Outcome | None:
-        """How it has ended; None while it is under way. Waits that long for its end.
+        """How the upload ended; None while it runs. Waits up to `within_seconds` for its end.
 
         Raises:
-            Exception: what ended `work` in place of an outcome.
+            Exception: the error that `work` raised.
         """
         has_ended = wait([self._future], timeout=within_seconds).done
         return self._future.result() if has_ended else None

@@ -1,33 +1,32 @@
-"""The stages of a run in a script of the user's own, as one of its ranks carries them out.
+"""The stages of a run in a script, as one of its ranks carries them out.
 
-They are those of the flow's tasks. What the driver sees to there, the ranks see to by exchanging a
-few plain objects between stages.
+The ranks have no driver. They exchange a few plain objects between stages instead.
 """
 
 from __future__ import annotations
 
 import logging
 import uuid as uuids
-from collections.abc import Callable
-from logging import ERROR, INFO, WARNING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from logging import Logger, LoggerAdapter
 from typing import Any
 
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.manifest import FileEntry, Manifest
-from trial_core.checkpoint.resume_point import Restore, ResumePoint, no_intact_checkpoint
+from trial_core.checkpoint.resume_point import Restore, ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.context import RunInfo
 from trial_core.controller.collective_errors import (
     Outcome,
-    attempt,
-    on_every_rank,
-    on_the_first_rank,
-    raise_error,
+    outcome_of,
+    run_on_all_ranks,
+    run_on_rank_0,
 )
 from trial_core.controller.controller import Controller
 from trial_core.distributed import DistributedContext
-from trial_core.errors import CheckpointError, StorageError
+from trial_core.errors import CheckpointError, StorageError, TrialError
 from trial_core.messages import (
     BuildLoaders,
     FetchCheckpoint,
@@ -43,216 +42,161 @@ from trial_core.messages import (
 )
 from trial_core.retention.claims import RunClaim
 from trial_core.retention.pruning import prune_trial
+from trial_core.run.run_loop import Validation
 from trial_core.run.searcher_metric import searcher_metric
-from trial_core.run.sequencer import Progress
-from trial_core.trainer.background_upload import BackgroundUpload, persistently
+from trial_core.run.sequencer import Progress, Schedule
+from trial_core.trainer.background_upload import BackgroundUpload, retry_storage
 from trial_core.trainer.commit_rendezvous import CommitRendezvous
 from trial_core.transfer.staged_checkpoint import StagedCheckpoint
-from trial_core.units import EpochLength
+from trial_core.units import Batch, EpochLength
 
-logger = logging.getLogger(__name__)
-
-# How often ranks that wait for each other's uploads say so: well within a collective's deadline.
+# How often ranks that wait for an upload exchange its state: well within a collective's timeout.
 POLL_SECONDS = 30.0
 
 
+@dataclass
 class FitStages:
-    """One fit of a trial, as one of its ranks carries it out. Every method is collective.
-
-    Args:
-        controller: has the trial already.
-        built: what it said of it.
-        config: the script's experiment.
-        metric: the validation metric that says what is best; None: nothing does.
-        test_mode: validate one batch only, and keep no checkpoint.
-        is_told_to_end: whether somebody else has asked this rank to save and end.
-        fence: rank 0's, which commits; None on the others, and where nothing is kept.
-        claim: rank 0's, by which others know what this fit has started from; None likewise.
+    """`RunStages` of a script, on one of its ranks. Every method is collective.
 
     Attributes:
+        controller: has the trial attached.
+        built: the controller's description of the trial.
+        config: the script's experiment.
+        full_schedule: the schedule of `fit`'s arguments.
+        points: what the run may resume from, best first.
+        metric: the name of the searcher metric; None: the run has none.
+        test_mode: train and validate one batch, and keep no checkpoint.
+        is_stop_requested: whether this rank was asked from outside to save and end.
+        fence: rank 0's, which commits; None on other ranks and in test mode.
+        claim: rank 0's, which announces what this run restores; None likewise.
         metrics: the last ones of each kind.
-        newest: uuid of the trial's newest committed checkpoint.
+        newest_checkpoint: uuid of the newest checkpoint that this run has committed.
     """
 
-    def __init__(
-        self,
-        controller: Controller,
-        built: TrialBuilt,
-        info: RunInfo,
-        distributed: DistributedContext,
-        store: CheckpointStore,
-        config: ExperimentConfig,
-        metric: str | None,
-        test_mode: bool,
-        is_told_to_end: Callable[[], bool] = lambda: False,
-        fence: Fence | None = None,
-        claim: RunClaim | None = None,
-    ) -> None:
-        self.test_mode = test_mode
-        self._is_told_to_end = is_told_to_end
-        self._controller = controller
-        self._built = built
-        self._info = info
-        self._distributed = distributed
-        self.store = store
-        self._config = config
-        self._metric = metric
-        self._fence = fence
-        self._claim = claim
-        self._attempt = uuids.uuid4().hex if fence is None else fence.attempt
-        self.metrics: dict[str, dict[str, Any]] = {}
-        self.newest: str | None = None
-        self._stop_requested = False
+    controller: Controller
+    built: TrialBuilt
+    info: RunInfo
+    distributed: DistributedContext
+    store: CheckpointStore
+    config: ExperimentConfig
+    full_schedule: Schedule
+    points: Sequence[ResumePoint]
+    metric: str | None = None
+    test_mode: bool = False
+    is_stop_requested: Callable[[], bool] = lambda: False
+    fence: Fence | None = None
+    claim: RunClaim | None = None
+    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    newest_checkpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        self.trial = self.info.trial
+        self.logger: Logger | LoggerAdapter[Any] = _logger_of(self.distributed.get_rank())
+        self.skips_when_busy = self.config.checkpointing.when_busy == "skip"
+        self._attempt = uuids.uuid4().hex if self.fence is None else self.fence.attempt
+        self._should_stop = False
         self._epoch: EpochLength | None = None
         self._pending: tuple[StagedCheckpoint, BackgroundUpload] | None = None
 
+    @property
+    def is_uploading(self) -> bool:
+        return self._pending is not None
+
     # ---------------------------------------------------------------------------- the stages
 
-    def fetch_start(self, starts: list[ResumePoint]) -> ResumePoint:
-        """Bring the first of `starts` that is whole to this machine, every file verified.
+    def resume_points(self) -> Sequence[ResumePoint]:
+        return self.points
 
-        Raises:
-            CheckpointDamaged: none is whole; says what is wrong with the last one.
-            StorageError: the storage does not give one. It may be whole, so none takes its place.
-        """
-        damage: str | None = None
-        for start in starts:
-            if start.checkpoint is None:
-                return start
-            start.require_convertible(self._built.topology)
-            damage = self._fetch(start.checkpoint, start.restore)
-            if damage is None:
-                self.metrics = start.metrics
-                if start.restore == "everything":
-                    self.newest = start.checkpoint.uuid
-                self._say("starting from checkpoint %s", start.checkpoint.uuid)
-                return start
-            self._say(
-                "checkpoint %s cannot be used: %s", start.checkpoint.uuid, damage, level=ERROR
-            )
-        raise no_intact_checkpoint(starts, str(damage))
+    def fetch(self, point: ResumePoint) -> str | None:
+        if point.checkpoint is None:
+            return None
+        point.require_convertible(self.built.topology)
+        damage = self._fetch(point.checkpoint, point.restore)
+        if damage is not None:
+            self.logger.error("checkpoint %s cannot be used: %s", point.uuid, damage)
+        return damage
 
-    def build_loaders(self, start: ResumePoint) -> EpochLength | None:
-        """Build the data loaders and restore what was fetched; how long an epoch is."""
-        self._epoch = self._controller.build_loaders(
+    def schedule(self, progress: Progress) -> Schedule:
+        if not self.test_mode:
+            return self.full_schedule
+        end = Batch(progress.batches_trained + 1)
+        return Schedule(max_length=end, reporting_period=end, checkpoint_policy="none")
+
+    def build_loaders(self, point: ResumePoint) -> EpochLength | None:
+        self._epoch = self.controller.build_loaders(
             BuildLoaders(
-                batches_trained=start.progress.batches_trained,
-                checkpoint=start.uuid,
-                restore=start.restore,
-                saved_by=start.saved_by,
+                batches_trained=point.progress.batches_trained,
+                checkpoint=point.uuid,
+                restore=point.restore,
+                saved_by=point.saved_by,
                 validation_limit=1 if self.test_mode else None,
             )
         ).epoch
         return self._epoch
 
+    def run_hook(self, hook: str, batches_trained: int, **arguments: Any) -> None:
+        if hook in self.built.hooks:
+            self.controller.run_hook(RunHook(hook=hook, arguments=arguments))
+
     def train(self, begin: int, until: int) -> int:
-        """Train from `begin` until `until` batches have been trained in all; how many that is."""
-        trained = self._controller.train(TrainBatches(until=until))
+        trained = self.controller.train(TrainBatches(until=until))
         reached = trained.batches_trained
         if reached > begin:
             self.metrics["training"] = trained.metrics
-            samples_per_second = (reached - begin) * self._built.batch_samples / trained.seconds
-            self._say(
+            samples_per_second = (reached - begin) * self.built.batch_samples / trained.seconds
+            self.logger.info(
                 "trained [%d→%d] at %.1f samples/s: %s", begin, reached, samples_per_second,
                 trained.metrics,
             )  # fmt: skip
         return reached
 
-    def validate(self, batches_trained: int) -> bool:
-        """Validate on the whole set; False: broken off, since the run is to stop."""
-        validated = self._controller.validate(RunValidation())
+    def validate(self, batches_trained: int) -> Validation | None:
+        validated = self.controller.validate(RunValidation())
         if validated.is_broken_off:
-            return False
-        self.metrics["validation"] = validated.metrics
-        self._say("validation at %d: %s", batches_trained, validated.metrics)
-        return True
-
-    def searcher_metric(self) -> float | None:
-        """The searcher's metric in the last validation, if there is such a metric.
-
-        Raises:
-            TrialError: on every rank alike, if the trial does not report it.
-        """
-        if self._metric is None:
             return None
-        return searcher_metric(self.metrics["validation"], self._metric)
-
-    def has_room(self, is_optional: bool) -> bool:
-        """Whether the next checkpoint may be saved: there is one upload at a time, beside training.
-
-        Waits for the one under way, unless `is_optional` and the experiment would rather skip.
-        Raises as `settle`.
-        """
-        if self._pending is not None:
-            if is_optional and self._config.checkpointing.when_busy == "skip":
-                self._say(
-                    "checkpoint skipped at batch %d: the last one is still being uploaded "
-                    "(checkpointing.when_busy: skip)", self._info.batches_trained, level=WARNING,
-                )  # fmt: skip
-                return False
-            self._say("training waits: the last checkpoint is still being uploaded")
-        self.finish_upload()
-        return True
+        self.metrics["validation"] = validated.metrics
+        self.logger.info("validation at %d: %s", batches_trained, validated.metrics)
+        if self.metric is None:
+            return Validation()
+        try:
+            return Validation(searcher_metric(validated.metrics, self.metric))
+        except TrialError as mistake:  # on every rank: all have the same metrics
+            return Validation(mistake=mistake)
 
     def save(self, progress: Progress) -> StagedCheckpoint:
-        """Stage a checkpoint; training may go on when this returns."""
-        uuid = self._distributed.broadcast(str(uuids.uuid4()))
-        self._controller.save_checkpoint(SaveCheckpoint(uuid=uuid))
+        uuid = self.distributed.broadcast(str(uuids.uuid4()))
+        self.controller.save_checkpoint(SaveCheckpoint(uuid=uuid))
         return StagedCheckpoint.now(uuid, progress, self.metrics)
 
     def start_upload(self, staged: StagedCheckpoint) -> None:
-        """Begin to store and commit what was staged, beside training. In test mode drop it instead.
-
-        It is committed as soon as every rank's files are stored, wherever training is by then.
-        """
         if self.test_mode:
-            self._controller.release_staging(ReleaseStaging(uuid=staged.uuid))
+            self.controller.release_staging(ReleaseStaging(uuid=staged.uuid))
             return
-        meeting = CommitRendezvous.of(self._distributed, staged.uuid)
-        self._pending = staged, BackgroundUpload(lambda: self._upload(staged, meeting))
-
-    def settle(self) -> bool:
-        """Exchange what may have happened on some rank; whether any is to stop.
-
-        Tells the trial of the upload under way if it has ended; else leaves it be.
-
-        Raises:
-            CheckpointError: it failed on some rank, or could not be committed.
-            DeadlineExceeded: a rank's part of it took far longer than the others'.
-        """
-        own = None if self._pending is None else self._pending[1].outcome()
-        stops = self._info.stop_requested or self._is_told_to_end()
-        everybody = self._distributed.allgather((stops, own))
-        self._stop_requested |= any(stop for stop, _ in everybody)
-        self._conclude([outcome for _, outcome in everybody])
-        return self._stop_requested
+        rendezvous = CommitRendezvous.of(self.distributed, staged.uuid)
+        self._pending = staged, BackgroundUpload(lambda: self._upload(staged, rendezvous))
 
     def finish_upload(self) -> None:
-        """Wait for the upload under way, and tell the trial's callbacks. Raises as `settle`."""
         while self._pending is not None:
-            self._conclude(self._distributed.allgather(self._pending[1].outcome(POLL_SECONDS)))
+            self._conclude(self.distributed.allgather(self._pending[1].outcome(POLL_SECONDS)))
 
-    def run_hook(self, hook: str, **arguments: Any) -> None:
-        """Call one hook of every callback, if any overrides it."""
-        if hook in self._built.hooks:
-            self._controller.run_hook(RunHook(hook=hook, arguments=arguments))
+    def poll(self) -> bool:
+        outcome = None if self._pending is None else self._pending[1].outcome()
+        wants_stop = self.info.stop_requested or self.is_stop_requested()
+        ranks = self.distributed.allgather((wants_stop, outcome))
+        self._should_stop |= any(wants_stop for wants_stop, _ in ranks)
+        self._conclude([outcome for _, outcome in ranks])
+        return self._should_stop
 
-    @property
-    def trial(self) -> str:
-        """The trial's id."""
-        return self._info.trial
-
-    def finish(self) -> None:
-        """Training is over: end loader workers and the profiler, store files for TensorBoard."""
-        self._controller.finish_run_files(FinishRunFiles())
-        self._controller.close()
+    def finish(self, batches_trained: int) -> None:
+        self.controller.finish_run_files(FinishRunFiles())
+        self.controller.close()
 
     # ----------------------------------------------------------------------------- internals
 
     def _fetch(self, manifest: Manifest, restore: Restore) -> str | None:
-        """Bring a checkpoint to this machine; what is wrong with it, if something is."""
-        # Before: it must not be pruned while it is fetched. Rank 0 alone has the claim.
-        on_the_first_rank(self._distributed, lambda: self._claim_needs(manifest.uuid))
+        """Fetch a checkpoint to this machine; its damage, or None."""
+        # First, so that the checkpoint is not pruned meanwhile. Only rank 0 has the claim.
+        run_on_rank_0(self.distributed, lambda: self._claim(manifest.uuid))
         request = FetchCheckpoint(
             uuid=manifest.uuid,
             files=manifest.files,
@@ -261,35 +205,34 @@ class FitStages:
         )
 
         def fetch() -> Fetched:
-            fetched = self._controller.fetch_checkpoint(request)
+            fetched = self.controller.fetch_checkpoint(request)
             if fetched.problem:
                 raise StorageError(
                     f"checkpoint {manifest.uuid} cannot be fetched: {fetched.problem}"
                 )
             return fetched
 
-        everybody = on_every_rank(self._distributed, lambda: persistently(fetch))
-        return next((rank.damage for rank in everybody if rank.damage), None)
+        ranks = run_on_all_ranks(self.distributed, lambda: retry_storage(fetch))
+        return next((rank.damage for rank in ranks if rank.damage), None)
 
-    def _claim_needs(self, uuid: str) -> None:
-        if self._claim is not None:
-            self._claim.renew(uuid)
+    def _claim(self, uuid: str) -> None:
+        if self.claim is not None:
+            self.claim.renew(uuid)
 
-    def _upload(self, staged: StagedCheckpoint, meeting: CommitRendezvous) -> Outcome:
-        """Store what this rank has staged, and see it committed with the others'. No collective."""
+    def _upload(self, staged: StagedCheckpoint, rendezvous: CommitRendezvous) -> Outcome:
+        """Upload this rank's part, and commit it with the others'. Not collective."""
 
-        def store() -> list[FileEntry]:
-            meeting.begin(lambda: persistently(lambda: self._begin(staged.uuid)))
-            return persistently(lambda: self._persist(staged.uuid))
+        def begin() -> None:
+            self.store.announce_upload(self.trial, staged.uuid, self._attempt, self.fence)
 
-        stored = attempt(store)
-        return meeting.commit(stored, lambda files: self._commit(staged, files))
+        def upload() -> list[FileEntry]:
+            rendezvous.begin(lambda: retry_storage(begin))
+            return retry_storage(lambda: self._persist(staged.uuid))
 
-    def _begin(self, uuid: str) -> None:
-        self.store.announce_upload(self._info.trial, uuid, self._attempt, self._fence)
+        return rendezvous.commit(outcome_of(upload), lambda files: self._commit(staged, files))
 
     def _persist(self, uuid: str) -> list[FileEntry]:
-        persisted = self._controller.persist_checkpoint(PersistCheckpoint(uuid=uuid))
+        persisted = self.controller.persist_checkpoint(PersistCheckpoint(uuid=uuid))
         if persisted.problem:
             raise StorageError(persisted.problem)
         if persisted.mistake:
@@ -297,35 +240,42 @@ class FitStages:
         return persisted.files
 
     def _commit(self, staged: StagedCheckpoint, files: list[list[FileEntry]]) -> int:
+        """Commit the files of all ranks, then prune; the checkpoint's size in bytes."""
         manifest = staged.manifest(
             dict(enumerate(files)),
-            trial=self._info.trial,
+            trial=self.trial,
             attempt=self._attempt,
-            config=self._config,
-            topology=self._built.topology,
-            versions=self._built.versions,
+            config=self.config,
+            topology=self.built.topology,
+            versions=self.built.versions,
             epoch=self._epoch,
         )
-        persistently(lambda: self.store.commit(manifest, self._fence))
-        rules, searcher = self._config.checkpoint_storage, self._config.searcher
-        policy = rules.retention(self._metric, searcher.smaller_is_better)
+        retry_storage(lambda: self.store.commit(manifest, self.fence))
+        rules, searcher = self.config.checkpoint_storage, self.config.searcher
+        policy = rules.retention(self.metric, searcher.smaller_is_better)
         if policy is not None:
-            prune_trial(self.store, policy, self._config.name, self._info.trial, logger)
+            prune_trial(self.store, policy, self.config.name, self.trial, self.logger)
         return manifest.total_bytes
 
     def _conclude(self, outcomes: list[Outcome | None]) -> None:
-        """The upload under way is over if it has failed on some rank, or ended well on all."""
+        """Finish the upload once it has ended on all ranks, or raise its first error."""
         ended = [outcome for outcome in outcomes if outcome is not None]
         for outcome in ended:
-            raise_error(outcome)
+            outcome.raise_error()
         if self._pending is None or len(ended) < len(outcomes):
             return
         (staged, _), self._pending = self._pending, None
-        self._controller.release_staging(ReleaseStaging(uuid=staged.uuid))
-        self.newest = staged.uuid
-        self._say("checkpoint %s committed: %d bytes", staged.uuid, ended[0].result)
-        self.run_hook("on_checkpoint_upload_end", uuid=staged.uuid)
+        self.controller.release_staging(ReleaseStaging(uuid=staged.uuid))
+        self.newest_checkpoint = staged.uuid
+        self.logger.info("checkpoint %s committed: %d bytes", staged.uuid, ended[0].result)
+        batches_trained = staged.progress.batches_trained
+        self.run_hook("on_checkpoint_upload_end", batches_trained, uuid=staged.uuid)
 
-    def _say(self, message: str, *arguments: Any, level: int = INFO) -> None:
-        if self._distributed.get_rank() == 0:
-            logger.log(level, message, *arguments)
+
+def _logger_of(rank: int) -> Logger:
+    """This module's logger on rank 0; on other ranks, which would log the same, a silent one."""
+    if rank == 0:
+        return logging.getLogger(__name__)
+    silent = Logger(__name__)
+    silent.disabled = True
+    return silent

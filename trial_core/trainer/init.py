@@ -1,7 +1,7 @@
-"""`init`: a trial's context in a script of the user's own. Follows Determined's function.
+"""`init`: a trial's context in a user's own script. Follows Determined's function.
 
-The script is started in any way: plain ``python`` (one rank), ``torchrun`` or ``deepspeed``. No
-Prefect, no server and no driver take part; every rank runs the same script::
+Start the script with plain ``python`` (one rank), ``torchrun`` or ``deepspeed``. It needs no
+Prefect, server or driver; every rank runs the same script::
 
     with init(exp_conf={"hyperparameters": {"lr": 1e-3}}) as context:
         trial = MyTrial(context)
@@ -24,18 +24,18 @@ import torch.distributed as dist
 from trial_core.config import home_folder
 from trial_core.config.script import script_config
 from trial_core.context import RunInfo
-from trial_core.controller.device import claim_accelerator
-from trial_core.controller.entrypoint import initialises_by_itself
 from trial_core.controller.rank_state import seed_everything
 from trial_core.controller.run_file_upload import instruments_in
+from trial_core.deepspeed.accelerator import claim_accelerator
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.mpu import forget_model_parallelism
 from trial_core.deepspeed.op_builds import clear_interrupted_builds
 from trial_core.distributed import ALONE, DistributedContext, is_launched
+from trial_core.entrypoint import initialises_torch_distributed
 from trial_core.run.run_dirs import trial_id
 
-_HERE: list[bool] = []
-"""Not empty when torch.distributed was initialised here, and not by the script."""
+_INITIALISED_HERE: list[bool] = []
+"""Not empty if `init`, not the script, initialised torch.distributed."""
 
 
 @contextmanager
@@ -45,24 +45,24 @@ def init(
     exp_conf: Mapping[str, Any] | None = None,
     distributed: DistributedContext | None = None,
 ) -> Iterator[DeepSpeedTrialContext]:
-    """A context to construct a trial with, and within which its `Trainer` fits.
+    """A context for constructing a trial; its `Trainer` fits within the block.
 
     Collective: every rank calls this. Initialises torch.distributed through DeepSpeed, unless the
     script has done so or ``TRIALFLOW_MANUAL_INIT_DISTRIBUTED`` (or ``DET_MANUAL_INIT_DISTRIBUTED``)
-    is 1; seeds every generator with the experiment's seed, so that all ranks build the same
-    weights; shows what the run does on rank 0's stderr, unless the script has set up logging.
+    is 1. Seeds every generator with the experiment's seed, so that all ranks build the same
+    weights. Logs to stderr, unless the script has configured logging.
 
     Args:
         hparams: hyperparameters, in place of those of `exp_conf`.
         exp_conf: any part of an experiment file, as plain data: name, hyperparameters, data,
             checkpoint_storage, searcher.metric, reproducibility.experiment_seed, …
-        distributed: who this rank is; by default what the environment says.
+        distributed: this rank's place among all; by default from the environment.
 
     Raises:
-        ConfigError: `exp_conf` or `hparams` cannot be used: everything that is wrong in them.
+        ConfigError: `exp_conf` or `hparams` is invalid; lists every mistake.
     """
     config = script_config(exp_conf, hparams)
-    with _shown_progress(), _environment_of_a_rank(), _initialised():
+    with _visible_logs(), _rank_environment(), _initialised():
         ranks = distributed or DistributedContext.from_environment()
         unique = uuid.uuid4().hex
         if dist.is_initialized():
@@ -74,7 +74,7 @@ def init(
         instruments = instruments_in(home_folder() / trial, ranks.get_rank())
         info = RunInfo(trial=trial, experiment=experiment, instruments=instruments)
         forget_model_parallelism()
-        # The same seed everywhere: every rank must build the same weights.
+        # The same seed on every rank: all must build the same weights.
         seed_everything(config.reproducibility.experiment_seed)
         try:
             yield DeepSpeedTrialContext(info, ranks)
@@ -83,8 +83,8 @@ def init(
 
 
 @contextmanager
-def _environment_of_a_rank() -> Iterator[None]:
-    """What launchers would set, where there is none: DeepSpeed looks for it."""
+def _rank_environment() -> Iterator[None]:
+    """Without a launcher, set the variables that a launcher would: DeepSpeed needs them."""
     missing = {} if is_launched() else ALONE
     os.environ.update(missing)
     try:
@@ -96,33 +96,32 @@ def _environment_of_a_rank() -> Iterator[None]:
 
 @contextmanager
 def _initialised() -> Iterator[None]:
-    """torch.distributed, ready.
+    """Initialise torch.distributed; the process group stays for a later block.
 
-    It stays so for a later block: ranks that met once cannot meet again at the same port, because
-    the quick ones would find the old meeting point. A process that ends well takes its leave.
+    Ranks cannot initialise it twice at the same port: a fast rank would connect to the old store.
     """
-    atexit.unregister(_take_leave)
+    atexit.unregister(_destroy_process_group)
     local_rank = DistributedContext.from_environment().get_local_rank()
     claim_accelerator(local_rank)
     if local_rank == 0:
         clear_interrupted_builds()
-    if not dist.is_initialized() and not initialises_by_itself():
+    if not dist.is_initialized() and not initialises_torch_distributed():
         deepspeed.init_distributed()
-        _HERE.append(True)
+        _INITIALISED_HERE.append(True)
     yield
-    # Not after a failure: other ranks may be anywhere, and this one's end must not wait for them.
-    if _HERE:
-        atexit.register(_take_leave)
+    # Not after a failure: a failed rank must end at once, without waiting for the others.
+    if _INITIALISED_HERE:
+        atexit.register(_destroy_process_group)
 
 
-def _take_leave() -> None:
+def _destroy_process_group() -> None:
     if dist.is_initialized():
         deepspeed.comm.destroy_process_group()
 
 
 @contextmanager
-def _shown_progress() -> Iterator[None]:
-    """What the library says, on stderr, unless somebody has decided where it goes."""
+def _visible_logs() -> Iterator[None]:
+    """Log to stderr during the block, unless the script has configured logging."""
     logger = logging.getLogger("trial_core")
     if logger.hasHandlers():
         yield

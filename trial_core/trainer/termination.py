@@ -1,8 +1,7 @@
-"""SIGTERM to a script, or a trial's own wish to stop: whichever rank it comes to, all end their
-training after the same batch, save, and return from `fit`.
+"""Ends a fit on SIGTERM to any rank, or on the trial's own stop request.
 
-A thread on each rank looks into torch.distributed's store now and then for whether another rank
-was told to. No collective: ranks may be anywhere.
+All ranks end training after the same batch, save, and return from `fit`. A thread on each rank
+polls torch.distributed's store for a request on another rank. No collective: ranks may be anywhere.
 """
 
 from __future__ import annotations
@@ -20,40 +19,39 @@ from torch.distributed.distributed_c10d import _get_default_store
 from trial_core.distributed import DistributedContext
 from trial_core.slots.stop_barrier import TO_THE_END, Brake, Position
 
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 AGREE_SECONDS = 0.01
 
 
 class Termination:
-    """Watches for SIGTERM, and for `ask`, for the length of the block. Collective: every rank
-    enters it.
+    """Handles SIGTERM and stop requests during the block. Collective: every rank enters it.
 
-    While it lasts, SIGTERM does not end the process; where the block is not in the main thread,
-    which alone may handle signals, it still does.
+    SIGTERM does not end the process during the block. Only the main thread may handle signals: in
+    another thread, the block handles stop requests alone.
 
     Args:
         brake: of this rank's controller.
 
     Attributes:
-        is_asked: whether some rank was told to end, and this one's training has been held.
+        is_requested: whether a rank has requested the stop, and all have agreed on the last batch.
     """
 
     def __init__(self, distributed: DistributedContext, brake: Brake) -> None:
         self._brake = brake
         self._size = distributed.get_size()
         self._rank = distributed.get_rank()
-        self._store = HashStore() if self._size == 1 else _store_of_our_own()
+        self._store = HashStore() if self._size == 1 else _separate_store()
         self._pid = os.getpid()
         self._key = f"trialflow/terminated/{distributed.broadcast(uuid4().hex)}"
-        self._is_told = False
-        self._is_over = threading.Event()
-        self._before: Any = None
+        self._is_requested_here = False
+        self._has_ended = threading.Event()
+        self._previous_handler: Any = None
         self._thread = threading.Thread(target=self._watch, name="termination", daemon=True)
-        self.is_asked = False
+        self.is_requested = False
 
     def __enter__(self) -> Termination:
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._tell)
+            self._previous_handler = signal.signal(signal.SIGTERM, self._on_signal)
         self._thread.start()
         return self
 
@@ -63,48 +61,50 @@ class Termination:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._is_over.set()
+        self._has_ended.set()
         self._thread.join()
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+        if self._previous_handler is not None:
+            signal.signal(signal.SIGTERM, self._previous_handler)
 
-    def ask(self) -> None:
-        """This rank is to end, as at SIGTERM: its trial asks for it. Returns at once."""
-        self._is_told = True
+    def request(self) -> None:
+        """Request the stop on this rank, as SIGTERM does. Returns at once."""
+        self._is_requested_here = True
 
-    def _tell(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # forked from this rank: it ends, as it would without us
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a process forked from this rank: end it as by default
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self._is_told = True  # no more: a signal may come in the middle of anything
+        self._is_requested_here = True  # nothing else: a signal may interrupt any code
 
     def _watch(self) -> None:
         try:
             self._watch_and_agree()
-        except RuntimeError:  # what the store raises once rank 0 is gone: there is nobody to ask
-            # Where this rank is held, its next collective tells what has happened.
+        except RuntimeError:  # the store raises it once rank 0 is gone
+            # Release this rank: its next collective raises the actual error.
             self._brake.proceed(Position(TO_THE_END, TO_THE_END))
 
     def _watch_and_agree(self) -> None:
-        while not self._is_over.wait(LOOK_SECONDS):
-            if self._is_told or self._store.check([self._key]):
+        while not self._has_ended.wait(POLL_SECONDS):
+            if self._is_requested_here or self._store.check([self._key]):
                 break
         else:
             return
         self._store.set(self._key, "1")
-        at = self._brake.hold()
-        ranks = [f"{self._key}/{rank}" for rank in range(self._size)]
-        self._store.set(ranks[self._rank], f"{at.workload} {at.steps}")
-        while not self._store.check(ranks):
-            if self._is_over.wait(AGREE_SECONDS):
+        position = self._brake.hold()
+        keys = [f"{self._key}/{rank}" for rank in range(self._size)]
+        self._store.set(keys[self._rank], f"{position.workload} {position.steps}")
+        while not self._store.check(keys):
+            if self._has_ended.wait(AGREE_SECONDS):
                 return
-        held = (self._store.get(rank).decode().split() for rank in ranks)
-        self.is_asked = True
-        self._brake.proceed(max(Position(int(workload), int(steps)) for workload, steps in held))
+        positions = (self._store.get(key).decode().split() for key in keys)
+        self.is_requested = True
+        self._brake.proceed(max(Position(int(work), int(steps)) for work, steps in positions))
 
 
-def _store_of_our_own() -> Store:
-    """torch.distributed's store over a connection of its own, where torch has that: whoever waits
-    in the store keeps the others of its connection waiting."""
+def _separate_store() -> Store:
+    """torch.distributed's store over a separate connection, if this torch can clone it.
+
+    A thread that waits in the store blocks the other users of its connection.
+    """
     store = _get_default_store()
     return store.clone() if hasattr(store, "clone") else store

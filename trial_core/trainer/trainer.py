@@ -1,4 +1,4 @@
-"""`Trainer`: trains a trial in a script of the user's own. Follows Determined's class."""
+"""`Trainer`: trains a trial in a user's own script. Follows Determined's class."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig, home_folder
 from trial_core.config.script import named_metric, script_config
 from trial_core.context import RunInfo
-from trial_core.controller.collective_errors import on_every_rank, on_the_first_rank
+from trial_core.controller.collective_errors import run_on_all_ranks, run_on_rank_0
 from trial_core.controller.controller import Controller
-from trial_core.controller.entrypoint import engine_of
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.distributed import DistributedContext
+from trial_core.entrypoint import build_engine, engine_of
 from trial_core.errors import ConfigError, StorageError, TrialError
+from trial_core.messages import TrialBuilt
 from trial_core.retention.claims import RunClaim, claim_run
+from trial_core.run.resume import resume_points
 from trial_core.run.run_dirs import clear_kept, prepare_run_dir, run_folder
+from trial_core.run.run_loop import TrialResult, follow_schedule
 from trial_core.run.sequencer import CheckpointPolicy, Schedule
 from trial_core.slots.stop_barrier import Brake
-from trial_core.trainer.fit_loop import FitResult, follow_schedule
 from trial_core.trainer.fit_stages import FitStages
 from trial_core.trainer.termination import Termination
 from trial_core.transfer.run_files import rank_folder
@@ -35,10 +37,10 @@ from trial_core.units import Batch, Epoch, TrainUnit
 logger = logging.getLogger(__name__)
 
 LATEST = "latest"
-NOTHING_IS_BEST = (
-    'checkpoint_policy "best" needs a metric to go by, and exp_conf names none: every validation '
-    'is saved; give init exp_conf={"searcher": {"metric": ...}}, or fit checkpoint_policy="all" '
-    'or "none"'
+NO_METRIC_FOR_BEST = (
+    'checkpoint_policy "best" needs a metric, and exp_conf names none: every validation is saved. '
+    'Give init exp_conf={"searcher": {"metric": ...}}, or give fit checkpoint_policy="all" or '
+    '"none"'
 )
 
 
@@ -47,16 +49,16 @@ class Trainer:
 
     Args:
         trial: constructed with `context`, on every rank.
-        context: what `init` gave.
+        context: from `init`.
 
     Raises:
-        TrialError: one of them is something else.
+        TrialError: an argument has the wrong type.
     """
 
     def __init__(self, trial: DeepSpeedTrial, context: DeepSpeedTrialContext) -> None:
         if not isinstance(trial, DeepSpeedTrial):
             raise TrialError(
-                f"Trainer takes a trial that is constructed, a DeepSpeedTrial; got {_kind(trial)}"
+                f"Trainer takes a constructed trial, a DeepSpeedTrial; got {_kind(trial)}"
             )
         if not isinstance(context, DeepSpeedTrialContext):
             raise TrialError(
@@ -65,10 +67,10 @@ class Trainer:
             )
         self._trial = trial
         self._context = context
-        self._has_fitted = False
+        self._was_fitted = False
 
     def configure_profiler(self, *_: Any, **__: Any) -> None:
-        """Does nothing: Determined's own profiler is not here. Deprecated in the reference, too."""
+        """Does nothing: there is no Determined profiler. Deprecated in the reference, too."""
         warnings.warn(
             "Trainer.configure_profiler has no effect: Determined's profiler ended with its "
             "server; call context.set_profiler(...), which takes the arguments of "
@@ -87,45 +89,43 @@ class Trainer:
         latest_checkpoint: str | None = None,
         step_zero_validation: bool = False,
         test_mode: bool = False,
-    ) -> FitResult:
-        """Train the trial. Collective: every rank calls this, with the same arguments; once.
+    ) -> TrialResult:
+        """Train the trial. Collective: every rank calls this once, with the same arguments.
 
-        Whatever the periods, the end is validated and saved. Checkpoints go where ``exp_conf`` of
-        `init` says (``checkpoint_storage``), else below ``./trialflow-runs``.
+        The end is always validated and saved, whatever the periods. Checkpoints go to
+        ``checkpoint_storage`` of `init`'s ``exp_conf``, by default below ``./trialflow-runs``.
+        SIGTERM to any rank, or the trial's ``set_stop_requested``, ends training after the current
+        batch; the run then saves and returns with ``stopped_early``.
 
         Args:
             checkpoint_period: when to save: every ``Batch(n)`` or ``Epoch(n)``, or after those of
                 a container, as ``Batch([5, 30, 45])``.
             validation_period: when to validate, likewise.
-            max_length: where training ends; needed, except in test mode.
+            max_length: where training ends; required, except in test mode.
             reporting_period: when to report training metrics.
-            checkpoint_policy: which validations lead to a checkpoint besides: the ``best`` so far,
-                ``all``, or ``none``. The best is that by ``searcher.metric`` of ``exp_conf``;
-                where that names none, every validation is saved, with a warning.
-            latest_checkpoint: a checkpoint to go on from: its uuid, or how that begins. The trial
-                that saved it is continued, bit for bit. ``"latest"`` is the newest undamaged one
-                of this experiment's newest trial, or a new trial where there is none yet. By
-                default a new trial begins, with the weights of ``searcher.source_checkpoint_uuid``
-                if ``exp_conf`` names one.
+            checkpoint_policy: which validations are also saved: the ``best`` so far, ``all``, or
+                ``none``. ``best`` needs ``searcher.metric`` in ``exp_conf``; without it every
+                validation is saved, with a warning.
+            latest_checkpoint: the checkpoint to resume from: its uuid, or the first characters of
+                it. This continues the trial that saved it, bit for bit. ``"latest"`` is the newest
+                undamaged checkpoint of this experiment's newest trial, or a new trial if there is
+                none. By default a new trial begins, with the weights of
+                ``searcher.source_checkpoint_uuid`` if ``exp_conf`` names one.
             step_zero_validation: validate once before the first batch.
-            test_mode: train one batch and validate one, try out saving, and keep nothing.
-
-        SIGTERM to any rank, or the trial's own ``set_stop_requested``, ends it after the batch
-        under way, saved, with ``stopped_early`` in what it returns.
+            test_mode: train one batch, validate one, and save without keeping the checkpoint.
 
         Raises:
-            ConfigError: an argument cannot be used.
+            ConfigError: an argument is invalid.
             TrialError: the trial breaks a rule, or does not report ``searcher.metric``.
             CheckpointNotFound: there is no `latest_checkpoint`.
-            CheckpointDamaged: it, or all that ``"latest"`` may be, cannot be restored; names the
-                file.
+            CheckpointDamaged: no checkpoint to resume from is intact; names the damaged file.
             CheckpointError: a checkpoint could not be stored.
-            Superseded: another run has taken the trial over since, on another machine.
-            TrialflowError: another run trains the trial, on this machine.
+            Superseded: another run, on another machine, has taken over the trial.
+            TrialflowError: another run on this machine trains the trial.
         """
-        if self._has_fitted:
+        if self._was_fitted:
             raise TrialError(
-                "fit was called twice; to train on, construct the trial anew and give fit "
+                "fit was called twice; to continue training, construct a new trial and give fit "
                 "latest_checkpoint=result.checkpoint_uuid"
             )
         schedule = _schedule(
@@ -135,26 +135,43 @@ class Trainer:
         experiment = self._context.get_experiment_config()
         config = script_config(experiment, None, type(self._trial), schedule.max_length)
         metric = named_metric(experiment)
+        distributed = self._context.distributed
         schedule = replace(schedule, smaller_is_better=config.searcher.smaller_is_better)
         if metric is None and schedule.checkpoint_policy == "best":
             schedule = replace(schedule, checkpoint_policy="all")
-            if not test_mode and self._context.distributed.get_rank() == 0:
-                logger.warning(NOTHING_IS_BEST)
+            if not test_mode and distributed.get_rank() == 0:
+                logger.warning(NO_METRIC_FOR_BEST)
         store = self._open_store(config, test_mode)
-        starts = on_the_first_rank(
-            self._context.distributed, lambda: _starts(store, config, latest_checkpoint)
+        points = run_on_rank_0(
+            distributed, lambda: _resume_points(store, config, latest_checkpoint)
         )
-        self._has_fitted = True
-        with ExitStack() as held:
-            fit = self._take_over(held, store, starts[0], config, metric, test_mode)
+        self._was_fitted = True
+        with ExitStack() as stack:
+            trial, claim, fence = self._take_over(stack, store, points[0], test_mode)
             if latest_checkpoint == LATEST and not test_mode:
-                # Once more: until it was taken over, another attempt may have saved.
-                starts = on_the_first_rank(
-                    self._context.distributed, lambda: _continuing(store, fit.trial) or starts
-                )
-            result = follow_schedule(fit, schedule, starts)
+                # Again: another attempt may have saved until this one took over.
+                points = run_on_rank_0(distributed, lambda: resume_points(store, config, trial))
+            controller, termination, built = self._attach(stack, store, config)
+            stages = FitStages(
+                controller,
+                built,
+                self._context.run_info,
+                distributed,
+                store,
+                config,
+                schedule,
+                points,
+                metric,
+                test_mode,
+                lambda: termination.is_requested,
+                fence,
+                claim,
+            )
+            result = follow_schedule(stages)
             if not result.stopped_early:
-                clear_kept(home_folder() / fit.trial, self._context.distributed.get_rank())
+                distributed.allgather(None)  # until now a rank may have moved files there
+                if distributed.get_local_rank() == 0:
+                    clear_kept(home_folder() / trial)
             return result
 
     # ----------------------------------------------------------------------------- internals
@@ -167,71 +184,77 @@ class Trainer:
         if store.is_process_local and distributed.get_size() > 1:
             raise ConfigError(
                 f"checkpoint_storage: {store.url} is in the memory of one process, and there are "
-                f"{distributed.get_size()} ranks; give a folder that all see, or an object storage"
+                f"{distributed.get_size()} ranks; use a folder that all ranks see, or an object "
+                "storage"
             )
         if not test_mode:
-            on_the_first_rank(distributed, store.check_writable)
+            run_on_rank_0(distributed, store.check_writable)
         return store
 
     def _take_over(
-        self,
-        held: ExitStack,
-        store: CheckpointStore,
-        start: ResumePoint,
-        config: ExperimentConfig,
-        metric: str | None,
-        test_mode: bool,
-    ) -> FitStages:
-        """Put the trial behind a controller, in the run's folder; rank 0 holds that in `held`."""
+        self, stack: ExitStack, store: CheckpointStore, point: ResumePoint, test_mode: bool
+    ) -> tuple[str, RunClaim | None, Fence | None]:
+        """Take over the trial and its folder until `stack` closes: its id, claim and fence.
+
+        Only rank 0 has a claim and a fence, and none in test mode.
+        """
         distributed, info = self._context.distributed, self._context.run_info
-        if start.checkpoint is not None and start.restore == "everything":
-            info.trial = start.checkpoint.trial
+        continues = point.checkpoint is not None and point.restore == "everything"
+        if point.checkpoint is not None and continues:
+            info.trial = point.checkpoint.trial
         else:
             info.trial = distributed.broadcast(info.trial)
-        source = None if start.restore == "everything" else start.uuid
-        on_the_first_rank(distributed, lambda: str(held.enter_context(run_folder(info.trial))))
+        source = None if continues else point.uuid
+        run_on_rank_0(distributed, lambda: str(stack.enter_context(run_folder(info.trial))))
         taken: list[tuple[RunClaim, Fence]] = []
         if not test_mode:
-            on_the_first_rank(
-                distributed, lambda: taken.append(_claim(held, store, info.trial, source))
+            run_on_rank_0(
+                distributed, lambda: taken.append(_claim(stack, store, info.trial, source))
             )
+        run_on_all_ranks(distributed, lambda: _use_run_dir(info, distributed))
         claim, fence = next(iter(taken), (None, None))
-        on_every_rank(distributed, lambda: _settle_in(info, distributed))
+        return info.trial, claim, fence
+
+    def _attach(
+        self, stack: ExitStack, store: CheckpointStore, config: ExperimentConfig
+    ) -> tuple[Controller, Termination, TrialBuilt]:
+        """A controller with the trial attached, which stops on `Termination`'s request."""
+        distributed, info = self._context.distributed, self._context.run_info
         brake = Brake()
-        termination = held.enter_context(Termination(distributed, brake))
+        termination = stack.enter_context(Termination(distributed, brake))
         controller = Controller(
-            emit=lambda _: None, distributed=distributed, brake=brake, ask_to_stop=termination.ask
+            build_engine,
+            emit=lambda _: None,
+            distributed=distributed,
+            brake=brake,
+            on_stop_requested=termination.request,
         )
         engine = engine_of(self._trial, self._context, config.reproducibility.experiment_seed)
         built = controller.attach(engine, info, home_folder() / info.trial, store)
-        return FitStages(
-            controller, built, info, distributed, store, config, metric, test_mode,
-            lambda: termination.is_asked, fence, claim,
-        )  # fmt: skip
+        return controller, termination, built
 
 
 def _claim(
-    held: ExitStack, store: CheckpointStore, trial: str, source: str | None
+    stack: ExitStack, store: CheckpointStore, trial: str, source: str | None
 ) -> tuple[RunClaim, Fence]:
-    """Keep others from deleting what the trial needs, for as long as `held`; and earlier attempts
-    at it from committing, should one live on somewhere.
+    """Claim the trial's checkpoints until `stack` closes, and fence off earlier attempts.
 
-    What a dead attempt at it has stored and never committed is gone.
+    Deletes what dead attempts at the trial have stored and never committed.
     """
-    claim = held.enter_context(claim_run(store, trial, source))
+    claim = stack.enter_context(claim_run(store, trial, source))
     fence = store.take_over(trial, uuids.uuid4().hex)
     try:
         for swept in store.sweep(trial, fence):
-            logger.info("deleted what a dead attempt has left: %s", swept)
+            logger.info("deleted leftovers of a dead attempt: %s", swept)
     except StorageError as error:
-        logger.warning("what dead attempts have left is not deleted: %s", error)
+        logger.warning("leftovers of dead attempts are not deleted: %s", error)
     return claim, fence
 
 
-def _settle_in(info: RunInfo, distributed: DistributedContext) -> None:
-    """Prepare the run's folder on this rank's machine, and keep this rank's own files there.
+def _use_run_dir(info: RunInfo, distributed: DistributedContext) -> None:
+    """Prepare the run's folder on this machine, and move this rank's files for TensorBoard there.
 
-    Until the trial's id was known for good, the rank has written for TensorBoard elsewhere.
+    The rank wrote them elsewhere before it knew the trial's final id.
     """
     if distributed.get_local_rank() == 0:
         prepare_run_dir(info.trial)
@@ -239,25 +262,14 @@ def _settle_in(info: RunInfo, distributed: DistributedContext) -> None:
     info.instruments.move_to(folder)
 
 
-def _starts(
-    store: CheckpointStore, config: ExperimentConfig, latest: str | None
+def _resume_points(
+    store: CheckpointStore, config: ExperimentConfig, latest_checkpoint: str | None
 ) -> list[ResumePoint]:
-    """What a run may start from, best first."""
-    if latest == LATEST:
-        trial = store.newest_trial(config.name)
-        if trial is not None:
-            return _continuing(store, trial)
-    elif latest is not None:
-        return [ResumePoint.continuing(store.open(latest))]
-    source = config.searcher.source_checkpoint_uuid
-    if source is not None:
-        return [ResumePoint.warm(store.open(source), config.searcher.source_weights_only)]
-    return [ResumePoint()]
-
-
-def _continuing(store: CheckpointStore, trial: str) -> list[ResumePoint]:
-    """What a trial may go on from, best first."""
-    return [ResumePoint.continuing(manifest) for manifest in store.resume_candidates(trial)]
+    """What a run may resume from, best first; at least one."""
+    if latest_checkpoint is not None and latest_checkpoint != LATEST:
+        return [ResumePoint.continuing(store.open(latest_checkpoint))]
+    trial = store.newest_trial(config.name) if latest_checkpoint == LATEST else None
+    return resume_points(store, config, trial)
 
 
 def _schedule(
@@ -269,10 +281,10 @@ def _schedule(
     step_zero_validation: bool,
     test_mode: bool,
 ) -> Schedule:
-    """The schedule that `fit`'s arguments ask for.
+    """The schedule of `fit`'s arguments.
 
     Raises:
-        ConfigError: one of them is something else than it must be.
+        ConfigError: an argument is invalid.
     """
     if max_length is None and test_mode:
         max_length = Batch(1)

@@ -1,11 +1,11 @@
-"""A script that tries what happens beside training: ``fit_beside.py FOLDER``, on two ranks.
+"""A script with uploads beside training: ``fit_beside.py FOLDER``, on two ranks.
 
-Three fits, one after the other; of each every rank leaves in FOLDER what came of it.
+Three fits, one after the other. Rank N writes each fit's result to FOLDER:
 
-- ``beside-N.json``: 10 batches, saved at 5, and rank 1 does not train batch 7 before that
-  checkpoint is committed;
-- ``rest-N.json``: goes on with it up to 13;
-- ``refused-N.json``: rank 1 saves a file whose name no storage takes.
+- ``beside-N.json``: 10 batches, saved at 5. Rank 1 does not train batch 7 before that checkpoint
+  is committed;
+- ``rest-N.json``: resumes from it and trains up to batch 13;
+- ``refused-N.json``: rank 1 saves a file whose name no storage accepts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Beside(Measuring):
 
 
 def fit(folder: Path, name: str, fit: dict[str, Any], **hparams: Any) -> dict[str, Any]:
-    """Fit as told; what came of it, also kept in `folder`."""
+    """Fit, and write the result to `folder`."""
     exp_conf = {"name": name, "checkpoint_storage": f"file://{folder}/checkpoints"}
     with init(hparams=hparams, exp_conf=exp_conf) as context:
         rank = context.distributed.get_rank()
@@ -63,7 +63,7 @@ def fit(folder: Path, name: str, fit: dict[str, Any], **hparams: Any) -> dict[st
 
 
 def main(folder: Path) -> None:
-    """Carry out the three fits."""
+    """Run the three fits."""
     saved = fit(
         folder, "beside", {"max_length": Batch(10), "checkpoint_period": Batch(5)},
         commit_by=7, manifests=f"{folder}/checkpoints/manifests",

@@ -1,11 +1,11 @@
-"""Ranks that start at once, because they are forked from a process that has imported everything.
+"""Ranks that start fast, because they are forked from a process that has imported everything.
 
-``fit_forked.py`` reads runs from its input, one JSON object a line: ``folder`` (for all that the
-run leaves), ``ranks``, ``hparams``, ``storage`` (its ``checkpoint_storage``) and ``fit`` (arguments
-of `Trainer.fit` in batches). For each it prints two lines: ``{"pids": […]}``, the ranks, and when
-all have ended ``{"codes": […]}``. As a launcher does, it ends all of them when one has failed.
+``fit_forked.py`` reads runs from its input, one JSON object per line: ``folder`` (for all files of
+the run), ``ranks``, ``hparams``, ``storage`` (its ``checkpoint_storage``) and ``fit`` (arguments of
+`Trainer.fit` in batches). For each run it prints two lines: ``{"pids": […]}`` of the ranks, and
+``{"codes": […]}`` when all have ended. Like a launcher, it ends all ranks if one fails.
 
-Each rank trains `WatchedTrial`, which leaves a line for every batch; `fit` goes on from the latest
+Each rank trains `WatchedTrial`, which writes a line per batch, and resumes from the latest
 checkpoint.
 """
 
@@ -32,19 +32,19 @@ from toy_trial import ToyTrial
 from trial_core.deepspeed import Trainer, init
 from trial_core.pytorch import Batch, PyTorchCallback
 
-# What ranks import when they first need it.
-EAGER = ("s3fs", "obstore", "trial_core.storage.local", "trial_core.trainer.fit_loop")
+# Modules that ranks import when they first need them.
+EAGER = ("s3fs", "obstore", "trial_core.storage.local", "trial_core.trainer.fit_stages")
 
 
 class WatchedTrial(ToyTrial):
-    """Leaves for every batch: its index, epoch and samples, the loss, the random state after it."""
+    """Writes for every batch its index, epoch, samples and loss, and the random state after it."""
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         inputs, index = self.context.to_device(next(dataloader_iter))
         loss = self._loss(inputs, index)
         self.engine.backward(loss)
         self.engine.step()
-        # Draws, so that a random state that is not restored shows in the next line, too.
+        # Draws, so that a random state that was not restored changes the next line, too.
         drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
         samples = index.flatten().tolist()
         line = [batch_idx, epoch_idx, samples, loss.item().hex(), drawn, random_state()]
@@ -57,7 +57,7 @@ class WatchedTrial(ToyTrial):
 
 
 def random_state() -> str:
-    """A digest of all random state that a trial may draw from."""
+    """A digest of the states of all random generators."""
     digest = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
     digest.update(repr(random.getstate()).encode())
     digest.update(repr(np.random.get_state()).encode())
@@ -65,7 +65,7 @@ def random_state() -> str:
 
 
 def fit(run: dict[str, Any]) -> None:
-    """Train as `run` says, as the rank that the environment names."""
+    """Train `run` as the rank in the environment."""
     config = {
         "name": "toy", "searcher": {"metric": "loss"}, "checkpoint_storage": run["storage"],
     }  # fmt: skip
@@ -107,7 +107,7 @@ def _fork(run: dict[str, Any], rank: int, port: int) -> int:
 
 
 def end(pids: list[int]) -> list[int]:
-    """Wait for the ranks; the first that fails takes the others along. Exit codes, -9: killed."""
+    """Wait for the ranks, and kill the others if one fails; their exit codes (-9: killed)."""
     codes: dict[int, int] = {}
     while len(codes) < len(pids):
         pid, status = os.wait()
@@ -119,7 +119,7 @@ def end(pids: list[int]) -> list[int]:
 
 
 def main() -> None:
-    """Carry out one run after the other."""
+    """Run one run after the other."""
     for module in EAGER:
         importlib.import_module(module)
     assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"

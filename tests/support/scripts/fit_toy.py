@@ -1,9 +1,8 @@
-"""A script as a user writes one, which fits toy trials one after the other: ``fit_toy.py SPEC``.
+"""A user's script that fits toy trials one after the other: ``fit_toy.py SPEC``.
 
 Started by python, torchrun or deepspeed. SPEC is a JSON file: a list of ``{"init": {…}, "fit":
-{…}}``, and ``"trial": "module:Class"`` for another one of the toys. Beside it every rank leaves
-what came of each: ``0-rank-1.json``. In the arguments of fit, ``{"batches": …}`` and
-``{"epochs": …}`` are lengths.
+{…}}``, with ``"trial": "module:Class"`` for another toy. Every rank writes each run's result beside
+it, for example ``0-rank-1.json``. ``{"batches": …}`` and ``{"epochs": …}`` are lengths.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "toy"))
 
 
 def argument(value: Any) -> Any:
-    """One of fit's arguments, out of JSON."""
+    """An argument of fit, from JSON."""
     if not isinstance(value, dict):
         return value
     ((unit, length),) = value.items()
@@ -32,7 +31,7 @@ def argument(value: Any) -> Any:
 
 
 def fit(run: dict[str, Any]) -> dict[str, Any]:
-    """Train as `run` says; how it ended."""
+    """Fit `run`; its result."""
     module, _, name = run.get("trial", "toy_trial:ToyTrial").partition(":")
     trial_class = getattr(importlib.import_module(module), name)
     with init(**run["init"]) as context:
@@ -42,7 +41,7 @@ def fit(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(spec: Path) -> None:
-    """Carry out one run after the other."""
+    """Fit one run after the other."""
     for index, run in enumerate(json.loads(spec.read_text())):
         try:
             outcome = fit(run)
@@ -53,5 +52,5 @@ def main(spec: Path) -> None:
 
 
 if __name__ == "__main__":
-    # The last one: launchers add arguments of their own.
+    # The last argument: launchers add others.
     main(Path(sys.argv[-1]))

@@ -1,4 +1,4 @@
-"""Tries trials that break a rule, on every rank of one start; prints what each raised, as JSON.
+"""Tries trials that break a rule, all in one start of the ranks; prints their errors as JSON.
 
 In the environment, TRIALS: a JSON list of ``[request, until]``. `request` is a `BuildTrial` as a
 mapping; `until` says how far to go with the trial: "build", "load", "train", "validate"; or
@@ -17,6 +17,7 @@ import msgspec
 
 from trial_core.controller.controller import Controller
 from trial_core.distributed import DistributedContext
+from trial_core.entrypoint import build_engine
 from trial_core.errors import TrialError
 from trial_core.messages import (
     BuildLoaders,
@@ -34,8 +35,8 @@ TOY = Path(os.environ["PYTHONPATH"]) / "tests" / "support" / "toy"
 RANKS = DistributedContext.from_environment()
 
 
-def go(controller: Controller, build: BuildTrial, until: Any) -> None:
-    """Carry out what a driver would ask for."""
+def drive(controller: Controller, build: BuildTrial, until: Any) -> None:
+    """Send the requests that a driver would send."""
     begin = BuildLoaders(batches_trained=0, checkpoint=None)
     controller.carry_out(build)
     if until == "build":
@@ -51,9 +52,9 @@ def go(controller: Controller, build: BuildTrial, until: Any) -> None:
         return
     controller.carry_out(SaveCheckpoint(uuid="saved"))
     persisted: Any = controller.carry_out(PersistCheckpoint(uuid="saved"))
-    everybody = RANKS.allgather(persisted.files)
+    all_files = RANKS.allgather(persisted.files)
     controller.carry_out(build)
-    files = [entry for rank in everybody for entry in rank]
+    files = [entry for rank in all_files for entry in rank]
     controller.carry_out(FetchCheckpoint(uuid="saved", files=files))
     RANKS.allgather("fetched")
     controller.carry_out(BuildLoaders(batches_trained=0, checkpoint="saved", restore=until))
@@ -62,16 +63,16 @@ def go(controller: Controller, build: BuildTrial, until: Any) -> None:
 def main() -> None:
     """Try one trial after the other."""
     os.chdir(TOY)
-    controller, said = Controller(emit=lambda _: None, distributed=RANKS), []
+    controller, messages = Controller(build_engine, emit=lambda _: None, distributed=RANKS), []
     for request, until in json.loads(os.environ["TRIALS"]):
         try:
-            go(controller, msgspec.convert(request, BuildTrial), until)
-            said.append("not refused")
+            drive(controller, msgspec.convert(request, BuildTrial), until)
+            messages.append("not refused")
         except TrialError as error:
-            said.append(str(error))
-    print(json.dumps(said), flush=True)
+            messages.append(str(error))
+    print(json.dumps(messages), flush=True)
     sys.stderr.flush()
-    os._exit(0)  # some of the engines are half built
+    os._exit(0)  # some engines are half built
 
 
 main()

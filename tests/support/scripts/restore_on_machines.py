@@ -19,6 +19,7 @@ from typing import Any
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.controller.controller import Controller
 from trial_core.distributed import DistributedContext
+from trial_core.entrypoint import build_engine
 from trial_core.messages import (
     BuildLoaders,
     BuildTrial,
@@ -31,7 +32,7 @@ from trial_core.messages import (
 
 RANKS = DistributedContext.from_environment()
 FOLDER = Path(os.environ["FOLDER"])
-CONTROLLER = Controller(emit=lambda _: None, distributed=RANKS)
+CONTROLLER = Controller(build_engine, emit=lambda _: None, distributed=RANKS)
 
 
 def carry_out(request: Any) -> Any:

@@ -19,18 +19,18 @@ from trial_core.pytorch import DataLoader
 
 
 class NotATrial:
-    """Has the right methods, perhaps, but not the right base."""
+    """Has the wrong base class."""
 
 
 class Unfinished(DeepSpeedTrial):
-    """Leaves out what every trial must define."""
+    """Does not define the abstract methods."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self.context = context
 
 
 class NoEngine(ToyTrial):
-    """Builds nothing to train."""
+    """Wraps no engine."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self.context = context
@@ -62,7 +62,7 @@ class ForgetsToStep(ToyTrial):
 
 
 class EmptyTraining(ToyTrial):
-    """Trains on nothing."""
+    """Its training loader is empty."""
 
     def build_training_data_loader(self) -> DataLoader:
         return DataLoader(samples(3), batch_size=4, drop_last=True)
@@ -76,7 +76,7 @@ class PlainLoader(ToyTrial):
 
 
 class UnequalEngines(ToyTrial):
-    """A second engine, which takes larger micro-batches than the first."""
+    """A second engine with larger micro-batches than the first."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         super().__init__(context)
@@ -89,7 +89,7 @@ class UnequalEngines(ToyTrial):
 
 
 class LatePipeline(ToyTrial):
-    """A pipeline, after an engine that is none."""
+    """A pipeline after another kind of engine."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         super().__init__(context)
@@ -97,29 +97,29 @@ class LatePipeline(ToyTrial):
 
 
 class UnequalPipelines(PipelineTrial):
-    """A pipeline of two stages, and one of a single stage."""
+    """A pipeline of two stages, and one of one stage."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         super().__init__(context)
         context.wrap_model_engine(pipeline(self.hparams, stages=1))
 
 
-class NamesTwoLoss(ToyTrial):
-    """Gives a reducer the name of a metric that it returns as well."""
+class DuplicateMetricName(ToyTrial):
+    """Gives a reducer the name of a metric that train_batch returns."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         super().__init__(context)
         context.wrap_reducer(len, name="loss", for_validation=False)
 
 
-class LoadsNothing(ToyTrial):
-    """Has no data for a rank that needs some."""
+class NoTrainingLoader(ToyTrial):
+    """Returns no loader on a rank that needs data."""
 
     def build_training_data_loader(self) -> Any:
         return None
 
 
-class SavesInItsOwnWay(ToyTrial):
+class OverridesSave(ToyTrial):
     """Overrides save, and neither load nor load_weights."""
 
     def save(self, context: DeepSpeedTrialContext, path: Path) -> None:
@@ -127,7 +127,7 @@ class SavesInItsOwnWay(ToyTrial):
 
 
 class SavesUnderATakenName(ToyTrial):
-    """Its checkpoints have a file that is called like the manifest."""
+    """Its checkpoints have a file with the manifest's name."""
 
     def save(self, context: DeepSpeedTrialContext, path: Path) -> None:
         super().save(context, path)
@@ -135,14 +135,14 @@ class SavesUnderATakenName(ToyTrial):
 
 
 class RaisesInEvaluation(ToyTrial):
-    """A mistake of the user's own."""
+    """Raises an exception of its own."""
 
     def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
         raise KeyError("accuracy")
 
 
 class Forks(ToyTrial):
-    """Leaves a child behind, as data loaders with workers do."""
+    """Leaves a child process behind, as data loaders with workers do."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         super().__init__(context)
@@ -152,7 +152,7 @@ class Forks(ToyTrial):
 
 
 class TalksNonsense(ToyTrial):
-    """Writes into its rank's connection."""
+    """Writes invalid data into its rank's connection."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         super().__init__(context)
@@ -164,7 +164,7 @@ class TalksNonsense(ToyTrial):
 
 
 class RaisesASurrogate(ToyTrial):
-    """Fails over a file whose name is no text."""
+    """Raises an error about a file name that is not valid text."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         raise ValueError("no file " + os.fsdecode(b"\xff"))

@@ -1,4 +1,4 @@
-"""A toy that finds its newest checkpoint damaged, and looks at what its run has claimed."""
+"""A toy that damages its newest checkpoint, and records what its run claims."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from trial_core.retention.claims import claims
 
 
 class FindsDamage(ToyTrial):
-    """Flips a bit in the newest checkpoint before the fit looks for it. In every batch it writes
-    down what the claims in the storage need: ``claims.json`` beside its records.
+    """Flips a bit in the newest checkpoint before the fit begins.
+
+    In every batch it records which checkpoints are claimed, as ``claims.json``.
 
     Hyperparameters, besides the toy's: storage (the checkpoints' folder).
     """
@@ -24,7 +25,7 @@ class FindsDamage(ToyTrial):
         super().__init__(context)
         self.store = CheckpointStore(f"file://{self.hparams['storage']}")
         newest = self.store.list()[-1]
-        # No file that the node has kept a copy of, on disk.
+        # A file without a kept copy on this machine's disk.
         entry = next(file for file in newest.files if file.path.endswith("_optim_states.pt"))
         path = Path(self.hparams["storage"], "checkpoints", newest.uuid, entry.path)
         content = bytearray(path.read_bytes())

@@ -26,7 +26,7 @@ def perceptron(inputs: int, outputs: int) -> torch.nn.Module:
 
 
 class SeveralEngines(ToyTrial):
-    """Two engines, each with an optimizer of its own."""
+    """Two engines, each with its own optimizer."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self.context = context
@@ -68,7 +68,7 @@ def error(outputs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 class Independent(SeveralEngines):
-    """Two models of the same data."""
+    """Two models trained on the same data."""
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         inputs, index = self._next(dataloader_iter, batch_idx)
@@ -89,7 +89,7 @@ class Independent(SeveralEngines):
 
 
 class Adversarial(SeveralEngines):
-    """A generator that imitates the samples, and a critic that is to tell them apart."""
+    """A generator that imitates the samples, and a critic that tells them apart."""
 
     def models(self) -> tuple[torch.nn.Module, torch.nn.Module]:
         return perceptron(2, 2), perceptron(2, 1)
@@ -102,7 +102,7 @@ class Adversarial(SeveralEngines):
         critic = judge(self.second(real), ones) + judge(self.second(fake.detach()), zeros)
         self.second.backward(critic)
         self.second.step()
-        # This loss passes through the critic, and must leave no gradient there.
+        # This loss passes through the critic but must leave no gradient there.
         self.second.module.requires_grad_(False)
         generator = judge(self.second.module(fake), ones)
         self.first.backward(generator)
@@ -116,7 +116,7 @@ class Adversarial(SeveralEngines):
 
 
 class Joint(SeveralEngines):
-    """One loss through two engines: the second one's input is what the first one gives."""
+    """One loss through two engines: the first one's output is the second one's input."""
 
     def models(self) -> tuple[torch.nn.Module, torch.nn.Module]:
         return perceptron(2, 4), perceptron(4, 4)
@@ -135,7 +135,7 @@ class Joint(SeveralEngines):
 
 
 class ByHand(Independent):
-    """Accumulates by itself: one call of train_batch is one batch."""
+    """Accumulates itself: one call of train_batch is one batch."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         super().__init__(context)
@@ -150,15 +150,17 @@ class ByHand(Independent):
 
 
 class ByHandTooLittle(ByHand):
-    """Says that it accumulates by itself, and does not."""
+    """Disables auto accumulation, and does not accumulate."""
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         return Independent.train_batch(self, dataloader_iter, epoch_idx, batch_idx)
 
 
 class OwnConfig(ToyTrial):
-    """The toy with more DeepSpeed configuration: the hyperparameter `ds_config`. How much a loss
-    counts in training is drawn from Python's generator and numpy's."""
+    """The toy with more DeepSpeed configuration, the hyperparameter `ds_config`.
+
+    Its training loss is weighted by random numbers from Python's and numpy's generators.
+    """
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         super().__init__(context)
@@ -180,7 +182,7 @@ class OwnConfig(ToyTrial):
 
 
 class Experts(SeveralEngines):
-    """A model with a mixture-of-experts layer, its `experts` shared out over the ranks."""
+    """A model with a mixture-of-experts layer, whose `experts` are divided among the ranks."""
 
     def models(self) -> tuple[torch.nn.Module, ...]:
         return (Mixture(self.hparams.get("experts", 2), self.context.distributed.get_size()),)

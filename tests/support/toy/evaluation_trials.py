@@ -1,5 +1,7 @@
-"""Toy trials that validate in every way there is. Validation metrics are of the samples' indices,
-which differ by rank and by batch."""
+"""Toy trials that validate in every way.
+
+Validation metrics are of the samples' indices, which differ by rank and by batch.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from trial_core.pytorch import DataLoader, MetricReducer, Reducer
 
 
 class SumAndCount(MetricReducer):
-    """Counts the samples it is told of, and sums their indices."""
+    """Counts the samples, and sums their indices."""
 
     def __init__(self) -> None:
         self.reset()
@@ -30,7 +32,7 @@ class SumAndCount(MetricReducer):
         self.sums[1] += index.numel()
 
     def per_slot_reduce(self) -> list[float]:
-        return self.sums  # the very list that later updates change
+        return self.sums  # not a copy: later updates change it
 
     def cross_slot_reduce(self, per_slot_metrics: list[list[float]]) -> dict[str, float]:
         sums, counts = zip(*per_slot_metrics, strict=True)
@@ -54,7 +56,7 @@ class Indices(ToyTrial):
 
 
 class WithoutLength(Indices):
-    """The validation set does not know its length."""
+    """The validation set has no length."""
 
     def build_validation_data_loader(self) -> DataLoader:
         return DataLoader(
@@ -64,7 +66,7 @@ class WithoutLength(Indices):
 
 
 class OwnLoader(Indices):
-    """A loader of the user's own, which shards by itself and has no length either."""
+    """A custom loader that shards itself and has no length."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         super().__init__(context)
@@ -85,7 +87,7 @@ class OwnLoader(Indices):
 
 
 class OwnTrainingLoader(ToyTrial):
-    """A training loader of the user's own: it shards by itself, and ends with each epoch."""
+    """A custom training loader that shards itself, and ends with each epoch."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         super().__init__(context)
@@ -100,7 +102,7 @@ class OwnTrainingLoader(ToyTrial):
 
 
 class DeepSpeedsLoader(ToyTrial):
-    """The loader that deepspeed.initialize makes of a data set, as in the reference's example."""
+    """The loader of deepspeed.initialize, as in the reference's example."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         super().__init__(context)
@@ -119,8 +121,8 @@ class DeepSpeedsLoader(ToyTrial):
         return self.loader
 
 
-class TwoAtATime(Indices):
-    """Takes two micro-batches in each call, of which the reference's loop would know nothing."""
+class TwoPerCall(Indices):
+    """Takes two micro-batches in each call."""
 
     def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
         super().evaluate_batch(dataloader_iter, batch_idx)
@@ -134,7 +136,7 @@ class WithoutIndex(Indices):
         return super().evaluate_batch(dataloader_iter, 0)
 
 
-class EachItsReducer(Indices):
+class ReducerPerMetric(Indices):
     """A reducer for each metric."""
 
     def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
@@ -157,7 +159,7 @@ class EachItsReducer(Indices):
 class FullDataset(ToyTrial):
     """Validates the whole set at once."""
 
-    evaluate_batch = ToyTrial.__mro__[1].evaluate_batch  # as if it had never been defined
+    evaluate_batch = ToyTrial.__mro__[1].evaluate_batch  # not defined
 
     def evaluate_full_dataset(self, data_loader: Any) -> dict[str, Any]:
         batches = list(data_loader)
@@ -170,22 +172,24 @@ class FullDataset(ToyTrial):
 
 
 class BothWays(FullDataset):
-    """Cannot make up its mind."""
+    """Defines both methods."""
 
     def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
         return {}
 
 
 class NeitherWay(ToyTrial):
-    """Cannot be validated."""
+    """Defines neither method."""
 
     evaluate_batch = ToyTrial.__mro__[1].evaluate_batch
 
 
 class Drawing(ToyTrial):
-    """Its validation metric depends on random numbers; with ZeRO-3, ranks wait for each other in
-    each evaluation (which by itself it does for larger parameters only). A file says how far a
-    rank has come."""
+    """Its validation metric depends on random numbers.
+
+    With ZeRO-3, ranks wait for each other in each evaluation, as they do for larger parameters.
+    Each evaluation creates a file.
+    """
 
     def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
         rank = self.context.distributed.get_rank()

@@ -1,4 +1,4 @@
-"""Toy trials whose data the experiment names."""
+"""A toy trial whose data the experiment names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trial_core.pytorch import DataLoader
 
 
 class Fresh(ToyTrial):
-    """Validates on as many samples as the experiment's data says, in text, as templates give it."""
+    """Validates on the number of samples in the experiment's data, a text from a template."""
 
     def build_validation_data_loader(self) -> DataLoader:
         count = int(self.context.get_data_config()["validation_samples"])

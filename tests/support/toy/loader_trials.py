@@ -1,4 +1,4 @@
-"""Toy trials whose training data is not drawn one `DataLoader`'s micro-batch a call."""
+"""Toy trials with unusual training loaders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trial_core.pytorch import DataLoader, PyTorchCallback
 
 
 class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Samples that are augmented: each look at one draws from the global generator."""
+    """Augmented samples: reading one draws from the global generator."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -29,7 +29,7 @@ class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 class Stream(IterableDataset[Any]):
-    """The samples of a dataset, one after the other, in another order in each epoch."""
+    """The samples of a dataset as a stream, in another order in each epoch."""
 
     def __init__(self, dataset: Noisy) -> None:
         self.dataset = dataset
@@ -47,7 +47,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Epochs(ToyTrial):
-    """Augmented samples, by a `DataLoader` of ours that has `workers`."""
+    """Augmented samples in a `trial_core.pytorch.DataLoader` with `workers`."""
 
     def build_training_data_loader(self) -> DataLoader:
         everything = Noisy(samples(self.hparams["train_samples"]))
@@ -62,7 +62,7 @@ class Epochs(ToyTrial):
 
 
 class Unchecked(ToyTrial):
-    """Takes care of sharding by itself."""
+    """Shards the data itself."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         super().__init__(context)
@@ -74,8 +74,8 @@ class Unchecked(ToyTrial):
         return Subset(everything, range(ranks.get_rank(), len(everything), ranks.get_size()))
 
 
-class Torchdatas(Unchecked):
-    """torchdata's loader, shuffling by itself; with workers, it loads ahead."""
+class Torchdata(Unchecked):
+    """torchdata's loader, which shuffles itself and loads ahead with workers."""
 
     def build_training_data_loader(self) -> Any:
         from torchdata.stateful_dataloader import StatefulDataLoader
@@ -102,7 +102,7 @@ class Drawing:
         return self.length
 
     def __iter__(self) -> Iterator[Any]:
-        torch.rand(1)  # beginning a pass costs the global generator a number, as torch's does
+        torch.rand(1)  # as torch's loader, draws from the global generator when a pass begins
         return self._rest()
 
     def _rest(self) -> Iterator[Any]:
@@ -121,15 +121,15 @@ class Drawing:
         self.generator.set_state(state["generator"])
 
 
-class Own(Unchecked):
-    """A loader of the trial's own that carries its state."""
+class Stateful(Unchecked):
+    """A custom loader that saves its state."""
 
     def build_training_data_loader(self) -> Any:
         return Drawing(self.shard(), self.hparams.get("pass_length", 3))
 
 
-class TwoDraws(ToyTrial):
-    """Takes two micro-batches for a batch, and on even batches a third that it throws away."""
+class TwoPerBatch(ToyTrial):
+    """Takes two micro-batches for a batch, and with `unevenly` a third on even batches."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         super().__init__(context)
@@ -149,14 +149,14 @@ class TwoDraws(ToyTrial):
 
 
 class Forget(PyTorchCallback):
-    """Makes a checkpoint look like one of an earlier release."""
+    """Makes a checkpoint like one of an earlier release."""
 
     def on_checkpoint_save_start(self, checkpoint: dict[str, Any]) -> None:
         del checkpoint["training_data"]
 
 
-class Forgetful(ToyTrial):
-    """Its checkpoints do not say what was drawn."""
+class EarlierRelease(ToyTrial):
+    """Its checkpoints have no position in the data."""
 
     def build_callbacks(self) -> dict[str, PyTorchCallback]:
         return {"forget": Forget()}

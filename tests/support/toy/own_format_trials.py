@@ -1,4 +1,4 @@
-"""A toy trial whose checkpoints are files of its own, of which DeepSpeed knows nothing."""
+"""A toy trial with a custom checkpoint format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trial_core.deepspeed import DeepSpeedTrialContext
 
 
 class OwnFormat(OwnConfig):
-    """Overrides all of save, load and load_weights: each rank has an ``own-{rank}.pt``."""
+    """Overrides save, load and load_weights: each rank has a file ``own-{rank}.pt``."""
 
     def save(self, context: DeepSpeedTrialContext, path: Path) -> None:
         engine = self.engine

@@ -31,7 +31,7 @@ def ds_config(hparams: dict[str, Any]) -> dict[str, Any]:
 
 
 class _SplitTrial(ToyTrial):
-    """Notes what a rank draws from its loaders. Builds them everywhere, whoever needs them."""
+    """Records what a rank draws from its loaders. Builds loaders on every rank."""
 
     def _prepare(self, context: DeepSpeedTrialContext) -> None:
         self.context = context
@@ -48,7 +48,7 @@ class _SplitTrial(ToyTrial):
         self.drawn: list[list[float]] = []
 
     def _noted(self, batches: Iterator[Any] | None) -> Iterator[Any] | None:
-        """`batches`, each one's indices kept in `drawn`."""
+        """`batches`, with their indices recorded in `drawn`."""
         self.drawn = []
         if batches is None:
             return None
@@ -118,7 +118,7 @@ class PipelineTrial(_SplitTrial):
 
 
 class TwoPipelines(PipelineTrial):
-    """Two pipelines with the same stages, of the same data."""
+    """Two pipelines with the same stages and data."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         super().__init__(context)
@@ -131,7 +131,7 @@ class TwoPipelines(PipelineTrial):
 
 
 class NoisyPipeline(PipelineTrial):
-    """Loading draws noise, which is in what each rank notes of its micro-batches."""
+    """Loading draws noise, which is part of the recorded indices."""
 
     def build_training_data_loader(self) -> Any:
         return self._noisy(super().build_training_data_loader())
@@ -158,7 +158,7 @@ class NoisyPipeline(PipelineTrial):
 
 
 class _Grid:
-    """What DeepSpeed asks of an mpu: pairs of neighbours share a model, the others' are copies."""
+    """An mpu for DeepSpeed: each pair of neighbouring ranks shares a copy of the model."""
 
     def __init__(self) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -186,7 +186,7 @@ class _Grid:
 
 
 class _SumOfParts(torch.autograd.Function):
-    """The sum over the ranks of a model; its gradient reaches each of them whole."""
+    """The sum over the ranks of a model; each rank gets the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
@@ -266,7 +266,7 @@ class TensorParallelTrial(_SplitTrial):
 
 
 class MisfitMPU(TensorParallelTrial):
-    """Says of every rank that it is the first of two data-parallel ranks."""
+    """Every rank claims to be the first of two data-parallel ranks."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self._prepare(context)
@@ -279,7 +279,7 @@ class MisfitMPU(TensorParallelTrial):
 
 
 class UnsizedPipeline(PipelineTrial):
-    """Validates on an iterable dataset that does not know its length."""
+    """Validates on an iterable dataset without a length."""
 
     def build_validation_data_loader(self) -> Any:
         return DataLoader(
@@ -289,7 +289,7 @@ class UnsizedPipeline(PipelineTrial):
 
 
 class Unsized(torch.utils.data.IterableDataset[Any]):
-    """Samples without a len()."""
+    """Samples without a length."""
 
     def __init__(self, count: int) -> None:
         self.count = count

@@ -1,4 +1,4 @@
-"""Toy trials with custom metrics of training, in every form. Their values are samples' indices."""
+"""Toy trials with every form of custom reducer. The values are samples' indices."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from toy_trial import ToyTrial
 from trial_core.deepspeed import DeepSpeedTrialContext
 from trial_core.pytorch import MetricReducer
 
-# Passed to reducers in workloads that they are not for: no index is so large.
+# Updates of reducers in the wrong kind of workload: no index is so large.
 STRAY = 1000.0
 
 
 class Mean(MetricReducer):
-    """The mean of all values, which is not the mean of the ranks' means; as an array of one."""
+    """The mean of all values, not of the ranks' means, as an array of one element."""
 
     def __init__(self) -> None:
         self.reset()
@@ -39,7 +39,7 @@ class Mean(MetricReducer):
 
 
 class Remainders(MetricReducer):
-    """How many values leave which remainder, by 2 and by 3: two metrics, neither a number."""
+    """Counts of remainders by 2 and by 3: two metrics, both arrays."""
 
     def __init__(self) -> None:
         self.reset()
@@ -52,7 +52,7 @@ class Remainders(MetricReducer):
             self.counts[int(value) % 2, int(value) % 3] += 1
 
     def per_slot_reduce(self) -> Any:
-        return self.counts  # the very array that later updates change
+        return self.counts  # not a copy: later updates change it
 
     def cross_slot_reduce(self, per_slot_metrics: list[Any]) -> dict[str, Any]:
         total = sum(per_slot_metrics)
@@ -60,7 +60,7 @@ class Remainders(MetricReducer):
 
 
 def sides(values: list[float]) -> dict[str, Any]:
-    """Several metrics of a function, one of them a list of lists."""
+    """A function with several metrics, one of them a list of lists."""
     return {
         "smallest": min(values),
         "span": [[min(values), max(values)], [sum(values), len(values)]],
@@ -68,12 +68,12 @@ def sides(values: list[float]) -> dict[str, Any]:
 
 
 def backwards(values: list[float]) -> list[float]:
-    """One metric of a function, a list."""
+    """A function with one metric, a list."""
     return sorted(values, reverse=True)
 
 
 class TrainingMetrics(ToyTrial):
-    """Odd ranks pass on every index that they see, even ranks the first of each micro-batch."""
+    """Odd ranks update with every index, even ranks with the first of each micro-batch."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         super().__init__(context)
@@ -109,7 +109,7 @@ class TrainingMetrics(ToyTrial):
 
 
 class ReportedByHalf(TensorParallelTrial):
-    """Every rank passes on its number, though odd ranks report no metrics."""
+    """Every rank updates with its number, although odd ranks report no metrics."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         super().__init__(context)

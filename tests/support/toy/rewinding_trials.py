@@ -1,4 +1,4 @@
-"""A toy trial that changes what it resumes from."""
+"""A toy trial that changes the state it resumes from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SEED = 7
 
 
 class Rewind(PyTorchCallback):
-    """Begins the data again when a checkpoint is loaded, reseeds torch, and forgets itself."""
+    """When a checkpoint is loaded, restarts the data, reseeds torch, and drops its own state."""
 
     def __init__(self) -> None:
         self.restored = False
@@ -31,8 +31,8 @@ class Rewind(PyTorchCallback):
         self.restored = state_dict["restored"]
 
 
-class Rewinds(ToyTrial):
-    """Notes, batch by batch, torch's seed and whether its callback was restored."""
+class RewindTrial(ToyTrial):
+    """Records in every batch torch's seed, and whether its callback was restored."""
 
     def build_callbacks(self) -> dict[str, PyTorchCallback]:
         self.rewind = Rewind()

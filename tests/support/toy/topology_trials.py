@@ -1,5 +1,7 @@
-"""A toy whose batches have the same samples on any number of ranks, with all that a checkpoint may
-hold: groups of parameters, tied and frozen weights, buffers, and sizes that nothing divides."""
+"""A toy whose batches have the same samples on any number of ranks.
+
+Its checkpoints hold parameter groups, tied and frozen weights, buffers, and odd sizes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from trial_core.deepspeed import DeepSpeedTrialContext
 
 
 class Norm(torch.nn.LayerNorm):
-    """Remembers the mean of what it has seen in a buffer."""
+    """Sums the means of its inputs in a buffer."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -28,7 +30,7 @@ class Norm(torch.nn.LayerNorm):
 
 
 class Assorted(torch.nn.Module):
-    """A bit of everything. `first` and `last` share a weight."""
+    """A model with all these kinds of parameters. `first` and `last` share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,8 +49,7 @@ class Assorted(torch.nn.Module):
 
 
 class AnyTopology(ToyTrial):
-    """Hyperparameters beside the toy's: batch (samples), bf16, zero, seed, frozen_seed (of the
-    frozen weights alone, as if they came from elsewhere)."""
+    """More hyperparameters: batch (samples), bf16, zero, seed, frozen_seed (of frozen weights)."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self.context = context
@@ -78,10 +79,10 @@ class AnyTopology(ToyTrial):
 
     def _ds_config(self) -> dict[str, Any]:
         stage = self.hparams["zero_stage"]
-        # Small: DeepSpeed never lets go of an engine's bucket, and warm ranks build many engines.
+        # Small: DeepSpeed never frees an engine's bucket, and warm ranks build many engines.
         zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 1000}
         if stage == 3:
-            # Several flat buffers a group, and some parameters that stay whole in training.
+            # Several flat buffers per group, and some parameters that stay unpartitioned.
             zero.update(sub_group_size=10, stage3_param_persistence_threshold=8)
         zero.update(self.hparams.get("zero", {}))
         config = {

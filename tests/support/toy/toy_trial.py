@@ -1,4 +1,4 @@
-"""A trial small enough to run in a second, with switches for what a test wants to see."""
+"""A trial that runs in a second, with hyperparameters for what a test needs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from trial_core.pytorch import DataLoader, PyTorchCallback
 
 
 def samples(count: int) -> TensorDataset:
-    """Samples that carry their own index, so that a test can tell them apart."""
+    """Samples with their index, so that a test can identify them."""
     index = torch.arange(count, dtype=torch.float32).unsqueeze(1)
     return TensorDataset(torch.cat([index / count, torch.ones_like(index)], dim=1), index)
 
 
 class Recorder(PyTorchCallback):
-    """Writes a line for every hook to a file of its rank's."""
+    """Writes a line per hook to this rank's file."""
 
     def __init__(self, path: Path, ballast_mib: int = 0) -> None:
         self.path = path
@@ -81,9 +81,10 @@ class ToyTrial(DeepSpeedTrial):
     """A linear model with dropout (so that random state matters) on a few samples.
 
     Hyperparameters: micro_batch_size, accumulation, zero_stage, train_samples, validation_samples,
-    record (a folder for what each rank sees), ballast_mib (of a file that each rank adds to its
-    checkpoints), and at_batch + do: what happens there, on do_rank, once if the file `once` is new
-    (`wait`: until there is a file `wait_for`); at_evaluation: the same, in that evaluate_batch.
+    record (a folder for each rank's records), ballast_mib (the size of a file that each rank adds
+    to its checkpoints), and at_batch + do: what happens in that batch on do_rank; only once with
+    `once`, a file to create; `wait` waits for a file `wait_for`. at_evaluation: the same, in that
+    call of evaluate_batch.
     """
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
@@ -97,7 +98,7 @@ class ToyTrial(DeepSpeedTrial):
             "shuffle": True,
             **context.get_hparams(),
         }
-        # Parameters of even sizes: ZeRO-3 pads odd ones with memory that nobody has written.
+        # Parameters of even sizes: ZeRO-3 pads odd ones with uninitialised memory.
         model = torch.nn.Sequential(
             torch.nn.Linear(2, 16), torch.nn.Dropout(0.2), torch.nn.Tanh(), torch.nn.Linear(16, 2)
         )
@@ -153,7 +154,7 @@ class ToyTrial(DeepSpeedTrial):
         if do == "exit":
             os._exit(7)
         if do == "terminate":
-            # As launchers and services do: every process, and the rank does not do it itself.
+            # As launchers and services do: to every process of the group.
             whom = -os.getpgrp() if os.getpgrp() == os.getpid() else os.getpid()
             subprocess.run(["kill", "-TERM", "--", str(whom)], check=False)
         if do == "stop":
@@ -163,7 +164,7 @@ class ToyTrial(DeepSpeedTrial):
         if do == "wait":
             deadline = time.monotonic() + 60
             while not Path(self.hparams["wait_for"]).exists():
-                assert time.monotonic() < deadline, "nobody made the file"
+                assert time.monotonic() < deadline, "the file was never created"
                 time.sleep(0.01)
 
     def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""A trial whose code is in another folder than what it imports, which is found by PYTHONPATH."""
+"""A trial in another folder than the code it imports, which is on PYTHONPATH."""
 
 from __future__ import annotations
 
-from asking_trials import Measuring as Measuring
+from context_use_trials import Measuring as Measuring

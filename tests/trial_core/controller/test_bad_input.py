@@ -1,4 +1,4 @@
-"""Mistakes in a trial, each with the message that its author sees."""
+"""Mistakes in a trial, each with its message."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.slots import TOY, drive, toy_config
-from trial_core.controller.entrypoint import load_trial_class
+from trial_core.entrypoint import load_trial_class
 from trial_core.errors import RankFailed, TrialError
 from trial_core.slots.group import SlotGroup
 
@@ -17,7 +17,7 @@ BESIDE = ", ".join(sorted(path.stem for path in TOY.glob("*.py")))
 
 @pytest.fixture
 def beside_the_toys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run in the folder of the toy trials, as ranks do, and leave the import path as it was."""
+    """Run in the folder of the toy trials, as ranks do."""
     monkeypatch.chdir(TOY)
     monkeypatch.syspath_prepend(TOY)
 
@@ -38,12 +38,12 @@ def beside_the_toys(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             "bad_trials:NotATrial",
-            'entrypoint "bad_trials:NotATrial" is no trial: NotATrial is a class derived from '
-            "object, and a subclass of trial_core.deepspeed.DeepSpeedTrial is needed",
+            'entrypoint "bad_trials:NotATrial" is not a trial: NotATrial is a class derived from '
+            "object, but must be a subclass of trial_core.deepspeed.DeepSpeedTrial",
         ),
         (
             "bad_trials:samples",
-            'entrypoint "bad_trials:samples" is no trial: samples is function',
+            'entrypoint "bad_trials:samples" is not a trial: samples is function',
         ),
         (
             "bad_trials:Unfinished",
@@ -52,15 +52,16 @@ def beside_the_toys(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_an_entrypoint_that_is_no_trial(entrypoint: str, message: str) -> None:
-    """The message says what is there instead, and the name that was meant."""
+def test_an_entrypoint_that_is_not_a_trial(entrypoint: str, message: str) -> None:
+    """The message says what it is, and suggests a name."""
     with pytest.raises(TrialError, match=re.escape(message)):
         load_trial_class(entrypoint)
 
 
+@pytest.mark.long
 @pytest.mark.slots
-def test_a_trial_that_breaks_the_rules(tmp_path: Path) -> None:
-    """Found on the ranks, told to the driver as the trial's mistake, not as a crash."""
+def test_a_trial_that_breaks_a_rule(tmp_path: Path) -> None:
+    """The driver reports the trial's mistake, not a crash."""
     config = toy_config(tmp_path, 2, entrypoint="bad_trials:ForgetsToStep")
     with SlotGroup(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
         drive(slots, config, tmp_path)
@@ -72,8 +73,8 @@ def test_a_trial_that_breaks_the_rules(tmp_path: Path) -> None:
 
 
 @pytest.mark.slots
-def test_an_exception_of_the_users_shows_the_users_code(tmp_path: Path) -> None:
-    """The traceback begins in the trial: our own frames are of no use to its author."""
+def test_a_trials_exception_shows_the_trials_code(tmp_path: Path) -> None:
+    """The traceback begins in the trial, without the library's frames."""
     config = toy_config(tmp_path, 1, entrypoint="bad_trials:RaisesInEvaluation")
     with SlotGroup(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
         drive(slots, config, tmp_path)

@@ -1,4 +1,4 @@
-"""What a trial gets from its context while it is trained, on real ranks."""
+"""A trial's context during training, on real ranks."""
 
 from __future__ import annotations
 
@@ -8,37 +8,41 @@ from typing import Any
 
 import pytest
 
-from tests.support.slots import TOY, Driven, drive, lines, toy_config
-from trial_core.controller.entrypoint import initialises_by_itself
+from tests.support.slots import ONE_TWO_FOUR, TOY, Driven, drive, lines, toy_config
+from trial_core.entrypoint import initialises_torch_distributed
 from trial_core.slots.group import SlotGroup
 
 Warm = Callable[[int], SlotGroup]
-RANKS = pytest.mark.parametrize("world_size", [1, 2, 4])
+RANKS = pytest.mark.parametrize("world_size", ONE_TWO_FOUR)
 
 
 def config(folder: Path, batches: int, trial: str, **hparams: Any) -> Any:
     hparams["record"] = str(folder)
-    return toy_config(folder, batches, entrypoint=f"asking_trials:{trial}", hyperparameters=hparams)
+    return toy_config(
+        folder, batches, entrypoint=f"context_use_trials:{trial}", hyperparameters=hparams
+    )
 
 
 @pytest.mark.slots
 @pytest.mark.parametrize(
     ("world_size", "starts", "ends"),
     [
-        (1, [0, 5], [4]),
+        pytest.param(1, [0, 5], [4], marks=pytest.mark.long),
         (2, [0, 3, 5, 7], [2, 4, 6]),
-        (4, [0, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6]),
+        pytest.param(4, [0, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6], marks=pytest.mark.long),
     ],
 )
-def test_where_training_is(
+def test_the_context_knows_the_batch_and_the_epochs_bounds(
     warm_slots: Warm, tmp_path: Path, world_size: int, starts: list[int], ends: list[int]
 ) -> None:
-    """14 micro-batches an epoch, 3 a batch and rank: 14/3, 7/3 or 7/6 batches. Every call of
-    train_batch within a batch hears the same, on every rank, and after a restart too."""
+    """The same in every call of train_batch of a batch, on every rank, and after a restart.
+
+    An epoch has 14 micro-batches, a batch 3 per rank: 14/3, 7/3 or 7/6 batches per epoch.
+    """
     hparams = {"train_samples": 28, "accumulation": 3}
     slots = warm_slots(world_size)
-    first = drive(slots, config(tmp_path, 5, "AsksWhereItIs", **hparams), tmp_path, persist=True)
-    drive(slots, config(tmp_path, 8, "AsksWhereItIs", **hparams), tmp_path, resume=first)
+    first = drive(slots, config(tmp_path, 5, "RecordsPosition", **hparams), tmp_path, persist=True)
+    drive(slots, config(tmp_path, 8, "RecordsPosition", **hparams), tmp_path, resume=first)
     for rank in range(world_size):
         seen = lines(tmp_path, "where", rank)
         assert seen[::3] == seen[1::3] == seen[2::3]
@@ -47,32 +51,32 @@ def test_where_training_is(
 
 @pytest.mark.slots
 @RANKS
-def test_who_is_there(warm_slots: Warm, tmp_path: Path, world_size: int) -> None:
-    """The ranks that a driver starts are one machine's; its collectives bring everybody's, or the
-    first one's, batch after batch."""
-    drive(warm_slots(world_size), config(tmp_path, 2, "AsksWhoIsThere"), tmp_path)
+def test_the_distributed_context_on_a_drivers_ranks(
+    warm_slots: Warm, tmp_path: Path, world_size: int
+) -> None:
+    """All ranks are on one machine; collectives give the values of all, or of rank 0."""
+    drive(warm_slots(world_size), config(tmp_path, 2, "RecordsRanks"), tmp_path)
     for rank in range(world_size):
         answers = lines(tmp_path, "ranks", rank)
         assert len(answers) == 2
-        for batch, said in enumerate(answers):
-            everybody = [{"rank": each, "batch": batch} for each in range(world_size)]
-            assert said["who"] == [rank, world_size, rank, 1]
-            assert said["attributes"] == [rank, world_size, rank, world_size, 0, 1]
-            assert said["allgather"] == said["allgather_local"] == everybody
-            gathered = everybody if rank == 0 else None
-            assert said["gather"] == said["gather_local"] == gathered
-            assert said["broadcast"] == said["broadcast_local"] == everybody[0]
+        for batch, seen in enumerate(answers):
+            expected = [{"rank": each, "batch": batch} for each in range(world_size)]
+            assert seen["who"] == [rank, world_size, rank, 1]
+            assert seen["attributes"] == [rank, world_size, rank, world_size, 0, 1]
+            assert seen["allgather"] == seen["allgather_local"] == expected
+            gathered = expected if rank == 0 else None
+            assert seen["gather"] == seen["gather_local"] == gathered
+            assert seen["broadcast"] == seen["broadcast_local"] == expected[0]
 
 
 @pytest.mark.slots
 @RANKS
 def test_nested_micro_batches_are_moved(warm_slots: Warm, tmp_path: Path, world_size: int) -> None:
-    """to_device keeps containers and values, makes tensors of arrays, and warns once of a type that
-    it cannot move, however often it comes."""
+    """to_device keeps containers, converts arrays, and warns once of a type that it cannot move."""
     slots = warm_slots(world_size)
     logs = [slots.log_dir / f"rank-{rank}.log" for rank in range(world_size)]
     before = [log.stat().st_size for log in logs]
-    drive(slots, config(tmp_path, 3, "Nests"), tmp_path)
+    drive(slots, config(tmp_path, 3, "NestedBatches"), tmp_path)
     for rank, log in enumerate(logs):
         seen = lines(tmp_path, "moved", rank)
         trained = lines(tmp_path, "samples", rank)
@@ -81,26 +85,26 @@ def test_nested_micro_batches_are_moved(warm_slots: Warm, tmp_path: Path, world_
         for each in seen:
             assert each["kinds"] == ["dict", "list", "tuple"]
             assert each["devices"] == [each["own"]] * 3
-        said = log.read_bytes()[before[rank] :].decode()
-        assert said.count("to_device leaves objects of type Label where they are") == 1
+        text = log.read_bytes()[before[rank] :].decode()
+        assert text.count("to_device leaves objects of type Label where they are") == 1
 
 
 @pytest.mark.slots
-def test_a_trial_has_a_context_of_the_class_that_it_names(warm_slots: Warm, tmp_path: Path) -> None:
-    """trial_context_class: what that class adds is there on every rank, and so is the rest."""
-    drive(warm_slots(2), config(tmp_path, 2, "HasItsOwnContext"), tmp_path)
+def test_a_trial_may_name_its_context_class(warm_slots: Warm, tmp_path: Path) -> None:
+    """trial_context_class: every rank gets an object of that class."""
+    drive(warm_slots(2), config(tmp_path, 2, "CustomContext"), tmp_path)
     assert [lines(tmp_path, "middle", rank) for rank in (0, 1)] == [[0.5, 0.5]] * 2
 
 
 @pytest.mark.slots
-def test_a_rank_hears_only_of_a_stop_that_it_asked_for_itself(
-    warm_slots: Warm, tmp_path: Path
-) -> None:
-    """Rank 1 asks in batch 1: it hears of it at once and rank 0 never, though both end, saved,
-    after the same batch: that one or the next."""
+def test_get_stop_requested_answers_for_this_rank_alone(warm_slots: Warm, tmp_path: Path) -> None:
+    """Rank 1 requests a stop in batch 1: it is True there, and False on rank 0.
+
+    Both ranks end and save after the same batch: this one or the next.
+    """
     asks = {"do": "stop", "at_batch": 1, "do_rank": 1, "record": str(tmp_path)}
     experiment = toy_config(
-        tmp_path, 8, entrypoint="asking_trials:AsksWhetherItStops", scheduling_unit=8,
+        tmp_path, 8, entrypoint="context_use_trials:RecordsStopRequests", scheduling_unit=8,
         hyperparameters=asks,
     )  # fmt: skip
     run = drive(warm_slots(2), experiment, tmp_path)
@@ -120,10 +124,12 @@ def test_a_rank_hears_only_of_a_stop_that_it_asked_for_itself(
         pytest.param("TRIALFLOW_MANUAL_INIT_DISTRIBUTED", 4, marks=pytest.mark.long),
     ],
 )
-def test_a_trial_that_initialises_by_itself(tmp_path: Path, variable: str, world_size: int) -> None:
-    """torch.distributed is untouched until the trial sees to it; then everything works."""
+def test_a_trial_may_initialise_torch_distributed(
+    tmp_path: Path, variable: str, world_size: int
+) -> None:
+    """It is not initialised before, and everything works afterwards."""
     with SlotGroup(world_size, working_dir=TOY, environment={variable: "1"}) as group:
-        run: Driven = drive(group, config(tmp_path, 2, "InitialisesItself"), tmp_path)
+        run: Driven = drive(group, config(tmp_path, 2, "InitialisesDistributed"), tmp_path)
     assert run.progress.batches_trained == 2
     for rank in range(world_size):
         assert lines(tmp_path, "init", rank)[0] == [False, list(range(world_size))]
@@ -131,11 +137,11 @@ def test_a_trial_that_initialises_by_itself(tmp_path: Path, variable: str, world
 
 @pytest.mark.slots
 @RANKS
-def test_without_the_variable_it_is_initialised_before(
+def test_torch_distributed_is_initialised_before_the_trial(
     warm_slots: Warm, tmp_path: Path, world_size: int
 ) -> None:
-    """The usual case, which the variables change."""
-    drive(warm_slots(world_size), config(tmp_path, 1, "InitialisesItself"), tmp_path)
+    """Unless one of the variables is set."""
+    drive(warm_slots(world_size), config(tmp_path, 1, "InitialisesDistributed"), tmp_path)
     for rank in range(world_size):
         assert lines(tmp_path, "init", rank)[0] == [True, list(range(world_size))]
 
@@ -144,10 +150,10 @@ def test_without_the_variable_it_is_initialised_before(
     "variable", ["DET_MANUAL_INIT_DISTRIBUTED", "TRIALFLOW_MANUAL_INIT_DISTRIBUTED"]
 )
 def test_both_names_mean_the_same(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
-    """The reference's and our own: whatever it says is a yes, unless it is a no."""
+    """The reference's variable and ours: any value but a negative one switches it on."""
     for value in ("1", "true", "True", "yes", "on", "2"):
         monkeypatch.setenv(variable, value)
-        assert initialises_by_itself(), value
+        assert initialises_torch_distributed(), value
     for value in ("", " ", "0", "false", "False", "no"):
         monkeypatch.setenv(variable, value)
-        assert not initialises_by_itself(), value
+        assert not initialises_torch_distributed(), value

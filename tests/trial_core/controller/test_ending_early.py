@@ -1,4 +1,4 @@
-"""A run that is asked to stop ends its workload early, on all ranks after the same batch."""
+"""A stop request ends a workload early, on all ranks after the same batch."""
 
 from __future__ import annotations
 
@@ -18,25 +18,24 @@ from trial_core.slots.group import SlotGroup
 
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]
-PATIENCE = 60.0
+TIMEOUT_SECONDS = 60.0
 
 
 def waiting(folder: Path, **where: int) -> dict[str, Any]:
-    """Hyperparameters of a toy that waits on rank 1 until it is stopped there."""
+    """Hyperparameters of a toy that waits on rank 1 until the run is stopped."""
     return {
         "record": str(folder), "do": "wait", "do_rank": 1, "once": str(folder / "there"),
         "wait_for": str(folder / "stopped"), "train_samples": 50, **where,
     }  # fmt: skip
 
 
-def stop_there(slots: SlotGroup, folder: Path, *besides: str) -> threading.Thread:
-    """Stops the run when rank 1 has come to where it waits, and the files `besides` are there; then
-    lets it go on."""
+def stop_at_wait(slots: SlotGroup, folder: Path, *besides: str) -> threading.Thread:
+    """Stop the run once rank 1 waits and the files `besides` exist; then let rank 1 continue."""
 
     def stop() -> None:
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         while not all((folder / name).exists() for name in ("there", *besides)):
-            assert time.monotonic() < deadline, "a rank never came there"
+            assert time.monotonic() < deadline, "rank 1 never waited"
             time.sleep(0.01)
         slots.stop()
         (folder / "stopped").touch()
@@ -46,12 +45,17 @@ def stop_there(slots: SlotGroup, folder: Path, *besides: str) -> threading.Threa
     return thread
 
 
-@pytest.mark.parametrize(("world_size", "zero_stage"), [(2, 1), (2, 3), (4, 1)])
-def test_a_stopped_run_goes_on_bit_for_bit(
+@pytest.mark.parametrize(
+    ("world_size", "zero_stage"),
+    [(2, 1), *(pytest.param(*case, marks=pytest.mark.long) for case in ((2, 3), (4, 1)))],
+)
+def test_a_stopped_run_resumes_bit_for_bit(
     warm_slots: Warm, tmp_path: Path, world_size: int, zero_stage: int
 ) -> None:
-    """Stopped in the middle of a workload while ranks are a step apart, it saves after the same
-    batch on all of them, and ends as the run that nobody stopped."""
+    """Stopped within a workload while ranks are a step apart, all ranks save after one batch.
+
+    The resumed run ends like the uninterrupted one.
+    """
     slots = warm_slots(world_size)
 
     def config(part: str, **where: int) -> Any:
@@ -64,7 +68,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(
         )  # fmt: skip
 
     whole = drive(slots, config("whole"), tmp_path / "whole", persist=True)
-    stopping = stop_there(slots, tmp_path / "parts")
+    stopping = stop_at_wait(slots, tmp_path / "parts")
     first = drive(slots, config("parts", at_batch=5), tmp_path / "parts", persist=True)
     stopping.join()
     assert first.progress.batches_trained == 6
@@ -81,12 +85,11 @@ def test_a_stopped_run_goes_on_bit_for_bit(
         assert seen[0] == seen[1]
 
 
-def test_a_validation_that_is_broken_off_leaves_no_trace(warm_slots: Warm, tmp_path: Path) -> None:
-    """It has no metrics, no checkpoint waits for it, and the resumed run validates anew, with the
-    random numbers that it would have drawn."""
+def test_a_validation_that_ends_early_leaves_no_trace(warm_slots: Warm, tmp_path: Path) -> None:
+    """It has no metrics, and the resumed run repeats it with the same random numbers."""
     slots = warm_slots(2)
     whole = drive(slots, drawing(tmp_path / "whole"), tmp_path / "whole", persist=True)
-    stopping = stop_there(slots, tmp_path / "parts")
+    stopping = stop_at_wait(slots, tmp_path / "parts")
     config = drawing(tmp_path / "parts", at_evaluation=2)
     first = drive(slots, config, tmp_path / "parts", persist=True)
     stopping.join()
@@ -97,11 +100,11 @@ def test_a_validation_that_is_broken_off_leaves_no_trace(warm_slots: Warm, tmp_p
     assert rest.validation == whole.validation
 
 
-def test_a_validation_that_has_ended_on_some_rank_ends_on_all(
+def test_a_validation_that_one_rank_has_finished_is_finished_by_all(
     warm_slots: Warm, tmp_path: Path
 ) -> None:
-    """Where ranks do not evaluate in step, one may be through before another is stopped."""
-    stopping = stop_there(warm_slots(2), tmp_path, "evaluates-5-0")  # rank 0's last
+    """Without lockstep, one rank may have finished before another is stopped."""
+    stopping = stop_at_wait(warm_slots(2), tmp_path, "evaluates-5-0")  # rank 0's last evaluation
     config = drawing(tmp_path, at_evaluation=2, zero_stage=1)
     run = drive(warm_slots(2), config, tmp_path)
     stopping.join()
@@ -109,7 +112,7 @@ def test_a_validation_that_has_ended_on_some_rank_ends_on_all(
 
 
 def drawing(folder: Path, **hparams: int) -> Any:
-    """8 batches, with validations that draw random numbers, of 6 evaluations a rank."""
+    """8 batches; validations of 6 evaluations per rank that draw random numbers."""
     folder.mkdir(exist_ok=True)
     hyperparameters = {**waiting(folder), "zero_stage": 3, "validation_samples": 24, **hparams}
     return toy_config(
@@ -118,8 +121,8 @@ def drawing(folder: Path, **hparams: int) -> Any:
     )  # fmt: skip
 
 
-def test_nothing_begins_once_the_run_is_stopped(warm_slots: Warm, tmp_path: Path) -> None:
-    """A workload that comes after the stop ends before its first batch."""
+def test_no_batch_begins_after_a_stop(warm_slots: Warm, tmp_path: Path) -> None:
+    """A later workload ends before its first batch."""
     slots = warm_slots(2)
     build(slots, toy_config(tmp_path), tmp_path)
     slots.request(BuildLoaders(batches_trained=0, checkpoint=None), LoadersBuilt)
@@ -128,15 +131,14 @@ def test_nothing_begins_once_the_run_is_stopped(warm_slots: Warm, tmp_path: Path
     assert [(each.batches_trained, each.metrics) for each in ended] == [(0, {})] * 2
 
 
-def test_ranks_that_hang_are_found_and_show_where(tmp_path: Path) -> None:
-    """Without a batch for so long the group ends, with the place where each rank hangs in the
-    failure and in its log."""
+def test_hung_ranks_are_detected_with_their_stacks(tmp_path: Path) -> None:
+    """After the stall timeout the group ends; the error and the logs have each rank's stack."""
     hparams = {"at_batch": 1, "do": "sleep", "do_rank": 1}
     config = toy_config(tmp_path, hyperparameters=hparams)
     with SlotGroup(2, working_dir=TOY, log_dir=tmp_path / "logs") as slots:
         build(slots, config, tmp_path)
         slots.request(BuildLoaders(batches_trained=0, checkpoint=None), LoadersBuilt)
-        slots.request(TrainBatches(until=1), Trained, stall_seconds=PATIENCE)
+        slots.request(TrainBatches(until=1), Trained, stall_seconds=TIMEOUT_SECONDS)
         with pytest.raises(Stalled, match="no batch has ended for 1 s during TrainB") as failure:
             slots.request(TrainBatches(until=2), Trained, stall_seconds=1.0)
     stacks = failure.value.stacks

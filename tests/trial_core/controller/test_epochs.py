@@ -1,4 +1,4 @@
-"""Epochs of `trial_core.pytorch.DataLoader` on real ranks, resumed in the middle of one."""
+"""Epochs of `trial_core.pytorch.DataLoader` on real ranks, resumed within an epoch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Warm = Callable[[int], SlotGroup]
 
 
 def epochs(folder: Path, world_size: int, length: int) -> list[list[float]]:
-    """The samples of all ranks, in the order in which they share them, epoch by epoch."""
+    """The samples of all ranks in the order of the unsharded data, by epoch."""
     recorded = [lines(folder, "samples", rank) for rank in range(world_size)]
     assert len({len(calls) for calls in recorded}) == 1
     seen = [i for calls in zip(*recorded, strict=True) for _, _, *own in calls for i in own]
@@ -29,19 +29,23 @@ def epochs(folder: Path, world_size: int, length: int) -> list[list[float]]:
     "hparams",
     [
         {},
-        {"workers": 2},
+        pytest.param({"workers": 2}, marks=pytest.mark.long),
         {"workers": 2, "persistent_workers": True},
-        {"workers": 2, "persistent_workers": True, "shuffle": False},
+        pytest.param(
+            {"workers": 2, "persistent_workers": True, "shuffle": False}, marks=pytest.mark.long
+        ),
         {"workers": 2, "iterable": True},
     ],
     ids=lambda hparams: "-".join(hparams) or "plain",
 )
-def test_every_epoch_shows_every_sample_once_though_resumed_within_one(
+def test_an_epoch_has_every_sample_once_after_a_restart_within_it(
     warm_slots: Warm, tmp_path: Path, world_size: int, hparams: dict[str, Any]
 ) -> None:
-    """21 samples in micro-batches of 2, the last of 1: saved after 12, 24 or 48 of them, none of
-    which ends an epoch. Order, augmentations and so weights are the uninterrupted run's; what the
-    ranks see together is each sample once an epoch, in another order each time if shuffled."""
+    """Order, augmentations and weights are those of the uninterrupted run.
+
+    21 samples in micro-batches of 2, the last of 1. The checkpoint is after 12, 24 or 48
+    micro-batches, none of which ends an epoch. A shuffled epoch has another order than the last.
+    """
     assert_resuming_is_bit_identical(
         warm_slots(world_size), tmp_path, "loader_trials:Epochs",
         accumulation=3, train_samples=21, **hparams,
@@ -53,12 +57,21 @@ def test_every_epoch_shows_every_sample_once_though_resumed_within_one(
     assert (whole[0] != whole[1]) == hparams.get("shuffle", True)
 
 
-@pytest.mark.parametrize(("world_size", "started", "ended"), [(1, 2, 1), (2, 4, 3), (4, 7, 7)])
-def test_epoch_hooks_fire_once_an_epoch(
+@pytest.mark.parametrize(
+    ("world_size", "started", "ended"),
+    [
+        pytest.param(1, 2, 1, marks=pytest.mark.long),
+        (2, 4, 3),
+        pytest.param(4, 7, 7, marks=pytest.mark.long),
+    ],
+)
+def test_epoch_hooks_are_called_once_per_epoch(
     warm_slots: Warm, tmp_path: Path, world_size: int, started: int, ended: int
 ) -> None:
-    """10 micro-batches an epoch, 3 a batch and rank: epochs begin and end inside batches, and each
-    still starts once and ends once, in order, on every rank: 18, 36 or 72 micro-batches in all."""
+    """In order on every rank, although epochs begin and end inside batches.
+
+    An epoch has 10 micro-batches, a batch 3 per rank; the run has 18, 36 or 72 in all.
+    """
     config = toy_config(
         tmp_path, 6, hyperparameters={
             "train_samples": 20, "accumulation": 3, "record": str(tmp_path)

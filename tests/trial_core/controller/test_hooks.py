@@ -1,4 +1,4 @@
-"""Every hook of a callback: where it runs, on which ranks, with what. On real ranks."""
+"""Every hook of a callback: its place, its ranks and its arguments. On real ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.support.fitting import fit_toys
-from tests.support.hook_story import (
+from tests.support.hook_calls import (
     CHECKPOINT,
     FRESH,
     FRESH_BATCHES,
@@ -18,12 +18,10 @@ from tests.support.hook_story import (
     UPLOAD_END,
     VALIDATION,
     WORKLOAD,
-    assert_uploads_end_in_time,
+    assert_calls,
     calls,
     hparams,
-    spelt,
-    told,
-    without_uploads,
+    logged,
 )
 from tests.support.slots import ONE_TWO_FOUR, Driven, drive, toy_config
 from trial_core.pytorch.callback import HOOKS
@@ -33,7 +31,9 @@ pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]
 
 
-def config(folder: Path, batches: int, hyperparameters: dict[str, Any], trial: str = "Told") -> Any:
+def config(
+    folder: Path, batches: int, hyperparameters: dict[str, Any], trial: str = "LogsCalls"
+) -> Any:
     return toy_config(
         folder, batches, entrypoint=f"hook_trials:{trial}", scheduling_unit=WORKLOAD,
         min_validation_period={"batches": VALIDATION}, perform_initial_validation=True,
@@ -43,21 +43,21 @@ def config(folder: Path, batches: int, hyperparameters: dict[str, Any], trial: s
 
 
 class Runs(NamedTuple):
-    """Two runs of one trial, the second from the first one's checkpoint."""
+    """Two runs of one trial; the second resumes from the first one's checkpoint."""
 
     folder: Path
     ranks: range
     first: Driven
 
-    def told(self, rank: int, call: str, run: str = "fresh") -> list[dict[str, Any]]:
-        return told(self.folder / run, rank, call)
+    def logged(self, rank: int, call: str, run: str = "fresh") -> list[dict[str, Any]]:
+        return logged(self.folder / run, rank, call)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=ONE_TWO_FOUR)
 def runs(
     warm_slots: Warm, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Runs:
-    """On so many ranks, with two callbacks, which the second run names in the other order."""
+    """With two callbacks, which the second run names in the other order."""
     folder, world_size = tmp_path_factory.mktemp("hooks"), request.param
     slots = warm_slots(world_size)
     fresh = hparams(world_size, folder / "fresh", callbacks=["one", "two"])
@@ -67,38 +67,38 @@ def runs(
     return Runs(folder, range(world_size), first)
 
 
-def of_callback(record: Path, rank: int, name: str) -> list[str]:
-    """The story as it is when there is no other callback."""
-    everything = zip(told(record, rank), calls(record, rank), strict=True)
-    return [call for line, call in everything if line.get("callback", name) == name]
+def calls_of(record: Path, rank: int, callback: str) -> list[str]:
+    """The calls of a rank without those of other callbacks."""
+    everything = zip(logged(record, rank), calls(record, rank), strict=True)
+    return [call for line, call in everything if line.get("callback", callback) == callback]
 
 
-@pytest.mark.parametrize("name", ["one", "two"])
-def test_every_hook_has_its_place_on_every_rank(runs: Runs, name: str) -> None:
-    """The whole story of a fresh run and of one that goes on from it, for each callback."""
+@pytest.mark.parametrize("callback", ["one", "two"])
+def test_every_callback_gets_every_hook_at_its_place(runs: Runs, callback: str) -> None:
+    """On every rank, in a new run and in a resumed one."""
     for rank in runs.ranks:
-        assert of_callback(runs.folder / "fresh", rank, name) == spelt(FRESH)
-        assert of_callback(runs.folder / "resumed", rank, name) == spelt(RESUMED)
+        assert calls_of(runs.folder / "fresh", rank, callback) == FRESH
+        assert calls_of(runs.folder / "resumed", rank, callback) == RESUMED
 
 
-def test_the_story_has_every_hook_in_it() -> None:
-    """None of the reference's hooks is missing from what is expected."""
-    assert {call.split()[0] for call in spelt(FRESH) + spelt(RESUMED)} >= {
+def test_the_expected_calls_include_every_hook() -> None:
+    """None of the reference's hooks is missing."""
+    assert {call.split()[0] for call in FRESH + RESUMED} >= {
         *HOOKS, "state_dict", "load_state_dict"
     }  # fmt: skip
 
 
-def test_callbacks_take_turns_in_the_order_in_which_they_are_named(runs: Runs) -> None:
+def test_callbacks_are_called_in_the_order_of_their_names_in_the_trial(runs: Runs) -> None:
     """One hook of all callbacks, then the next hook."""
     for run, order in (("fresh", ["one", "two"]), ("resumed", ["two", "one"])):
-        lines = [line for line in told(runs.folder / run, 0) if "callback" in line]
+        lines = [line for line in logged(runs.folder / run, 0) if "callback" in line]
         assert [line["callback"] for line in lines] == order * (len(lines) // 2)
 
 
-def test_a_workloads_end_is_told_everybodys_average_and_each_ranks_own(runs: Runs) -> None:
-    """The average over batches and ranks, once; and a dict for each batch, of this rank's."""
+def test_on_training_workload_end_gets_averages_and_this_ranks_metrics(runs: Runs) -> None:
+    """The average over batches and ranks, reduced once; and a dict per batch of this rank."""
     for rank in runs.ranks:
-        ends = runs.told(rank, "on_training_workload_end")[::2]
+        ends = runs.logged(rank, "on_training_workload_end")[::2]
         assert [[own["batch"] for own in end["batches"]] for end in ends] == [
             [0, 1, 2], [3], [4], [5]
         ]  # fmt: skip
@@ -108,28 +108,28 @@ def test_a_workloads_end_is_told_everybodys_average_and_each_ranks_own(runs: Run
         assert [end["average"] for end in ends] == runs.first.training
 
 
-def test_a_validations_end_is_told_everybodys_metrics(runs: Runs) -> None:
-    """Reduced over all ranks, custom ones included; its epoch's end is told this rank's own."""
+def test_on_validation_end_gets_reduced_metrics(runs: Runs) -> None:
+    """Custom reducers included; on_validation_epoch_end gets this rank's own metrics."""
     samples = 4 * len(runs.ranks)
     means = []
     for rank in runs.ranks:
-        ends = runs.told(rank, "on_validation_end")[::2]
+        ends = runs.logged(rank, "on_validation_end")[::2]
         assert [end["metrics"] for end in ends] == runs.first.validation
         assert ends[0]["metrics"]["mean_index"] == (samples - 1) / 2
         assert ends[0]["metrics"]["indices"] == list(range(samples))
-        outputs = runs.told(rank, "on_validation_epoch_end")[0]["outputs"]
+        outputs = runs.logged(rank, "on_validation_epoch_end")[0]["outputs"]
         assert [sorted(output) for output in outputs] == [["loss", "mean_index"]] * 2
         means += [output["mean_index"] for output in outputs]
-    # Micro-batches of two neighbours: every mean is there once, none on two ranks.
+    # Micro-batches of two neighbouring samples: each mean occurs once over all ranks.
     assert sorted(means) == [2 * pair + 0.5 for pair in range(samples // 2)]
 
 
-def test_what_was_written_is_there_when_hooks_are_told(runs: Runs) -> None:
-    """`checkpoint_dir` is this rank's own, with its shards and state; both hooks are told it."""
+def test_checkpoint_hooks_get_this_ranks_folder(runs: Runs) -> None:
+    """`checkpoint_dir` is the same in both hooks, and holds the rank's shards and state."""
     folders = set()
     for rank in runs.ranks:
         written, ended = (
-            runs.told(rank, f"on_checkpoint_{end}")[-1] for end in ("write_end", "end")
+            runs.logged(rank, f"on_checkpoint_{end}")[-1] for end in ("write_end", "end")
         )
         assert (written["folder"], written["files"]) == (ended["folder"], ended["files"])
         assert f"trialflow/rank-{rank:05d}.pt" in written["files"]
@@ -138,20 +138,20 @@ def test_what_was_written_is_there_when_hooks_are_told(runs: Runs) -> None:
     assert len(folders) == len(runs.ranks)
 
 
-def test_the_checkpoint_that_is_restored_is_the_one_that_was_uploaded(runs: Runs) -> None:
-    """`on_trial_startup` is told the uuid of the last `on_checkpoint_upload_end`, or None."""
+def test_on_trial_startup_gets_the_uuid_of_the_last_upload(runs: Runs) -> None:
+    """Or None in a new trial."""
     for rank in runs.ranks:
-        uploaded = [line["uuid"] for line in runs.told(rank, UPLOAD_END)[::2]]
+        uploaded = [line["uuid"] for line in runs.logged(rank, UPLOAD_END)[::2]]
         assert uploaded == runs.first.checkpoints
-        assert runs.told(rank, "on_trial_startup")[0]["uuid"] is None
-        (told_one, _) = runs.told(rank, "on_trial_startup", "resumed")
-        assert told_one["uuid"] == uploaded[-1]
+        assert runs.logged(rank, "on_trial_startup")[0]["uuid"] is None
+        (started, _) = runs.logged(rank, "on_trial_startup", "resumed")
+        assert started["uuid"] == uploaded[-1]
 
 
-def test_state_comes_back_to_each_rank_by_name(runs: Runs) -> None:
-    """Each rank's own, whatever the order; changed where `on_checkpoint_load_start` changed it."""
+def test_callback_state_is_restored_by_name_on_each_rank(runs: Runs) -> None:
+    """In any order of callbacks, and as on_checkpoint_load_start has changed it."""
     for rank in runs.ranks:
-        restored = runs.told(rank, "load_state_dict", "resumed")
+        restored = runs.logged(rank, "load_state_dict", "resumed")
         assert [line["callback"] for line in restored] == ["two", "one"]
         for line in restored:
             assert line["state"] == {
@@ -159,13 +159,13 @@ def test_state_comes_back_to_each_rank_by_name(runs: Runs) -> None:
             }  # fmt: skip
 
 
-def test_what_is_added_to_a_checkpoint_is_there_when_it_is_loaded(runs: Runs) -> None:
-    """Each rank finds in its own state what its callbacks have added to it."""
+def test_on_checkpoint_save_start_may_add_to_a_ranks_state(runs: Runs) -> None:
+    """on_checkpoint_load_start gets the same state back."""
     for rank in runs.ranks:
-        before, after = runs.told(rank, "on_checkpoint_save_start")[-2:]
+        before, after = runs.logged(rank, "on_checkpoint_save_start")[-2:]
         assert before["keys"] == ["batches_trained", "callbacks", "rng", "training_data"]
         assert after["keys"] == ["added", *before["keys"]]
-        (loaded, _) = runs.told(rank, "on_checkpoint_load_start", "resumed")
+        (loaded, _) = runs.logged(rank, "on_checkpoint_load_start", "resumed")
         assert loaded["keys"] == after["keys"]
         assert loaded["added"] == [["one", rank], ["two", rank]]
 
@@ -176,49 +176,46 @@ VALIDATED = [
 ]  # fmt: skip
 
 
-def test_only_one_rank_validates_in_one_go_but_all_run_the_hooks(
+def test_evaluate_full_dataset_runs_on_rank_0_and_the_hooks_on_all(
     warm_slots: Warm, tmp_path: Path
 ) -> None:
-    """With evaluate_full_dataset, on rank 0: the others have no outputs, and all the metrics."""
-    drive(warm_slots(2), config(tmp_path, 1, hparams(2, tmp_path), "InOneGo"), tmp_path)
+    """Other ranks have no outputs, but get all metrics."""
+    drive(warm_slots(2), config(tmp_path, 1, hparams(2, tmp_path), "FullDataset"), tmp_path)
     validations = [
         [call for call in calls(tmp_path, rank) if "valid" in call or "evaluate" in call][1:]
         for rank in (0, 1)
     ]
     evaluating = [*VALIDATED[:2], "evaluate_full_dataset", *VALIDATED[2:]]
     assert validations == [evaluating * 2, VALIDATED * 2]
-    outputs = [told(tmp_path, rank, "on_validation_epoch_end")[0]["outputs"] for rank in (0, 1)]
+    outputs = [logged(tmp_path, rank, "on_validation_epoch_end")[0]["outputs"] for rank in (0, 1)]
     assert [len(each) for each in outputs] == [1, 0]
-    metrics = [told(tmp_path, rank, "on_validation_end")[0]["metrics"] for rank in (0, 1)]
+    metrics = [logged(tmp_path, rank, "on_validation_end")[0]["metrics"] for rank in (0, 1)]
     assert metrics[0] == metrics[1] == {**outputs[0][0], "indices": list(range(8))}
 
 
-def test_ranks_that_load_and_report_nothing_run_every_hook(
-    warm_slots: Warm, tmp_path: Path
-) -> None:
-    """Rank 1 of a split model: the same hooks as rank 0, with everybody's metrics, none its own."""
+def test_a_rank_without_data_and_metrics_runs_every_hook(warm_slots: Warm, tmp_path: Path) -> None:
+    """Rank 1 of a split model gets the reduced metrics, and has none of its own."""
     drive(
         warm_slots(2), config(tmp_path, 5, hparams(1, tmp_path), "Silent"), tmp_path, persist=True
     )
     first, second = (calls(tmp_path, rank) for rank in (0, 1))
     assert first == second
     assert {call.split()[0] for call in first} >= {*HOOKS} - {"on_checkpoint_load_start"}
-    for hook, everybodys, own in (
+    for hook, reduced, own in (
         ("on_training_workload_end", "average", "batches"),
         ("on_validation_epoch_end", None, "outputs"),
         ("on_validation_end", "metrics", None),
     ):
-        reporting, silent = (told(tmp_path, rank, hook)[0] for rank in (0, 1))
-        assert everybodys is None or reporting[everybodys] == silent[everybodys] != {}
+        reporting, silent = (logged(tmp_path, rank, hook)[0] for rank in (0, 1))
+        assert reduced is None or reporting[reduced] == silent[reduced] != {}
         assert own is None or (len(reporting[own]) > 0 and silent[own] == [])
 
 
-@pytest.fixture(scope="module", params=ONE_TWO_FOUR)
+@pytest.fixture(scope="module", params=[1, 2, 4])
 def fits(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> tuple[Path, range]:
-    """In a script, on so many ranks: a fit, one that goes on with it, and one that the last rank
-    stops; where they have told of it, and the ranks."""
+    """Fits in a script: a new one, a resumed one, and one that the last rank stops."""
     folder, ranks = tmp_path_factory.mktemp("fits"), request.param
 
     def fit(name: str, batches: int, more: dict[str, Any], **hyper: Any) -> dict[str, Any]:
@@ -232,7 +229,7 @@ def fits(
             "checkpoint_period": {"batches": CHECKPOINT}, "step_zero_validation": True,
         }  # fmt: skip
         return {
-            "trial": "hook_trials:Told", "fit": {**arguments, **more},
+            "trial": "hook_trials:LogsCalls", "fit": {**arguments, **more},
             "init": {"hparams": hparams(ranks, folder / name, **hyper), "exp_conf": exp_conf},
         }  # fmt: skip
 
@@ -246,18 +243,20 @@ def fits(
     return folder, range(ranks)
 
 
-@pytest.mark.parametrize(("run", "story"), [("fresh", FRESH), ("resumed", RESUMED)])
-def test_a_script_tells_the_same_story(fits: tuple[Path, range], run: str, story: str) -> None:
-    """`Trainer.fit` has every hook at the same place on every rank; uploads end beside training."""
+@pytest.mark.long
+@pytest.mark.parametrize(("run", "expected"), [("fresh", FRESH), ("resumed", RESUMED)])
+def test_a_fit_calls_every_hook_at_its_place(
+    fits: tuple[Path, range], run: str, expected: list[str]
+) -> None:
+    """On every rank of a script."""
     folder, ranks = fits
     for rank in ranks:
-        seen = calls(folder / run, rank)
-        assert without_uploads(seen) == without_uploads(spelt(story))
-        assert_uploads_end_in_time(seen)
+        assert_calls(calls(folder / run, rank), expected)
 
 
-def test_a_stop_is_saved_and_shut_down_on_every_rank(fits: tuple[Path, range]) -> None:
-    """Asked for by the last rank within batch 3: no validation any more, nor training."""
+@pytest.mark.long
+def test_a_stopped_fit_saves_and_shuts_down_on_every_rank(fits: tuple[Path, range]) -> None:
+    """The last rank requests the stop within batch 3: nothing is trained or validated after it."""
     folder, ranks = fits
     for rank in ranks:
         assert calls(folder / "stopped", rank)[-9:] == [

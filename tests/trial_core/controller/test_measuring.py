@@ -1,4 +1,4 @@
-"""What trials write for TensorBoard, and their profilers' traces, on real ranks."""
+"""TensorBoard files and profiler traces of trials, on real ranks."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 
 import pytest
 
-from tests.support.slots import Driven, drive, toy_config
+from tests.support.slots import ONE_TWO_FOUR, Driven, drive, toy_config
 from trial_core.messages import FinishRunFiles, RunFilesStored
 from trial_core.slots.group import SlotGroup
 
-pytestmark = [pytest.mark.slots, pytest.mark.parametrize("world_size", [1, 2, 4])]
+pytestmark = [pytest.mark.slots, pytest.mark.parametrize("world_size", ONE_TWO_FOUR)]
 Warm = Callable[[int], SlotGroup]
 
 
 def config(folder: Path, batches: int, trial: str) -> Any:
     return toy_config(
-        folder, batches, entrypoint=f"asking_trials:{trial}",
+        folder, batches, entrypoint=f"context_use_trials:{trial}",
         hyperparameters={"record": str(folder)},
     )  # fmt: skip
 
 
 def scalars(folder: Path) -> dict[str, list[Any]]:
-    """What the event files of a folder say, by tag: (step, value) in order."""
+    """The events in a folder, by tag: (step, value) in order."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     seen = EventAccumulator(str(folder)).Reload()
@@ -43,7 +43,7 @@ def uploaded(folder: Path, rank: int) -> Path:
 
 @dataclass
 class Measured:
-    """A run of 6 batches that is over."""
+    """A finished run of 6 batches."""
 
     folder: Path
     run: Driven
@@ -68,7 +68,7 @@ def measured(
 def test_event_files_are_uploaded_with_the_run(
     measured: Callable[[int], Measured], world_size: int
 ) -> None:
-    """Every rank's own, and on rank 0 the metrics that the run reported as well."""
+    """Those of every rank; rank 0 has the run's metrics, too."""
     done = measured(world_size)
     assert [rank.problem for rank in done.stored] == [None] * world_size
     for rank in range(world_size):
@@ -86,7 +86,7 @@ def test_event_files_are_uploaded_with_the_run(
 def test_a_profilers_trace_is_uploaded_with_the_run(
     measured: Callable[[int], Measured], world_size: int
 ) -> None:
-    """wait 1, warm up 1, active 2: batches 2 and 3 are in it, one trace a rank."""
+    """One trace per rank. Wait 1, warm up 1, active 2: it contains batches 2 and 3."""
     for rank in range(world_size):
         folder = uploaded(measured(world_size).folder, rank)
         (trace,) = folder.glob(f"rank-{rank}.*.pt.trace.json")
@@ -94,21 +94,19 @@ def test_a_profilers_trace_is_uploaded_with_the_run(
         assert {n for n in names if n.startswith("toy_batch")} == {"toy_batch_2", "toy_batch_3"}
 
 
-def test_event_files_go_along_with_each_checkpoint(
+def test_event_files_are_uploaded_with_each_checkpoint(
     warm_slots: Warm, tmp_path: Path, world_size: int
 ) -> None:
-    """A run that is killed after a checkpoint has lost no event file from before it."""
+    """A run that is killed after a checkpoint has lost no earlier events."""
     drive(warm_slots(world_size), config(tmp_path, 3, "Measuring"), tmp_path, persist=True)
     for rank in range(world_size):
         assert [step for step, _ in scalars(uploaded(tmp_path, rank))["own"]] == [0, 1, 2]
 
 
-def test_switched_off_nothing_is_uploaded(
-    warm_slots: Warm, tmp_path: Path, world_size: int
-) -> None:
-    """The files are in the run's folder on this machine, and nowhere else."""
+def test_uploads_can_be_switched_off(warm_slots: Warm, tmp_path: Path, world_size: int) -> None:
+    """The files are then only in the run's folder on this machine."""
     slots = warm_slots(world_size)
-    drive(slots, config(tmp_path, 2, "KeepsItLocal"), tmp_path, persist=True)
+    drive(slots, config(tmp_path, 2, "WithoutUploads"), tmp_path, persist=True)
     assert slots.request(FinishRunFiles(), RunFilesStored) == [RunFilesStored(files=0)] * world_size
     for rank in range(world_size):
         assert not uploaded(tmp_path, rank).exists()

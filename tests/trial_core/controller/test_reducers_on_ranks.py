@@ -1,4 +1,4 @@
-"""Custom metrics of training workloads, over real ranks and several workloads."""
+"""Custom reducers in train-workloads, over real ranks and several workloads."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.support.slots import Driven, drive, lines, toy_config
+from tests.support.slots import ONE_TWO_FOUR, Driven, drive, lines, toy_config
 from trial_core.slots.group import SlotGroup
 
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]
 
-# Batches of each train-workload; a validation is between them.
+# The batches of each train-workload, with a validation between the two.
 WORKLOADS = (range(3), range(3, 5))
 CUSTOM = {"mean", "smallest", "span", "order", "by_two_and_three", "by_three"}
 
@@ -28,8 +28,8 @@ class Run(NamedTuple):
     folder: Path
     ranks: range
 
-    def given(self, workload: range) -> list[list[list[float]]]:
-        """What each rank passed to `update` in each `train_batch` of a workload."""
+    def updates(self, workload: range) -> list[list[list[float]]]:
+        """The arguments of `update` on each rank, in each `train_batch` of a workload."""
         return [
             [
                 indices[: 1 + rank % 2]
@@ -40,15 +40,15 @@ class Run(NamedTuple):
         ]
 
     def values(self, workload: range) -> list[float]:
-        """The same of all ranks together."""
-        return [one for rank in self.given(workload) for values in rank for one in values]
+        """The arguments of `update` on all ranks."""
+        return [value for rank in self.updates(workload) for batch in rank for value in batch]
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=ONE_TWO_FOUR)
 def run(
     warm_slots: Warm, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Run:
-    """Two workloads, of 3 and of 2 batches, each of 2 micro-batches a rank."""
+    """Two workloads of 3 and 2 batches, with 2 micro-batches per batch and rank."""
     folder, world_size = tmp_path_factory.mktemp("reducers"), request.param
     config = toy_config(
         folder, 5, entrypoint="reducer_trials:TrainingMetrics", scheduling_unit=3,
@@ -62,16 +62,18 @@ def run(
     return Run(driven, folder, range(world_size))
 
 
-def test_a_named_metric_is_of_all_values_of_its_own_workload(run: Run) -> None:
-    """Not the mean of the ranks' means, which pass on unequally many; nothing of the workload or
-    the validation before; and an array where the reducer returns one."""
+def test_a_named_metric_reduces_all_values_of_its_workload(run: Run) -> None:
+    """Not the mean of the ranks' means, and no values of an earlier workload or validation.
+
+    An array becomes a list.
+    """
     for workload, metrics in zip(WORKLOADS, run.driven.training, strict=True):
         values = run.values(workload)
         assert metrics["mean"] == [pytest.approx(sum(values) / len(values), abs=1e-4)]
 
 
 def test_a_function_without_a_name_gives_several_metrics(run: Run) -> None:
-    """Each under its own name, and lists of lists as they are; of their own workload alone."""
+    """Each under its name; lists of lists stay as they are."""
     for workload, metrics in zip(WORKLOADS, run.driven.training, strict=True):
         values = run.values(workload)
         assert metrics["smallest"] == min(values)
@@ -79,7 +81,7 @@ def test_a_function_without_a_name_gives_several_metrics(run: Run) -> None:
 
 
 def test_a_class_without_a_name_gives_several_metrics(run: Run) -> None:
-    """Arrays become lists; of its own workload, though it serves validations, too."""
+    """Arrays become lists. The reducer also serves validations, whose values do not count here."""
     for workload, metrics in zip(WORKLOADS, run.driven.training, strict=True):
         found = Counter((int(value) % 2, int(value) % 3) for value in run.values(workload))
         table = [[found[two, three] for three in range(3)] for two in range(2)]
@@ -87,8 +89,8 @@ def test_a_class_without_a_name_gives_several_metrics(run: Run) -> None:
         assert metrics["by_three"] == [sum(column) for column in zip(*table, strict=True)]
 
 
-def test_functions_see_values_in_the_order_of_the_unsharded_data(run: Run) -> None:
-    """Ranks take turns; one value a micro-batch: every second sample, workload after workload."""
+def test_functions_get_values_in_the_order_of_the_unsharded_data(run: Run) -> None:
+    """Ranks take turns; with one value per micro-batch, every second sample."""
     begin = 0
     for workload, metrics in zip(WORKLOADS, run.driven.training, strict=True):
         micro_batches = len(workload) * 2 * len(run.ranks)
@@ -96,9 +98,8 @@ def test_functions_see_values_in_the_order_of_the_unsharded_data(run: Run) -> No
         begin += micro_batches
 
 
-def test_reducers_report_where_they_are_wanted(run: Run) -> None:
-    """Those for training only in no validation, and the reverse; what they are told elsewhere does
-    not count."""
+def test_a_reducer_reports_only_in_its_kind_of_workload(run: Run) -> None:
+    """A training reducer in no validation and the reverse; other updates do not count."""
     own = {"loss", "rank"}
     assert [set(metrics) - own for metrics in run.driven.training] == [CUSTOM] * 2
     for metrics in run.driven.validation:
@@ -109,19 +110,19 @@ def test_reducers_report_where_they_are_wanted(run: Run) -> None:
         assert metrics["by_three"] == [5, 5, 4]
 
 
-def test_every_rank_has_the_same_metrics_as_plain_data(run: Run) -> None:
-    """They are what `on_training_workload_end` is told everywhere, and JSON keeps them."""
+def test_every_rank_gets_the_same_metrics_as_plain_data(run: Run) -> None:
+    """`on_training_workload_end` gets them, and JSON preserves them."""
     for rank in run.ranks:
-        told = [line["average"] for line in lines(run.folder, "hooks", rank) if "average" in line]
-        assert told == run.driven.training
+        seen = [line["average"] for line in lines(run.folder, "hooks", rank) if "average" in line]
+        assert seen == run.driven.training
     assert json.loads(json.dumps(run.driven.training)) == run.driven.training
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_what_ranks_without_metrics_pass_on_does_not_count(
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_updates_on_ranks_without_metrics_do_not_count(
     warm_slots: Warm, tmp_path: Path, world_size: int
 ) -> None:
-    """Where models span two ranks, the reducers see the values of those that report."""
+    """If each model spans two ranks, only the reporting rank's values count."""
     hparams: dict[str, Any] = {"train_samples": 32, "validation_samples": 8}
     config = toy_config(
         tmp_path, 3, entrypoint="reducer_trials:ReportedByHalf", scheduling_unit=2,

@@ -1,4 +1,4 @@
-"""What the reference does not allow, on the way from a trial's engines to its metrics."""
+"""Rules of the trial API, and the message for each mistake."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from trial_core.controller.rank_state import read_rank_state, restore_callbacks
 from trial_core.controller.reduction import reduce_metrics
 from trial_core.deepspeed.weights import load_engine
 from trial_core.distributed import DistributedContext
+from trial_core.entrypoint import build_engine
 from trial_core.errors import CheckpointDamaged, TrialError
 from trial_core.messages import PersistCheckpoint, Persisted
 from trial_core.pytorch import DataLoader, PyTorchCallback
@@ -37,7 +38,7 @@ def alone() -> DistributedContext:
 
 
 def engine(**more: Any) -> Any:
-    """A trial's engine on a single rank that needs data and reports metrics."""
+    """The engine of a trial on one rank that needs data and reports metrics."""
     return SimpleNamespace(
         **{
             "needs_data": True,
@@ -82,29 +83,29 @@ def engine(**more: Any) -> Any:
     ],
     ids=["none", "torch", "empty"],
 )
-def test_a_loader_that_cannot_be_used(which: str, loader: Any, message: str) -> None:
-    """None where data is needed, one that does not shard, and one without a batch; of either."""
+def test_an_unusable_loader(which: str, loader: Any, message: str) -> None:
+    """None on a rank that needs data, a loader that does not shard, and one without a batch."""
     with pytest.raises(TrialError) as refusal:
         build_loaders(engine(**{f"{which}_loader": lambda: loader}), alone(), seed=0)
     assert str(refusal.value) == message.format(which)
 
 
 def test_a_validation_loader_that_can_be_read_only_once() -> None:
-    """In step with others, a rank whose shard is over reads the loader again for one more batch."""
-    everything = iter(DataLoader(samples(3)))
-    own: Any = engine(validation_loader=lambda: everything, requires_reproducible_loaders=False)
+    """A rank that needs padding reads the loader again, for one more batch."""
+    read_once = iter(DataLoader(samples(3)))
+    own: Any = engine(validation_loader=lambda: read_once, requires_reproducible_loaders=False)
     validation = build_loaders(own, alone(), seed=0).validation
     assert len(list(validation.begin() or ())) == 3
     with pytest.raises(TrialError, match="no validation batch left to keep in step with"):
-        validation.padding()
+        validation.padding_micro_batch()
 
 
 # ------------------------------------------------------------------------------------- metrics
 
 
 @pytest.mark.parametrize("kind", ["training", "validation"])
-def test_a_reducer_with_the_name_of_a_metric_of_the_trials(kind: Any) -> None:
-    """One of the two would hide the other."""
+def test_a_reducer_with_the_name_of_a_metric(kind: Any) -> None:
+    """One would hide the other."""
     reducers, metrics = ReducerRegistry(), BatchMetrics()
     reducers.wrap(len, name="accuracy")
     metrics.add_batch([{"loss": 1.5, "accuracy": 0.5}])
@@ -117,8 +118,11 @@ def test_a_reducer_with_the_name_of_a_metric_of_the_trials(kind: Any) -> None:
 
 
 @pytest.mark.slots
-def test_two_pipelines_with_the_same_stages_are_one_trial(warm_slots: Warm, tmp_path: Path) -> None:
-    """The reference allows several engines of one layout: both are trained, saved and restored."""
+@pytest.mark.long
+def test_a_trial_may_have_two_pipelines_with_the_same_stages(
+    warm_slots: Warm, tmp_path: Path
+) -> None:
+    """Both are trained, saved and restored."""
     stored = assert_resuming_is_bit_identical(
         warm_slots(2), tmp_path, "parallel_trials:TwoPipelines"
     )
@@ -127,7 +131,7 @@ def test_two_pipelines_with_the_same_stages_are_one_trial(warm_slots: Warm, tmp_
 
 @pytest.mark.slots
 def test_unequal_micro_batch_sizes_are_warned_of(warm_slots: Warm, tmp_path: Path) -> None:
-    """It may be meant: the trial is built, and counted by its first engine."""
+    """They are allowed; the first engine counts."""
     slots = warm_slots(2)
     logs = [slots.log_dir / f"rank-{rank}.log" for rank in (0, 1)]
     before = [log.stat().st_size for log in logs]
@@ -143,8 +147,8 @@ def test_unequal_micro_batch_sizes_are_warned_of(warm_slots: Warm, tmp_path: Pat
 # --------------------------------------------------------------------------------- checkpoints
 
 
-def test_deepspeed_says_that_it_has_loaded_nothing(tmp_path: Path) -> None:
-    """It returns None for the path then, which must not pass for success."""
+def test_a_checkpoint_that_deepspeed_does_not_load_is_an_error(tmp_path: Path) -> None:
+    """DeepSpeed then returns None for the path, and raises nothing."""
     (tmp_path / "model0").mkdir()
     (tmp_path / "model0" / "mp_rank_00_model_states.pt").touch()
     nothing: Any = SimpleNamespace(
@@ -154,8 +158,8 @@ def test_deepspeed_says_that_it_has_loaded_nothing(tmp_path: Path) -> None:
         load_engine(nothing, tmp_path, "model0")
 
 
-def test_a_checkpoint_of_fewer_ranks_has_nothing_for_the_last(tmp_path: Path) -> None:
-    """The message says which file is looked for, and how many ranks to take."""
+def test_a_checkpoint_without_a_ranks_state_is_damaged(tmp_path: Path) -> None:
+    """The message names the file, and says how many slots to use."""
     unused: Any = None
     with pytest.raises(CheckpointDamaged) as refusal:
         read_rank_state(tmp_path, rank=3, reader=unused)
@@ -166,10 +170,12 @@ def test_a_checkpoint_of_fewer_ranks_has_nothing_for_the_last(tmp_path: Path) ->
 
 
 def test_files_that_no_checkpoint_can_have_do_not_end_the_rank(tmp_path: Path) -> None:
-    """The rank tells its driver, apart from what a storage failed of, which may be tried again."""
+    """The rank reports a mistake, not a storage problem, which would be retried."""
     store = CheckpointStore(f"file://{tmp_path}/checkpoints")
-    controller = Controller(emit=lambda _: None, distributed=alone())
-    trial: Any = SimpleNamespace(callbacks={}, topology=lambda: None, batch_samples=1)
+    controller = Controller(build_engine, emit=lambda _: None, distributed=alone())
+    trial: Any = SimpleNamespace(
+        callbacks={}, topology=lambda: None, batch_samples=1, checkpoint_classes=()
+    )
     controller.attach(trial, RunInfo("toy-0000beef", {}), tmp_path, store)
     staging = tmp_path / "staging" / "some-uuid" / "rank-0"
     staging.mkdir(parents=True)
@@ -181,14 +187,14 @@ def test_files_that_no_checkpoint_can_have_do_not_end_the_rank(tmp_path: Path) -
 
 
 class Counts(PyTorchCallback):
-    """Takes a state."""
+    """Restores a state."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise AssertionError("there is no state for it")
+        raise AssertionError("there is no state to restore")
 
 
-def test_a_callback_that_the_checkpoint_knows_nothing_of(caplog: pytest.LogCaptureFixture) -> None:
-    """It begins anew, with a warning; a callback that takes no state needs none."""
+def test_a_callback_without_saved_state_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Unless the callback restores no state."""
     saved = {"callbacks": {"other": {}}}
     restore_callbacks(saved, {"new": Counts(), "plain": PyTorchCallback()})
     assert [record.getMessage() for record in caplog.records] == [
@@ -200,7 +206,7 @@ def test_a_callback_that_the_checkpoint_knows_nothing_of(caplog: pytest.LogCaptu
 
 
 def test_torch_distributed_of_another_number_of_ranks() -> None:
-    """The trial has initialised it in its own way: both numbers are told, before anybody waits."""
+    """The trial initialised it with another size: the message has both numbers."""
     two = DistributedContext(rank=0, size=2, local_rank=0, local_size=2, cross_rank=0, cross_size=1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -1,4 +1,4 @@
-"""Trials that break a rule of the trial API, on real ranks, each with what its author is told."""
+"""Trials that break a rule of the trial API, on real ranks, each with its message."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SCRIPT = TOY.with_name("scripts") / "refused.py"
 
 @dataclass
 class Case:
-    """A trial, how far it gets, and what it is told: how that begins, and what else is in it."""
+    """A trial, the stage that rejects it, and the message: its beginning, and other parts."""
 
     entrypoint: str
     until: Literal["build", "load", "train", "validate", "everything", "weights"]
     begins: str
-    holds: tuple[str, ...] = ()
+    contains: tuple[str, ...] = ()
     hparams: dict[str, Any] = field(default_factory=dict)
 
 
@@ -42,12 +42,12 @@ REFUSED = {
     ),
     "batch sizes": Case(
         "bad_trials:RefusedBatchSize", "build",
-        "DeepSpeed refuses the trial's configuration: Check batch related parameters. "
+        "DeepSpeed rejects the trial's configuration: Check batch related parameters. "
         "train_batch_size is not equal to micro_batch_per_gpu",
     ),
     "fp16": Case(
         "engine_trials:OwnConfig", "build",
-        "DeepSpeed refuses the trial's configuration: Type fp16 is not supported on your device.",
+        "DeepSpeed rejects the trial's configuration: Type fp16 is not supported on your device.",
         hparams={"ds_config": {"fp16": {"enabled": True}}},
     ),
     "a pipeline after another engine": Case(
@@ -82,7 +82,7 @@ REFUSED = {
         hparams={"zero_stage": 3},
     ),
     "nothing to load": Case(
-        "bad_trials:LoadsNothing", "load",
+        "bad_trials:NoTrainingLoader", "load",
         "build_training_data_loader returned None on a rank that needs data; return a "
         "trial_core.pytorch.DataLoader",
     ),
@@ -96,9 +96,9 @@ REFUSED = {
         "trial_core.pytorch.DataLoader",
     ),
     "a reducer with a metric's name": Case(
-        "bad_trials:NamesTwoLoss", "train",
+        "bad_trials:DuplicateMetricName", "train",
         "training metric(s) loss are both returned by the trial and given by a wrapped reducer; "
-        "name one of them otherwise",
+        "rename one of them",
     ),
     "no step": Case(
         "bad_trials:ForgetsToStep", "train",
@@ -117,7 +117,7 @@ REFUSED = {
         (IN_GROUPS, "fewer than that"), NO_GROUP,
     ),
     "more validation data than there is": Case(
-        "evaluation_trials:TwoAtATime", "validate",
+        "evaluation_trials:TwoPerCall", "validate",
         "evaluate_batch asked for more micro-batches than the validation loader gave this rank, in "
         "call 1 of the validation",
         hparams={"validation_samples": 12},
@@ -128,12 +128,12 @@ REFUSED = {
         hparams={"validation_samples": 0},
     ),
     "a save without a load": Case(
-        "bad_trials:SavesInItsOwnWay", "everything",
+        "bad_trials:OverridesSave", "everything",
         'DeepSpeed found no checkpoint (tag "model0") in ',
         ("; a trial that overrides save must also override load",),
     ),
     "a save without a load_weights": Case(
-        "bad_trials:SavesInItsOwnWay", "weights",
+        "bad_trials:OverridesSave", "weights",
         'DeepSpeed found no weights (tag "model0") in ',
         ("; a trial that overrides save must also override load_weights",),
     ),
@@ -142,8 +142,8 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What each rank raised with each of those trials, all in one start of two ranks."""
+def messages(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """The message of each trial, by rank. All trials share one start of two ranks."""
     requests = []
     for index, case in enumerate(REFUSED.values()):
         folder = tmp_path_factory.mktemp(f"refused-{index}")
@@ -160,12 +160,11 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_trial_that_is_refused(said: list[dict[str, str]], what: str) -> None:
-    """As the trial's mistake, with DeepSpeed's own reason where it has one; on every rank alike,
-    before one can wait for another that will not come."""
+def test_a_rejected_trial(messages: list[dict[str, str]], what: str) -> None:
+    """The same `TrialError` on every rank, with DeepSpeed's reason if it has one."""
     if what == "fp16" and get_accelerator().is_fp16_supported():
         pytest.skip(f"this device ({get_accelerator().device_name()}) computes in fp16")
     for rank in (0, 1):
-        message = said[rank][what]
+        message = messages[rank][what]
         assert message.startswith(REFUSED[what].begins)
-        assert [part for part in REFUSED[what].holds if part not in message] == []
+        assert [part for part in REFUSED[what].contains if part not in message] == []

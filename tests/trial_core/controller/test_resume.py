@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.slots import build, drive, lines, toy_config
+from tests.support.slots import ONE_TWO_FOUR, build, drive, lines, toy_config
 from tests.support.tensors import differing
 from tests.trial_core.deepspeed.resuming import assert_resuming_is_bit_identical
 from trial_core.messages import (
@@ -27,14 +27,18 @@ OWN_FORMAT = "own_format_trials:OwnFormat"
 WITHOUT_ZERO = {"zero_optimization": {"stage": 0}}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world_size", ONE_TWO_FOUR)
+@pytest.mark.parametrize(
+    "zero_stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 2)), 1, 3]
+)
 def test_resuming_is_bit_identical(
     warm_slots: Warm, tmp_path: Path, world_size: int, zero_stage: int
 ) -> None:
-    """With accumulation 3, which is three calls of train_batch a batch, shuffling, dropout, and
-    losses weighted by what Python's generator and numpy's draw: the same micro-batches, random
-    state, weights and optimizer state."""
+    """The same micro-batches, random state, weights and optimizer state.
+
+    With accumulation 3 (three calls of train_batch per batch), shuffling, dropout, and losses
+    weighted by random numbers from Python's and numpy's generators.
+    """
     assert_resuming_is_bit_identical(
         warm_slots(world_size), tmp_path, "engine_trials:OwnConfig", accumulation=3,
         ds_config={"zero_optimization": {"stage": zero_stage}},
@@ -44,11 +48,13 @@ def test_resuming_is_bit_identical(
         assert calls == [batch for batch in range(9) for _ in range(3)]
 
 
-def test_a_format_of_the_trials_own_resumes_bit_identically(
+def test_a_custom_checkpoint_format_resumes_bit_identically(
     warm_slots: Warm, tmp_path: Path
 ) -> None:
-    """A trial that overrides save and load: its files come to each rank as it wrote them, and
-    DeepSpeed is not asked for any."""
+    """A trial that overrides save and load finds its files as it wrote them.
+
+    DeepSpeed writes none.
+    """
     stored = assert_resuming_is_bit_identical(
         warm_slots(2), tmp_path, OWN_FORMAT, accumulation=3, ds_config=WITHOUT_ZERO
     )
@@ -57,8 +63,8 @@ def test_a_format_of_the_trials_own_resumes_bit_identically(
     ]  # fmt: skip
 
 
-def test_weights_in_a_format_of_the_trials_own(warm_slots: Warm, tmp_path: Path) -> None:
-    """A trial that overrides load_weights begins with another's weights, and with nothing more."""
+def test_weights_of_a_custom_checkpoint_format(warm_slots: Warm, tmp_path: Path) -> None:
+    """A trial that overrides load_weights begins with another trial's weights and nothing else."""
     slots = warm_slots(2)
     config = toy_config(
         tmp_path, 3, entrypoint=OWN_FORMAT, hyperparameters={"ds_config": WITHOUT_ZERO}
@@ -79,9 +85,9 @@ def test_weights_in_a_format_of_the_trials_own(warm_slots: Warm, tmp_path: Path)
         assert (expected["steps"][1], seen["steps"][1]) == (3, 0)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", ONE_TWO_FOUR)
 def test_callbacks_get_their_state_back(warm_slots: Warm, tmp_path: Path, world_size: int) -> None:
-    """On every rank, a callback that counts epochs goes on counting where it was saved."""
+    """On every rank, a callback that counts epochs continues its count."""
     hparams = {"train_samples": 4 * world_size, "record": str(tmp_path)}
     slots = warm_slots(world_size)
     first = drive(slots, toy_config(tmp_path, 4, hyperparameters=hparams), tmp_path, persist=True)

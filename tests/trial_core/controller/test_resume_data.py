@@ -1,4 +1,4 @@
-"""Where the training data goes on after a restart, whoever loads it and however it is drawn."""
+"""Where the training data continues after a restart, with every kind of loader."""
 
 from __future__ import annotations
 
@@ -24,26 +24,31 @@ from trial_core.slots.group import SlotGroup
 Warm = Callable[[int], SlotGroup]
 
 
+def long(trial: str, **hparams: Any) -> Any:
+    return pytest.param(trial, hparams, marks=pytest.mark.long)
+
+
 @pytest.mark.slots
 @pytest.mark.parametrize("ranks", ONE_TWO_FOUR)
 @pytest.mark.parametrize(
     ("trial", "hparams"),
     [
-        ("Torchdatas", {"train_samples": 50, "accumulation": 2}),  # in the first pass
-        ("Torchdatas", {"train_samples": 12}),  # in a later pass, with 2 ranks or 4
-        ("Torchdatas", {"train_samples": 16}),  # with 2 or 4 ranks, after a pass's last micro-batch
-        ("Torchdatas", {"train_samples": 20, "workers": 2}),  # which have loaded ahead
-        ("Own", {}),  # in the second pass
-        ("Own", {"pass_length": 4}),  # after the pass's last micro-batch
-        ("TwoDraws", {}),
-        ("TwoDraws", {"unevenly": True}),
+        # In the first pass; in a later one (2 or 4 ranks); at the end of a pass (2 or 4 ranks).
+        long("Torchdata", train_samples=50, accumulation=2),
+        long("Torchdata", train_samples=12),
+        long("Torchdata", train_samples=16),
+        ("Torchdata", {"train_samples": 20, "workers": 2}),  # its workers load ahead
+        ("Stateful", {}),  # in the second pass
+        long("Stateful", pass_length=4),  # at the end of a pass
+        long("TwoPerBatch"),
+        ("TwoPerBatch", {"unevenly": True}),
     ],
 )
 def test_resuming_is_bit_identical(
     warm_slots: Warm, tmp_path: Path, ranks: int, trial: str, hparams: dict[str, Any]
 ) -> None:
-    """4 + 5 batches are 9: the same micro-batches and augmentations, and so the same weights."""
-    if trial == "Torchdatas":
+    """4 + 5 batches equal 9: the same micro-batches, augmentations and weights."""
+    if trial == "Torchdata":
         pytest.importorskip("torchdata")
     assert_resuming_is_bit_identical(
         warm_slots(ranks), tmp_path, f"loader_trials:{trial}", **hparams
@@ -51,14 +56,14 @@ def test_resuming_is_bit_identical(
 
 
 @pytest.mark.slots
-def test_a_checkpoint_without_the_number_goes_on_by_batches(
+def test_a_checkpoint_of_an_earlier_release_continues_by_batches(
     warm_slots: Warm, tmp_path: Path
 ) -> None:
-    """Checkpoints of earlier releases do not say what was drawn: a batch's for each batch."""
+    """It has no number of drawn micro-batches, so each batch counts as one batch's worth."""
 
     def run(batches: int, resume: Driven | None = None) -> Driven:
         config = toy_config(
-            tmp_path, batches, entrypoint="loader_trials:Forgetful",
+            tmp_path, batches, entrypoint="loader_trials:EarlierRelease",
             hyperparameters={"accumulation": 3, "train_samples": 50, "record": str(tmp_path)},
         )  # fmt: skip
         return drive(warm_slots(2), config, tmp_path, resume=resume, persist=True)
@@ -77,15 +82,14 @@ def test_a_checkpoint_without_the_number_goes_on_by_batches(
 
 
 @pytest.mark.slots
-def test_a_callback_may_change_any_part_of_what_is_restored(
+def test_on_checkpoint_load_start_may_change_any_part_of_the_state(
     warm_slots: Warm, tmp_path: Path
 ) -> None:
-    """on_checkpoint_load_start has its say before anything is read: here it begins the data again,
-    reseeds torch, and takes out the callbacks' states."""
+    """Here it restarts the data, reseeds torch, and removes the callbacks' states."""
 
     def run(batches: int, resume: Driven | None = None) -> Driven:
         config = toy_config(
-            tmp_path, batches, entrypoint="rewinding_trials:Rewinds",
+            tmp_path, batches, entrypoint="rewinding_trials:RewindTrial",
             hyperparameters={"train_samples": 50, "record": str(tmp_path)},
         )  # fmt: skip
         return drive(warm_slots(2), config, tmp_path, resume=resume, persist=True)
@@ -101,7 +105,7 @@ def test_a_callback_may_change_any_part_of_what_is_restored(
 
 
 class OneRank:
-    """A DistributedContext of a single rank, or of one that has `others` just like it."""
+    """A DistributedContext of one rank, with `others` that do the same."""
 
     def __init__(self, others: int = 0) -> None:
         self.size = 1 + others
@@ -147,7 +151,7 @@ def take(data: Loaders, count: int) -> list[Any]:
 
 
 class Counting:
-    """0 … length-1, by a loader that carries its state."""
+    """A loader of 0 … length-1 that saves its state."""
 
     def __init__(self, length: int) -> None:
         self.length, self.next = length, 0
@@ -166,8 +170,8 @@ class Counting:
 
 
 @given(st.integers(1, 5), st.integers(0, 12), st.integers(0, 12))
-def test_a_loader_with_state_goes_on_anywhere(length: int, before: int, between: int) -> None:
-    """Saved and restored twice at any place, also at a pass's end: as if it never had been."""
+def test_a_stateful_loader_resumes_anywhere(length: int, before: int, between: int) -> None:
+    """Saving and restoring twice at any place, also at a pass's end, changes nothing."""
     first = loaders(Counting(length))
     seen = take(first, before)
     second = loaders(Counting(length), batches=before, saved=first.state_dict())
@@ -177,8 +181,8 @@ def test_a_loader_with_state_goes_on_anywhere(length: int, before: int, between:
     assert seen == [i % length for i in range(before + between + 7)]
 
 
-def test_ranks_that_load_the_same_draw_the_same_after_a_restart() -> None:
-    """Two ranks of one model: random numbers belong to a micro-batch's place, also then."""
+def test_ranks_of_one_model_load_with_the_same_random_numbers_after_a_restart() -> None:
+    """Random numbers depend on a micro-batch's position."""
 
     class Random(Counting):
         def __iter__(self) -> Iterator[Any]:
@@ -187,13 +191,13 @@ def test_ranks_that_load_the_same_draw_the_same_after_a_restart() -> None:
     straight = take(loaders(Random(4), others=1), 9)
     first = loaders(Random(4), others=1)
     take(first, 5)
-    torch.rand(3)  # a model's business
+    torch.rand(3)  # drawn by a model
     assert take(loaders(Random(4), 5, first.state_dict(), others=1), 4) == straight[5:]
 
 
 @given(st.lists(st.integers(0, 4), max_size=6))
-def test_what_was_drawn_is_skipped(draws: list[int]) -> None:
-    """However many micro-batches each batch took, the next one is the one after the last."""
+def test_drawn_micro_batches_are_skipped(draws: list[int]) -> None:
+    """Training continues after the last drawn one, however many each batch took."""
     dataset: Any = torch.arange(40)
     straight = take(loaders(DataLoader(dataset, shuffle=True)), sum(draws) + 5)
     first = loaders(DataLoader(dataset, shuffle=True), per_batch=2)
@@ -205,8 +209,8 @@ def test_what_was_drawn_is_skipped(draws: list[int]) -> None:
     assert take(resumed, 5) == straight[sum(draws) :]
 
 
-def test_other_micro_batches_a_batch_are_accounted_for() -> None:
-    """6 micro-batches at 2 a batch are 3 batches; at 4 a batch, they are 12."""
+def test_another_number_of_micro_batches_per_batch_is_accounted_for() -> None:
+    """6 micro-batches at 2 per batch are 3 batches, which are 12 micro-batches at 4 per batch."""
     dataset: Any = torch.arange(40)
     first = loaders(DataLoader(dataset), per_batch=2)
     take(first, 6)
@@ -214,12 +218,12 @@ def test_other_micro_batches_a_batch_are_accounted_for() -> None:
     assert take(resumed, 1) == [torch.tensor([12])]
 
 
-def test_nothing_is_asked_of_a_loader_that_has_not_begun() -> None:
-    """torchdata's begins a pass when asked for its state, which would draw random numbers."""
+def test_the_state_of_an_unused_loader_is_not_read() -> None:
+    """torchdata's loader would begin a pass, and draw random numbers."""
 
     class Untouched(Counting):
         def state_dict(self) -> dict[str, int]:
-            raise AssertionError("asked before its first micro-batch")
+            raise AssertionError("read before its first micro-batch")
 
     state = loaders(Untouched(3)).state_dict()
     assert state is not None
@@ -227,7 +231,7 @@ def test_nothing_is_asked_of_a_loader_that_has_not_begun() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loader", "saved", "said"),
+    ("loader", "saved", "warning"),
     [
         ([0, 1, 2], {"drawn": 2, "per_batch": 1, "loader": None}, "has no state_dict"),
         ([0, 1, 2], {"drawn": 2, "per_batch": 1, "loader": {"next": 2}}, "has no state_dict"),
@@ -235,28 +239,28 @@ def test_nothing_is_asked_of_a_loader_that_has_not_begun() -> None:
         (Counting(3), None, "holds no state of it"),
     ],
 )
-def test_a_loader_that_must_begin_again_is_warned_of_once(
-    caplog: pytest.LogCaptureFixture, loader: Any, saved: dict[str, Any] | None, said: str
+def test_a_loader_that_restarts_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture, loader: Any, saved: dict[str, Any] | None, warning: str
 ) -> None:
-    """It starts from its beginning after a restart, which is said, with what to do instead."""
+    """The warning says why it restarts at its first micro-batch."""
     with caplog.at_level(logging.WARNING):
         assert take(loaders(loader, 2, saved), 6) == [0, 1, 2, 0, 1, 2]
     (message,) = [record.getMessage() for record in caplog.records]
-    assert said in message
+    assert warning in message
     assert "although 2 have been trained on" in message
 
 
-def test_a_loader_that_begins_for_the_first_time_is_not_warned_of(
+def test_a_new_run_does_not_warn_of_its_loader(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Neither kind of loader has anything to go on with at the beginning."""
+    """With or without state."""
     with caplog.at_level(logging.WARNING):
         take(loaders([0, 1]), 3)
         take(loaders(Counting(2)), 3)
     assert caplog.records == []
 
 
-def test_a_loader_with_state_that_gives_nothing_is_refused() -> None:
-    """The rest of a pass may be empty; a whole pass may not."""
+def test_a_stateful_loader_without_micro_batches_is_an_error() -> None:
+    """The rest of a pass may be empty, but not a whole pass."""
     with pytest.raises(TrialError, match="yielded nothing in a whole pass"):
         take(loaders(Counting(0), 3, {"drawn": 3, "per_batch": 1, "loader": {"next": 0}}), 1)

@@ -1,4 +1,4 @@
-"""A rank's files for TensorBoard on their way to the storage; no ranks needed."""
+"""Uploading a rank's files for TensorBoard, without ranks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def info(tmp_path: Path) -> RunInfo:
     return info
 
 
-def measured(info: RunInfo, tmp_path: Path) -> RunFileUpload:
+def new_upload(info: RunInfo, tmp_path: Path) -> RunFileUpload:
     store = CheckpointStore(str(tmp_path / "storage"))
     return RunFileUpload(info, store, tmp_path / "run")
 
 
-def test_a_storage_that_fails_does_not_end_training(info: RunInfo, tmp_path: Path) -> None:
-    """The problem is told, and what is left goes with the next upload."""
-    files = measured(info, tmp_path)
+def test_a_storage_failure_does_not_end_training(info: RunInfo, tmp_path: Path) -> None:
+    """It is reported, and the next upload includes the same files."""
+    files = new_upload(info, tmp_path)
     (tmp_path / "storage").write_text("in the way")
     stored = files.upload()
     assert stored.files == 0
@@ -36,18 +36,18 @@ def test_a_storage_that_fails_does_not_end_training(info: RunInfo, tmp_path: Pat
     assert (tmp_path / "storage/runs/toy-1/tensorboard/rank-0/events").read_text() == "one"
 
 
-def test_what_the_writer_has_in_hand_is_uploaded(info: RunInfo, tmp_path: Path) -> None:
-    """An event is in the storage although the writer would have kept it for two minutes."""
+def test_the_writers_buffer_is_uploaded(info: RunInfo, tmp_path: Path) -> None:
+    """TensorBoard's writer would keep an event in memory for two minutes."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     info.instruments.writer().add_scalar("mine", 4.5, 1)
-    measured(info, tmp_path).upload()
+    new_upload(info, tmp_path).upload()
     seen = EventAccumulator(str(tmp_path / "storage/runs/toy-1/tensorboard/rank-0")).Reload()
     assert [event.value for event in seen.Scalars("mine")] == [4.5]
 
 
-def test_a_process_local_storage_is_left_to_the_driver(info: RunInfo, tmp_path: Path) -> None:
-    """What a rank put into its own memory nobody would ever see."""
+def test_a_rank_does_not_upload_to_a_process_local_storage(info: RunInfo, tmp_path: Path) -> None:
+    """Only the driver sees memory://, so the driver uploads there."""
     store = CheckpointStore("memory://measured-here")
     assert RunFileUpload(info, store, tmp_path / "run").upload().files == 0
     assert store.storage.sizes("runs") == {}

@@ -1,4 +1,4 @@
-"""Checkpoints on their way from ranks to the storage and back."""
+"""A rank's snapshots: staged, persisted, released, fetched and restored."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import socket
 import uuid as uuids
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from tests.support.slots import Driven, drive, toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.controller.rank_state import write_rank_state
+from trial_core.controller.safe_load import Reader
 from trial_core.controller.snapshot import Snapshots
 from trial_core.distributed import DistributedContext
 from trial_core.errors import CheckpointError, StorageError
@@ -26,7 +28,7 @@ with_ranks = pytest.mark.slots
 
 
 class Odd:
-    """What only a trusted checkpoint may hold."""
+    """Only a trusted checkpoint may hold it."""
 
 
 def trained(slots: SlotGroup, folder: Path, **changes: Any) -> Driven:
@@ -37,8 +39,8 @@ def trained(slots: SlotGroup, folder: Path, **changes: Any) -> Driven:
 
 
 @with_ranks
-def test_shards_are_staged_in_memory(warm_slots: Warm, tmp_path: Path) -> None:
-    """And stand in the staging folder as files, which whoever looks there can read."""
+def test_shards_are_staged_as_memory_files(warm_slots: Warm, tmp_path: Path) -> None:
+    """They are readable as files in the staging folder."""
     slots = warm_slots(2)
     trained(slots, tmp_path)
     saved = slots.request(SaveCheckpoint(uuid="one-more"), Saved)
@@ -48,15 +50,17 @@ def test_shards_are_staged_in_memory(warm_slots: Warm, tmp_path: Path) -> None:
 
 
 @with_ranks
-def test_what_a_rank_has_stored_is_not_sent_again(warm_slots: Warm, tmp_path: Path) -> None:
-    """When an upload is tried again, since another rank's failed; until it is committed."""
+def test_a_retried_upload_does_not_send_stored_files_again(
+    warm_slots: Warm, tmp_path: Path
+) -> None:
+    """A retry after another rank's failure."""
     slots, request = warm_slots(2), PersistCheckpoint(uuid="00000000-0000-4000-8000-000000000001")
     trained(slots, tmp_path)
     slots.request(SaveCheckpoint(uuid=request.uuid), Saved)
     first = slots.request(request, Persisted)
     stored = list((tmp_path / "checkpoints" / "checkpoints" / request.uuid).rglob("*.pt"))
     for path in stored:
-        path.write_bytes(b"\0" * path.stat().st_size)  # a file that was sent again would be whole
+        path.write_bytes(b"\0" * path.stat().st_size)  # sending a file again would restore it
     again = slots.request(request, Persisted)
     assert [rank.files for rank in again] == [rank.files for rank in first]
     assert stored
@@ -65,15 +69,15 @@ def test_what_a_rank_has_stored_is_not_sent_again(warm_slots: Warm, tmp_path: Pa
 
 @with_ranks
 @pytest.mark.parametrize("memory_gib", [None, 0], ids=["memory", "disk"])
-def test_a_restart_fetches_only_what_is_not_here(
+def test_a_restart_fetches_only_missing_files(
     warm_slots: Warm, tmp_path: Path, memory_gib: float | None
 ) -> None:
-    """Files that were staged on disk are still there; what was in memory went with its rank."""
+    """Files staged on disk are still there; memory files ended with their rank."""
     slots = warm_slots(2)
     first = trained(slots, tmp_path, checkpointing={"memory_gib_per_rank": memory_gib})
     shards = list((tmp_path / "checkpoints").rglob("model0/*.pt"))
     for path in shards:
-        path.write_bytes(b"\0" * path.stat().st_size)  # whoever reads the store will notice
+        path.write_bytes(b"\0" * path.stat().st_size)  # reading the storage would detect this
     config = toy_config(tmp_path, 8)
     if memory_gib is None:
         with pytest.raises(AssertionError, match="damaged"):
@@ -84,7 +88,7 @@ def test_a_restart_fetches_only_what_is_not_here(
 
 @with_ranks
 def test_only_the_newest_checkpoint_is_kept_on_disk(warm_slots: Warm, tmp_path: Path) -> None:
-    """Staging takes the room of one committed checkpoint, and of the one on its way."""
+    """Staging needs disk space for one committed checkpoint and the one in progress."""
     slots = warm_slots(2)
     run = trained(
         slots, tmp_path, min_checkpoint_period={"batches": 3},
@@ -97,11 +101,12 @@ def test_only_the_newest_checkpoint_is_kept_on_disk(warm_slots: Warm, tmp_path: 
 
 
 def snapshots(folder: Path, rank: int = 0, ranks: int = 1, **settings: Any) -> Snapshots:
-    """Those of one rank of a machine, without the others."""
+    """The snapshots of one rank of a machine."""
     distributed = DistributedContext(
         rank=rank, size=ranks, local_rank=rank, local_size=ranks, cross_rank=0, cross_size=1
     )
-    return Snapshots(folder, CheckpointStore(str(folder / "store")), distributed, settings)
+    engine: Any = SimpleNamespace(checkpoint_classes=())
+    return Snapshots(engine, folder, CheckpointStore(str(folder / "store")), distributed, settings)
 
 
 def staged(folder: Path, uuid: str, rank: int) -> Path:
@@ -112,10 +117,10 @@ def staged(folder: Path, uuid: str, rank: int) -> Path:
 
 
 @pytest.mark.parametrize(("rank", "left"), [(0, {"new/rank-0"}), (1, {"new/rank-1", "old/rank-7"})])
-def test_what_ranks_that_are_no_more_have_kept_goes(
+def test_rank_0_also_deletes_kept_files_of_ranks_that_are_gone(
     tmp_path: Path, rank: int, left: set[str]
 ) -> None:
-    """With the first rank's, also where the trial goes on with fewer; others drop their own."""
+    """The trial may have resumed with fewer ranks. Other ranks delete their own files."""
     for number in (1, 7) if rank == 1 else (0, 7):
         (tmp_path / "kept" / "old" / f"rank-{number}").mkdir(parents=True)
     staged(tmp_path, "new", rank)
@@ -124,10 +129,10 @@ def test_what_ranks_that_are_no_more_have_kept_goes(
 
 
 @pytest.mark.parametrize("trusted", [True, False])
-def test_only_trusted_checkpoints_may_hold_anything(tmp_path: Path, trusted: bool) -> None:
-    """By the experiment's `checkpointing.trusted`, whatever a rank reads of its own state."""
+def test_only_a_trusted_checkpoint_may_hold_other_classes(tmp_path: Path, trusted: bool) -> None:
+    """The experiment's `checkpointing.trusted` decides for a rank's own state."""
     ours = snapshots(tmp_path, trusted=trusted)
-    write_rank_state(ours.restored("a"), 0, {"callbacks": {"odd": {"state": Odd()}}})
+    write_rank_state(ours.restored("a"), 0, {"callbacks": {"odd": {"state": Odd()}}}, Reader())
     if trusted:
         state = ours.read_state("a", "everything")
         assert state is not None
@@ -137,8 +142,8 @@ def test_only_trusted_checkpoints_may_hold_anything(tmp_path: Path, trusted: boo
             ours.read_state("a", "everything")
 
 
-def test_what_is_stored_in_this_process_is_found_there(tmp_path: Path) -> None:
-    """A storage in memory is of the one process that trains: no other may move the files."""
+def test_a_process_local_storage_needs_no_persister(tmp_path: Path) -> None:
+    """Only this process sees memory://, so it moves the files itself."""
     ours, uuid = snapshots(tmp_path), str(uuids.uuid4())
     ours._store = CheckpointStore(f"memory://{uuid}")
     staged(tmp_path, uuid, 0)
@@ -148,11 +153,11 @@ def test_what_is_stored_in_this_process_is_found_there(tmp_path: Path) -> None:
     assert (ours.restored(uuid) / "shard").read_bytes() == b"x"
 
 
-def test_a_transfer_has_the_limit_of_the_experiment(tmp_path: Path) -> None:
-    """`checkpointing.stall_timeout_seconds`: so that no rank waits for ever for a storage."""
+def test_a_transfer_has_the_experiments_stall_timeout(tmp_path: Path) -> None:
+    """`checkpointing.stall_timeout_seconds` ends an upload to a storage that does not answer."""
     ours, uuid = snapshots(tmp_path, stall_timeout_seconds=0.5), str(uuids.uuid4())
     staged(tmp_path, uuid, 0)
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and answers none
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections and never answers
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         options = {"endpoint_url": url, "key": "k", "secret": "s"}
         ours._store = CheckpointStore("s3://bucket/folder", options)

@@ -1,4 +1,4 @@
-"""What ranks do in train-workloads and validations, on real ranks."""
+"""Train-workloads on real ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.slots import Driven, drive, lines, toy_config
+from tests.support.slots import ONE_TWO_FOUR, Driven, drive, lines, toy_config
 from trial_core.slots.group import SlotGroup
 
 pytestmark = pytest.mark.slots
@@ -36,26 +36,35 @@ def test_every_period_fires_when_due(warm_slots: Warm, tmp_path: Path) -> None:
     ]
     boundaries = sorted({*range(13, 80, 13), *expected_validations, *expected_checkpoints})
     assert count(run, "train") == len(boundaries)
-    # The trial itself saw every batch exactly once, on both ranks.
+    # The trial trained every batch exactly once, on both ranks.
     for rank in (0, 1):
         assert [line[0] for line in lines(tmp_path, "samples", rank)] == list(range(80))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", ONE_TWO_FOUR)
 def test_training_metrics_are_averaged_once(
     warm_slots: Warm, tmp_path: Path, world_size: int
 ) -> None:
-    """Every rank reports its number: the average is that of 0 … n-1, reduced exactly once."""
+    """Every rank reports its number: the result is the average of 0 … n-1."""
     run = drive(warm_slots(world_size), toy_config(tmp_path, 3), tmp_path)
     assert run.training[-1]["rank"] == (world_size - 1) / 2
 
 
-@pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (2, 1), (4, 2)])
-def test_a_stop_that_one_rank_asks_for_ends_the_run_after_its_batch(
+@pytest.mark.parametrize(
+    ("world_size", "rank"),
+    [
+        pytest.param(1, 0, marks=pytest.mark.long),
+        (2, 1),
+        pytest.param(4, 2, marks=pytest.mark.long),
+    ],
+)
+def test_a_stop_request_of_one_rank_ends_the_run(
     warm_slots: Warm, tmp_path: Path, world_size: int, rank: int
 ) -> None:
-    """set_stop_requested on one rank, in its 8th batch: that is the last, or one that another rank
-    has begun by then; a checkpoint is taken, and the metrics are of what was trained."""
+    """set_stop_requested in the 8th batch: all ranks end after it, or after the 9th, and save.
+
+    The 9th is the last one if another rank has begun it by then.
+    """
     config = toy_config(
         tmp_path, 50, scheduling_unit=50,
         hyperparameters={"at_batch": 7, "do": "stop", "do_rank": rank, "record": str(tmp_path)},

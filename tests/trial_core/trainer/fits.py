@@ -1,4 +1,4 @@
-"""Runs of `Trainer.fit` for ``fit_toy.py``, and what they leave behind."""
+"""Runs of `Trainer.fit` for ``fit_toy.py``, and their results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trial_core.checkpoint.store import CheckpointStore
 
 
 def run(folder: Path, fit: dict[str, Any], **hparams: Any) -> dict[str, Any]:
-    """A run whose records and checkpoints go below `folder`, judged by the loss."""
+    """A run with its records and checkpoints below `folder`, and loss as the searcher metric."""
     folder.mkdir(parents=True, exist_ok=True)
     exp_conf = {
         "name": "toy", "searcher": {"metric": "loss"},
@@ -24,7 +24,7 @@ def run(folder: Path, fit: dict[str, Any], **hparams: Any) -> dict[str, Any]:
 
 
 def every(batches: int, length: int) -> dict[str, Any]:
-    """The arguments of a fit that reports every so many batches."""
+    """The arguments of a fit of `length` batches that reports every `batches`."""
     return {"max_length": {"batches": length}, "reporting_period": {"batches": batches}}
 
 
@@ -38,21 +38,20 @@ def files(folder: Path, uuid: str) -> Path:
 
 
 def hooks(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
-    """What a rank's callback has recorded."""
+    """The hook calls that a rank's callback has recorded."""
     return lines(folder, "hooks", rank)
 
 
 def assert_same_end(
     straight: Path, parts: Path, whole: list[dict[str, Any]], rest: list[dict[str, Any]]
 ) -> None:
-    """Two runs have seen the same micro-batches on every rank, and end with the same weights,
-    optimizer states, random states and metrics, bit for bit.
+    """Check that a resumed run equals an uninterrupted one, bit for bit.
+
+    Micro-batches, weights, optimizer states, random states and metrics.
 
     Args:
-        straight: the folder of one run.
-        parts: that of the other, in several parts.
-        whole: what came of the first, on each rank.
-        rest: what came of the other's last part.
+        straight, parts: the folders of the uninterrupted and of the resumed run.
+        whole, rest: each rank's result of the uninterrupted run, and of the last resumed part.
     """
     for rank in range(len(whole)):
         assert lines(parts, "samples", rank) == lines(straight, "samples", rank)

@@ -1,4 +1,4 @@
-"""Ranks that commit a checkpoint together without a collective; threads are the ranks here."""
+"""Ranks commit a checkpoint without a collective. Each rank is a thread here."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ def files(rank: int, count: int = 1, name: str = "file") -> list[FileEntry]:
     ]
 
 
-def meet(
+def commit_together(
     *stored: Outcome | Callable[[], Outcome],
     commit: Callable[[list[list[FileEntry]]], int] = len,
     store: Any = None,
-    patience_seconds: float = 30.0,
+    timeout_seconds: float = 30.0,
 ) -> list[Outcome]:
-    """How the meeting ends for each of the ranks that have `stored` this."""
+    """The outcome of the commit on each rank."""
     shared = store or dist.HashStore()
 
-    def attend(rank: int) -> Outcome:
-        meeting = CommitRendezvous(shared, "one", rank, len(stored), patience_seconds)
+    def run_rank(rank: int) -> Outcome:
+        rendezvous = CommitRendezvous(shared, "one", rank, len(stored), timeout_seconds)
         own = stored[rank]
-        return meeting.commit(own() if callable(own) else own, commit)
+        return rendezvous.commit(own() if callable(own) else own, commit)
 
     with ThreadPoolExecutor(len(stored)) as ranks:
-        return list(ranks.map(attend, range(len(stored))))
+        return list(ranks.map(run_rank, range(len(stored))))
 
 
-def test_rank_0_commits_what_all_have_stored() -> None:
-    """In the order of ranks, whoever comes first; and every rank is told the result."""
+def test_rank_0_commits_the_files_of_all_ranks() -> None:
+    """In the order of ranks, whichever posts first; and every rank gets the result."""
     committed: list[list[FileEntry]] = []
     late = threading.Event()
 
-    def commit(everybodys: list[list[FileEntry]]) -> int:
-        committed.extend(everybodys)
+    def commit(stored: list[list[FileEntry]]) -> int:
+        committed.extend(stored)
         return 42
 
     def last() -> Outcome:
@@ -61,38 +61,40 @@ def test_rank_0_commits_what_all_have_stored() -> None:
         late.set()
         return Outcome(files(2, 2))
 
-    assert meet(Outcome(files(0)), last, first, commit=commit) == [Outcome(42)] * 3
+    assert commit_together(Outcome(files(0)), last, first, commit=commit) == [Outcome(42)] * 3
     assert committed == [files(0), files(1, 3), files(2, 2)]
 
 
-def test_a_rank_alone_needs_nobody() -> None:
-    """Plain python: torch.distributed may not even be there."""
-    assert meet(Outcome(files(0))) == [Outcome(1)]
+def test_a_single_rank_commits_alone() -> None:
+    """Without torch.distributed."""
+    assert commit_together(Outcome(files(0))) == [Outcome(1)]
 
 
-def test_a_failure_is_told_to_all_at_once() -> None:
-    """With its own words and the rank's number, though another rank still uploads."""
-    others_know = threading.Event()
+def test_a_failure_reaches_all_ranks_at_once() -> None:
+    """With its message and the rank's number, although another rank is still uploading."""
+    is_posted = threading.Event()
 
     def slow() -> Outcome:
-        assert others_know.wait(30)
+        assert is_posted.wait(30)
         return Outcome(files(3))
 
-    def know(everybodys: list[list[FileEntry]]) -> int:
-        raise AssertionError(f"{everybodys} must not be committed")
+    def commit(stored: list[list[FileEntry]]) -> int:
+        raise AssertionError(f"{stored} must not be committed")
 
-    class Telling(dist.HashStore):
+    class NotifyingStore(dist.HashStore):
         def set(self, key: str, value: str) -> None:
             super().set(key, value)
-            if key.endswith("verdict"):
-                others_know.set()
+            if key.endswith("result"):
+                is_posted.set()
 
-    outcomes = meet(Outcome(files(0)), Outcome(files(1)), FULL, slow, commit=know, store=Telling())
+    outcomes = commit_together(
+        Outcome(files(0)), Outcome(files(1)), FULL, slow, commit=commit, store=NotifyingStore()
+    )
     assert outcomes == [Outcome(None, "StorageError", "rank 2: the disk is full")] * 4
 
 
-def test_the_first_failure_stays_the_cause() -> None:
-    """Rank 2 has failed before rank 1 does."""
+def test_the_first_failure_is_reported() -> None:
+    """Rank 2 fails before rank 1 does."""
     store = dist.HashStore()
     seen: list[bool] = []
 
@@ -109,26 +111,26 @@ def test_the_first_failure_stays_the_cause() -> None:
             assert time.monotonic() < deadline
         return Outcome(files(0))
 
-    outcomes = meet(comes_last, fails_second, FULL, store=store)
+    outcomes = commit_together(comes_last, fails_second, FULL, store=store)
     assert outcomes == [Outcome(None, "StorageError", "rank 2: the disk is full")] * 3
 
 
-def test_a_commit_that_fails_is_told_to_all() -> None:
-    """Its error is rank 0's, and everybody's."""
+def test_a_failed_commit_reaches_all_ranks() -> None:
+    """Every rank gets rank 0's error."""
 
     def commit(_: object) -> int:
         raise CheckpointError("ranks 0 and 1 both saved a file")
 
-    outcomes = meet(Outcome(files(0)), Outcome(files(1)), commit=commit)
+    outcomes = commit_together(Outcome(files(0)), Outcome(files(1)), commit=commit)
     assert outcomes == [Outcome(None, "CheckpointError", "ranks 0 and 1 both saved a file")] * 2
 
 
-def test_a_rank_that_does_not_come_is_named_to_all() -> None:
-    """After a deadline, on every rank that waits."""
+def test_a_missing_rank_is_named_on_all_ranks() -> None:
+    """After the timeout."""
     store = dist.HashStore()
-    came = [CommitRendezvous(store, "one", rank, size=4, patience_seconds=0.2) for rank in (0, 2)]
+    present = [CommitRendezvous(store, "one", rank, size=4, timeout_seconds=0.2) for rank in (0, 2)]
     with ThreadPoolExecutor(2) as ranks:
-        outcomes = list(ranks.map(lambda m: m.commit(Outcome(files(0)), len), came))
+        outcomes = list(ranks.map(lambda each: each.commit(Outcome(files(0)), len), present))
     assert {outcome.error_type for outcome in outcomes} == {"DeadlineExceeded"}
     (message,) = {outcome.message for outcome in outcomes}
     assert message.startswith(
@@ -136,19 +138,18 @@ def test_a_rank_that_does_not_come_is_named_to_all() -> None:
     )
 
 
-def test_without_rank_0_nobody_waits_for_ever() -> None:
-    """Twice as long, since rank 0 may itself have waited."""
-    alone = CommitRendezvous(dist.HashStore(), "one", rank=1, size=2, patience_seconds=0.1)
+def test_waiting_for_rank_0_has_a_timeout() -> None:
+    """Twice as long, because rank 0 may itself wait for other ranks."""
+    alone = CommitRendezvous(dist.HashStore(), "one", rank=1, size=2, timeout_seconds=0.1)
     outcome = alone.commit(Outcome(files(1)), len)
-    assert "rank 0 has not committed it 0.2 s after rank 1 had stored its own" in outcome.message
+    assert "rank 0 has not committed it 0.2 s after rank 1 had stored its part" in outcome.message
 
 
-def test_more_files_than_the_store_takes_at_once() -> None:
-    """torch's TCP store ends the connection of who gives it more than 8 MiB; and what was told
-    through it does not stay there."""
+def test_large_file_lists_are_posted_in_parts() -> None:
+    """torch's TCP store closes a connection that sends more than 8 MiB. The parts are deleted."""
     many = files(1, 12_000, name="n" * 900)
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
-    assert meet(
+    assert commit_together(
         Outcome(files(0)), Outcome(many), store=store, commit=lambda all_: len(all_[1])
     ) == [
         Outcome(12_000),
@@ -157,18 +158,18 @@ def test_more_files_than_the_store_takes_at_once() -> None:
     assert not store.check(["trialflow/one/rank-1/0"])
 
 
-def test_a_name_that_is_no_text_can_be_told() -> None:
-    """The bytes of a file's name that are no UTF-8 become question marks."""
+def test_a_file_name_that_is_not_valid_text_can_be_posted() -> None:
+    """Bytes that are not UTF-8 become question marks."""
     odd = Outcome(None, "CheckpointError", "cannot store 'caf\udce9'")
-    assert meet(odd) == [Outcome(None, "CheckpointError", "rank 0: cannot store 'caf?'")]
+    assert commit_together(odd) == [Outcome(None, "CheckpointError", "rank 0: cannot store 'caf?'")]
 
 
-def test_a_store_that_is_gone() -> None:
-    """It lives on rank 0: the rank that notices says so."""
+def test_a_store_that_cannot_be_reached() -> None:
+    """The error says that it is on rank 0."""
 
     class Gone(dist.HashStore):
         def set(self, key: str, value: str) -> None:
             raise dist.DistNetworkError("Broken pipe")
 
-    with pytest.raises(SlotsError, match=r"^rank 0, .* cannot be reached, .*: Broken pipe$"):
-        meet(Outcome(files(0)), store=Gone())
+    with pytest.raises(SlotsError, match=r"store on rank 0 cannot be reached: Broken pipe$"):
+        commit_together(Outcome(files(0)), store=Gone())

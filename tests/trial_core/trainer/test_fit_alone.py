@@ -1,4 +1,4 @@
-"""`Trainer.fit` on a single rank: in plain python, without any launcher, all in one start."""
+"""`Trainer.fit` on a single rank, in plain python. All runs share one start."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ HPARAMS = {"accumulation": 3, "train_samples": 50, "zero_stage": 2}
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Periods of every kind, a test, a stop, going on, and mistakes."""
+    """Runs with all kinds of periods, in test mode, stopped, resumed, and with mistakes."""
     folder = tmp_path_factory.mktemp("alone")
     runs = {
-        # 8 micro-batches an epoch.
+        # 8 micro-batches per epoch.
         "periods": run(
             folder / "periods",
             {
@@ -52,9 +52,19 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
                 storage=f"{folder}/damaged/checkpoints",
             ),
         },
+        "prunes": run(
+            folder / "prunes", {**every(4, 20), "checkpoint_period": {"batches": 4}},
+        ),
         "nothing best": run(folder / "any", {**every(5, 6), "validation_period": {"batches": 2}}),
     }  # fmt: skip
     runs["metric"]["init"]["exp_conf"]["searcher"]["metric"] = "accuracy"
+    runs["prunes"]["init"]["exp_conf"] = {
+        "name": "toy",
+        "checkpoint_storage": {
+            "url": f"file://{folder}/prunes/checkpoints", "save_trial_latest": 1,
+            "keep_every": {"batches": 8},
+        },
+    }  # fmt: skip
     del runs["nothing best"]["init"]["exp_conf"]["searcher"]
     outcomes = fit_toys("python", folder / "launch", *runs.values(), ranks=1)
     return {"folder": folder, **{name: o[0] for name, o in zip(runs, outcomes, strict=True)}}
@@ -66,17 +76,17 @@ def test_periods_in_containers_and_epochs(alone: dict[str, Any]) -> None:
     manifests = store(folder).list()
     assert [each.progress.batches_trained for each in manifests] == [8, 24, 32]
     assert manifests[-1].progress.validated_at == 32
-    said = [each["hook"] for each in hooks(folder)]
-    assert said.count("on_validation_end") == 3
-    # Ends of workloads: 5, 8, 13, 24, 26, 30, 32.
+    called = [each["hook"] for each in hooks(folder)]
+    assert called.count("on_validation_end") == 3
+    # The workloads end after 5, 8, 13, 24, 26, 30 and 32 batches.
     assert [
         each["batches"] for each in hooks(folder) if each["hook"] == "on_training_workload_end"
     ] == [5, 3, 5, 11, 2, 4, 2]
-    assert said.count("on_training_epoch_end") == 4
+    assert called.count("on_training_epoch_end") == 4
 
 
 def test_test_mode_trains_and_validates_one_batch_and_keeps_nothing(alone: dict[str, Any]) -> None:
-    """Saving is tried out, too, but nothing is stored; no length is needed."""
+    """It also saves, but uploads nothing. It needs no max_length."""
     folder = alone["folder"] / "test"
     assert alone["test"]["batches_trained"] == 1
     assert alone["test"]["checkpoint_uuid"] is None
@@ -85,24 +95,25 @@ def test_test_mode_trains_and_validates_one_batch_and_keeps_nothing(alone: dict[
     assert not (folder / "checkpoints").exists()
 
 
-def test_a_stop_ends_the_fit_after_its_batch(alone: dict[str, Any]) -> None:
-    """Asked for in the 8th batch, in a workload that has two more: it ends there, saved."""
+def test_a_stop_request_ends_the_fit_after_its_batch(alone: dict[str, Any]) -> None:
+    """In the 8th batch of a workload of 10: the fit saves and ends there."""
     assert alone["stop"]["stopped_early"]
     assert alone["stop"]["batches_trained"] == 8
     (manifest,) = store(alone["folder"] / "stop").list()
     assert manifest.progress.batches_trained == 8
 
 
-def test_a_single_rank_goes_on_bit_for_bit(alone: dict[str, Any]) -> None:
-    """4 + 5 batches are 9, without any launcher."""
+def test_a_single_rank_resumes_bit_for_bit(alone: dict[str, Any]) -> None:
+    """4 + 5 batches equal 9, without a launcher."""
     folder = alone["folder"]
     assert alone["rest"]["trial"] == alone["first"]["trial"]
     assert_same_end(folder / "straight", folder / "parts", [alone["straight"]], [alone["rest"]])
 
 
-def test_the_latest_that_is_whole_goes_on_and_is_claimed(alone: dict[str, Any]) -> None:
-    """The newest is damaged: the fit goes on from the one before it, which is nobody's to delete
-    for as long as it trains."""
+def test_a_fit_resumes_from_the_newest_intact_checkpoint_and_claims_it(
+    alone: dict[str, Any],
+) -> None:
+    """The newest one is damaged. The one before it is claimed while the fit trains."""
     folder = alone["folder"] / "damaged"
     assert alone["finds damage"]["trial"] == alone["saves twice"]["trial"]
     assert [line[0] for line in lines(folder, "samples", 0)] == [*range(5), *range(3, 6)]
@@ -110,24 +121,31 @@ def test_the_latest_that_is_whole_goes_on_and_is_claimed(alone: dict[str, Any]) 
     assert json.loads((folder / "claims.json").read_text()) == [older.uuid]
 
 
-def test_a_metric_that_nobody_reports(alone: dict[str, Any]) -> None:
-    """The one that exp_conf names must be there."""
+def test_a_missing_searcher_metric(alone: dict[str, Any]) -> None:
+    """The message lists the metrics that the trial reports."""
     assert alone["metric"]["error"] == (
         'TrialError: searcher.metric "accuracy" is not among the validation metrics that the trial '
         "reports: loss, mean_index"
     )
 
 
-def test_without_a_metric_every_validation_is_saved(alone: dict[str, Any]) -> None:
-    """Nothing says what is best, so nothing that might be is lost."""
+def test_without_a_searcher_metric_every_validation_is_saved(alone: dict[str, Any]) -> None:
+    """Any of them might be the best."""
     saved = [each.progress.batches_trained for each in store(alone["folder"] / "any").list()]
     assert saved == [2, 4, 6]
 
 
-def test_a_fit_goes_on_with_another_zero_stage(alone: dict[str, Any]) -> None:
-    """4 batches of ZeRO-1, 5 more of ZeRO-3, in one order."""
+def test_a_fit_resumes_with_another_zero_stage(alone: dict[str, Any]) -> None:
+    """4 batches with ZeRO-1 and 5 more with ZeRO-3, in one order of the data."""
     assert alone["zero 3"]["trial"] == alone["zero 1"]["trial"]
     assert alone["zero 3"]["batches_trained"] == 9
     seen = lines(alone["folder"] / "zero", "samples", 0)
     assert [line[0] for line in seen] == [*range(9)]
     assert len({sample for line in seen for sample in line[2:]}) == 18
+
+
+def test_a_fit_prunes_by_its_retention_policy(alone: dict[str, Any]) -> None:
+    """Saved every 4 batches; kept are the last one, and one for every 8 batches."""
+    manifests = store(alone["folder"] / "prunes").list()
+    assert [manifest.progress.batches_trained for manifest in manifests] == [8, 16, 20]
+    assert alone["prunes"]["checkpoint_uuid"] == manifests[-1].uuid

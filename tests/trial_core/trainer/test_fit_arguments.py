@@ -1,4 +1,4 @@
-"""What `Trainer` and `fit` refuse, each with the message that the script's author sees."""
+"""Invalid arguments of `Trainer` and `fit`, each with its message."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trial_core.trainer.trainer import _schedule
 
 
 class Trial(DeepSpeedTrial):
-    """Builds nothing: what is refused here is refused before anything is built."""
+    """Builds nothing: these arguments are rejected before anything is built."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None: ...
 
@@ -68,37 +68,37 @@ ONE_UNIT = "is a Batch or an Epoch, got"
         ),
     ],
 )
-def test_an_argument_that_cannot_be_used(arguments: dict[str, Any], message: str) -> None:
-    """Refused before anything is built, with what was given and what may be."""
+def test_an_invalid_argument(arguments: dict[str, Any], message: str) -> None:
+    """The message has the value, and what is valid."""
     others = {"max_length": Batch(1)} if arguments and "max_length" not in arguments else {}
     with pytest.raises(ConfigError) as refusal:
         trainer().fit(**others, **arguments)
     assert str(refusal.value) == message
 
 
-def test_what_trainer_takes() -> None:
-    """A constructed trial and its context, in that order."""
-    with pytest.raises(TrialError, match=r"takes a trial that is constructed, .* the class Trial"):
+def test_trainer_takes_a_constructed_trial_and_its_context() -> None:
+    """Nothing else."""
+    with pytest.raises(TrialError, match=r"takes a constructed trial, .* the class Trial"):
         Trainer(Trial, context())  # type: ignore[arg-type]
     with pytest.raises(TrialError, match=r"that trial_core.deepspeed.init gives .* got dict"):
         Trainer(Trial(context()), {})  # type: ignore[arg-type]
 
 
-def test_configure_profiler_points_to_what_replaces_it() -> None:
-    """It does nothing, and says so."""
+def test_configure_profiler_only_warns() -> None:
+    """The warning names its replacement."""
     with pytest.warns(DeprecationWarning, match=re.escape("call context.set_profiler(...)")):
         trainer().configure_profiler(sync_timings=True, enabled=True)
 
 
 def test_test_mode_needs_no_length() -> None:
-    """One batch is what it trains."""
+    """It trains one batch."""
     assert _schedule(None, None, None, Batch(100), "best", False, True) == Schedule(
         max_length=Batch(1), reporting_period=Batch(100)
     )
 
 
 def test_a_misspelt_field_of_exp_conf() -> None:
-    """exp_conf is checked as an experiment file is."""
+    """exp_conf is checked like an experiment file."""
     with pytest.raises(ConfigError) as refusal:
         script_config({"searcher": {"metrc": "loss"}, "checkpoint_storag": "x"})
     assert str(refusal.value).splitlines() == [
@@ -107,8 +107,8 @@ def test_a_misspelt_field_of_exp_conf() -> None:
     ]
 
 
-def test_hparams_come_before_those_of_exp_conf() -> None:
-    """And anything but a mapping is refused."""
+def test_hparams_replace_those_of_exp_conf() -> None:
+    """They must be a mapping."""
     exp_conf = {"hyperparameters": {"lr": 1, "depth": 2}}
     assert script_config(exp_conf).hyperparameters == {"lr": 1, "depth": 2}
     assert script_config(exp_conf, {"lr": 3}).hyperparameters == {"lr": 3}
@@ -116,8 +116,8 @@ def test_hparams_come_before_those_of_exp_conf() -> None:
         script_config(None, [1])  # type: ignore[arg-type]
 
 
-def test_an_experiment_of_determineds_is_understood_as_far_as_it_matters() -> None:
-    """A launch command and lengths are the script's own business."""
+def test_exp_conf_may_be_an_experiment_of_determined() -> None:
+    """Its launch command and lengths are ignored."""
     exp_conf = {
         "name": "mine", "entrypoint": "python3 train.py",
         "searcher": {"name": "single", "metric": "accuracy", "max_length": {"records": 5}},
@@ -132,24 +132,26 @@ def test_an_experiment_of_determineds_is_understood_as_far_as_it_matters() -> No
 def test_a_trial_that_another_process_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Refused before anything is built; afterwards the folder is free."""
+    """The error comes before anything is built, and the folder is free afterwards."""
     monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path))
     with (
         run_folder("toy-0000beef"),
         pytest.raises(TrialflowError, match="toy-0000beef is being trained by process"),
     ):
         trainer().fit(max_length=Batch(1))
-    with pytest.raises(TrialError, match="wrap_model_engine"):  # as far as this trial gets
+    with pytest.raises(TrialError, match="wrap_model_engine"):  # this trial gets no further
         trainer().fit(max_length=Batch(1))
     with run_folder("toy-0000beef"):
         pass
 
 
-def test_a_second_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused, even if the first one failed: the trial may be anywhere by then."""
+def test_a_trial_can_be_fitted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the first fit failed, because the trial's state is then unknown."""
     monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path))
     one = trainer()
-    with pytest.raises(TrialError, match="wrap_model_engine"):  # as far as this trial gets
+    with pytest.raises(TrialError, match="wrap_model_engine"):  # this trial gets no further
         one.fit(max_length=Batch(1))
-    with pytest.raises(TrialError, match="fit was called twice; to train on, construct the trial"):
+    with pytest.raises(
+        TrialError, match="fit was called twice; to continue training, construct a new"
+    ):
         one.fit(max_length=Batch(2))

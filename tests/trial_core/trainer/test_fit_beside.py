@@ -1,4 +1,4 @@
-"""What happens beside a fit's training: uploads, commits, and files for TensorBoard."""
+"""Uploads, commits and TensorBoard files beside a fit's training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slots
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where ``fit_beside.py`` has run, on two ranks under torchrun."""
+    """The folder of a run of ``fit_beside.py``, on two ranks under torchrun."""
     folder = tmp_path_factory.mktemp("beside")
     output = start("torchrun", folder, 2, str(SCRIPT.with_name("fit_beside.py")), str(folder))
     assert (folder / "refused-1.json").exists(), output
@@ -27,8 +27,8 @@ def outcomes(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in (0, 1)]
 
 
-def test_a_checkpoint_is_committed_while_a_workload_goes_on(folder: Path) -> None:
-    """Rank 1 does not train batch 7 before that of batch 5 is committed, so ranks cannot meet."""
+def test_a_checkpoint_is_committed_during_a_workload(folder: Path) -> None:
+    """Rank 1 does not train batch 7 before the checkpoint of batch 5 is committed."""
     first, second = outcomes(folder, "beside")
     assert first == second
     manifests = CheckpointStore(f"file://{folder}/checkpoints").list(first["trial"])
@@ -36,8 +36,8 @@ def test_a_checkpoint_is_committed_while_a_workload_goes_on(folder: Path) -> Non
     assert {entry.rank for entry in manifests[0].files} == {0, 1}
 
 
-def test_a_rank_that_cannot_store_its_part_ends_all(folder: Path) -> None:
-    """Every rank raises what one has met, and nothing is committed."""
+def test_a_rank_that_cannot_store_its_part_ends_all_ranks(folder: Path) -> None:
+    """Every rank raises its error, and nothing is committed."""
     first, second = outcomes(folder, "refused")
     assert first == second
     assert first["error"].startswith("CheckpointError: rank 1 saved a file ")
@@ -47,11 +47,11 @@ def test_a_rank_that_cannot_store_its_part_ends_all(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_trial_that_is_continued_keeps_its_files_for_tensorboard_together(
-    folder: Path, rank: int
-) -> None:
-    """Both fits' events are in the trial's own folder, here and in the storage, though the second
-    fit's trial was constructed before anybody knew which trial it would continue."""
+def test_a_resumed_trial_keeps_its_tensorboard_files_together(folder: Path, rank: int) -> None:
+    """Both fits' events are in the trial's folder, on this machine and in the storage.
+
+    The second fit's trial was constructed before its final id was known.
+    """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (first, _), (rest, _) = outcomes(folder, "beside"), outcomes(folder, "rest")

@@ -1,4 +1,4 @@
-"""`Trainer.fit` on two ranks under torchrun, in one start: every kind of engine, and SIGTERM."""
+"""`Trainer.fit` on two ranks under torchrun: a pipeline, and SIGTERM. All share one start."""
 
 from __future__ import annotations
 
@@ -13,57 +13,55 @@ from tests.trial_core.trainer.fits import assert_same_end, every, run, store
 
 pytestmark = pytest.mark.slots
 
-TRIALS = ("parallel_trials:PipelineTrial", "engine_trials:Adversarial")
+PIPELINE = "parallel_trials:PipelineTrial"
 HPARAMS = {"accumulation": 3, "train_samples": 50}
-ON = {"latest_checkpoint": "latest"}
+RESUME = {"latest_checkpoint": "latest"}
 
 
 def in_parts(folder: Path, trial: str) -> dict[str, Any]:
-    """Of a trial 9 batches straight, and 4 + 5."""
+    """9 batches of a trial in one run, and in 4 + 5."""
 
     def part(name: str, **fit: Any) -> dict[str, Any]:
-        # Validations may draw random numbers, so both runs have them at the same places.
+        # Validations may draw random numbers, so both runs validate after the same batches.
         fit["validation_period"] = {"batches": 4}
         return {"trial": trial, **run(folder / trial / name, fit, **HPARAMS)}
 
     return {
         f"{trial} straight": part("straight", **every(3, 9)),
         f"{trial} first": part("parts", **every(3, 4)),
-        f"{trial} rest": part("parts", **every(3, 9), **ON),
+        f"{trial} rest": part("parts", **every(3, 9), **RESUME),
     }
 
 
 @pytest.fixture(scope="module")
 def fits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What came of each, by rank."""
+    """The results of each run, by rank."""
     folder = tmp_path_factory.mktemp("fits")
     loading = {"trial": "loader_trials:Epochs"}
     endless = run(
         folder / "ended", every(10**6, 10**6), do="terminate", do_rank=1, at_batch=5,
-        once=str(folder / "told"), workers=1,
+        once=str(folder / "terminated"), workers=1,
     )  # fmt: skip
     runs = {
         "endless": {**loading, **endless},
-        "resumed": {**loading, **run(folder / "ended", {**every(1, 6), **ON}, workers=1)},
+        "resumed": {**loading, **run(folder / "ended", {**every(1, 6), **RESUME}, workers=1)},
     }
-    for trial in TRIALS:
-        runs |= in_parts(folder, trial)
+    runs |= in_parts(folder, PIPELINE)
     outcomes = fit_toys("torchrun", folder / "launch", *runs.values())
     return {"folder": folder, **dict(zip(runs, outcomes, strict=True))}
 
 
-@pytest.mark.parametrize("trial", TRIALS)
-def test_every_kind_of_engine_goes_on_bit_for_bit(fits: dict[str, Any], trial: str) -> None:
-    """4 + 5 batches are 9: the same trial, micro-batches, weights, optimizer and random state."""
-    folder: Path = fits["folder"] / trial
-    whole, first, rest = (fits[f"{trial} {part}"] for part in ("straight", "first", "rest"))
+def test_a_pipeline_resumes_bit_for_bit(fits: dict[str, Any]) -> None:
+    """4 + 5 batches equal 9."""
+    folder: Path = fits["folder"] / PIPELINE
+    whole, first, rest = (fits[f"{PIPELINE} {part}"] for part in ("straight", "first", "rest"))
     assert (first[0]["batches_trained"], rest[0]["batches_trained"]) == (4, 9)
     assert rest[0]["trial"] == first[0]["trial"]
     assert_same_end(folder / "straight", folder / "parts", whole, rest)
 
 
 def test_on_sigterm_all_ranks_save_after_the_same_batch_and_return(fits: dict[str, Any]) -> None:
-    """Whichever rank is told, and its loader's workers with it; and the next fit goes on."""
+    """One rank and its loader workers get the signal. The next fit resumes."""
     folder, ended, resumed = fits["folder"] / "ended", fits["endless"], fits["resumed"]
     assert ended[0] == ended[1]
     reached = ended[0]["batches_trained"]
@@ -71,7 +69,7 @@ def test_on_sigterm_all_ranks_save_after_the_same_batch_and_return(fits: dict[st
     assert ended[0]["stopped_early"]
     saved = {manifest.uuid: manifest.progress for manifest in store(folder).list()}
     assert saved[ended[0]["checkpoint_uuid"]].batches_trained == reached
-    # The next fit had nothing left but to validate, which the checkpoint did not know of.
+    # The next fit only had to validate.
     assert saved[resumed[0]["checkpoint_uuid"]].validated_at == reached
     assert len(saved) == 2
     for rank in (0, 1):

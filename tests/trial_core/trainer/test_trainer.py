@@ -1,4 +1,4 @@
-"""`init` and `Trainer.fit` in scripts of a user's own, started by each of the launchers."""
+"""`init` and `Trainer.fit` in scripts, with each launcher."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]
 
 
-# What every run of the first two fixtures trains with.
+# Of every run of the first two fixtures.
 HPARAMS = {"accumulation": 3, "train_samples": 50, "zero_stage": 2}
 
 
 @pytest.fixture(scope="module")
 def straight_and_first(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Under deepspeed's launcher: 12 batches straight, and another run of 5."""
+    """With deepspeed's launcher: a run of 12 batches, and one of 5."""
     folder = tmp_path_factory.mktemp("fits")
     straight, parts = folder / "straight", folder / "parts"
     outcomes = fit_toys(
@@ -36,11 +36,13 @@ def straight_and_first(tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     return {"folder": folder, "straight": outcomes[0], "first": outcomes[1]}
 
 
-def test_a_fit_is_the_flow_driven_run(
+def test_a_fit_equals_a_run_with_a_driver(
     straight_and_first: dict[str, Any], warm_slots: Warm, tmp_path: Path
 ) -> None:
-    """The same micro-batches, metrics, weights and random state, bit for bit, as ranks that a
-    driver commands; and every rank of a fit returns the same."""
+    """Micro-batches, metrics, weights and random state are the same, bit for bit.
+
+    Every rank returns the same result.
+    """
     config = toy_config(
         tmp_path, 12, scheduling_unit=4, hyperparameters={**HPARAMS, "record": str(tmp_path)}
     )
@@ -57,8 +59,8 @@ def test_a_fit_is_the_flow_driven_run(
     assert differing(expected, tensors(files(straight, result["checkpoint_uuid"]))) == []
 
 
-def test_a_fits_checkpoint_is_committed_like_a_flows(straight_and_first: dict[str, Any]) -> None:
-    """Its manifest says what it is, and all files are what it says."""
+def test_a_fits_checkpoint_has_a_complete_manifest(straight_and_first: dict[str, Any]) -> None:
+    """And all files match it."""
     result = straight_and_first["straight"][0]
     where = store(straight_and_first["folder"] / "straight")
     (manifest,) = where.list(result["trial"])
@@ -73,7 +75,7 @@ def test_a_fits_checkpoint_is_committed_like_a_flows(straight_and_first: dict[st
 
 @pytest.fixture(scope="module")
 def second_start(straight_and_first: dict[str, Any]) -> dict[str, Any]:
-    """Under torchrun: all that may come after a run of 5 batches."""
+    """With torchrun: several ways to continue after the run of 5 batches."""
     folder = straight_and_first["folder"]
     parts, uuid = folder / "parts", straight_and_first["first"][0]["checkpoint_uuid"]
     damaged = folder / "damaged"
@@ -103,38 +105,38 @@ def second_start(straight_and_first: dict[str, Any]) -> dict[str, Any]:
     return {"victim": victim.name, "source": uuid, **dict(zip(names, outcomes, strict=True))}
 
 
-def test_a_fit_goes_on_bit_for_bit(
+def test_a_fit_resumes_bit_for_bit(
     straight_and_first: dict[str, Any], second_start: dict[str, Any]
 ) -> None:
-    """5 + 7 batches are 12: the same trial, micro-batches, weights, optimizer and random state."""
+    """5 + 7 batches equal 12."""
     folder = straight_and_first["folder"]
     whole, rest = straight_and_first["straight"], second_start["rest"]
     assert rest[0]["trial"] == straight_and_first["first"][0]["trial"]
     assert_same_end(folder / "straight", folder / "parts", whole, rest)
 
 
-def test_a_damaged_checkpoint_is_refused_on_every_rank(second_start: dict[str, Any]) -> None:
-    """One changed byte in rank 1's file: both ranks say which file it is."""
+def test_a_damaged_checkpoint_is_an_error_on_every_rank(second_start: dict[str, Any]) -> None:
+    """One byte of rank 1's file has changed: both ranks name the file."""
     first, second = second_start["damaged"]
     assert first == second
     assert first["error"].startswith("CheckpointDamaged: ")
     assert f"model0/{second_start['victim']}, written by rank 1, has digest" in first["error"]
 
 
-def test_a_checkpoint_that_is_not_there(second_start: dict[str, Any]) -> None:
-    """Every rank raises, though only one has looked."""
+def test_a_missing_checkpoint_is_an_error_on_every_rank(second_start: dict[str, Any]) -> None:
+    """Although only one rank has looked for it."""
     first, second = second_start["none"]
     assert first == second
     assert first["error"].startswith("CheckpointNotFound: no checkpoint in file://")
 
 
-def test_a_storage_that_ranks_do_not_share(second_start: dict[str, Any]) -> None:
-    """Refused on every rank before anything is trained."""
+def test_a_process_local_storage_needs_a_single_rank(second_start: dict[str, Any]) -> None:
+    """Every rank raises the error before anything is trained."""
     first, second = second_start["memory"]
     assert first == second
     assert first["error"].startswith(
         "ConfigError: checkpoint_storage: memory://checkpoints is in the memory of one process, "
-        "and there are 2 ranks; give a folder that all see"
+        "and there are 2 ranks; use a folder that all ranks see"
     )
 
 
@@ -142,7 +144,7 @@ def test_a_storage_that_ranks_do_not_share(second_start: dict[str, Any]) -> None
 def test_a_warm_start_begins_at_batch_0_with_the_sources_weights(
     straight_and_first: dict[str, Any], second_start: dict[str, Any], how: str
 ) -> None:
-    """A new trial: callbacks are told the source, and the first validation is the source's last."""
+    """A new trial, whose first validation equals the source's last. Callbacks get the source."""
     folder, source = straight_and_first["folder"], straight_and_first["first"][0]
     started, *_ = hooks(folder / how)
     assert (started["hook"], started["first"]) == ("on_trial_startup", 0)
@@ -153,10 +155,10 @@ def test_a_warm_start_begins_at_batch_0_with_the_sources_weights(
     assert second_start[how][0]["trial"] != source["trial"]
 
 
-def test_a_warm_start_takes_the_optimizer_along_unless_told_not_to(
+def test_a_warm_start_restores_the_optimizer_unless_weights_only(
     straight_and_first: dict[str, Any], second_start: dict[str, Any]
 ) -> None:
-    """Adam counts its steps: 5 of the source's and 2 of its own, or 2 alone."""
+    """Adam counts its steps: 5 of the source and 2 of the new trial, or only these 2."""
     steps = {}
     for how in ("warm", "weights"):
         saved = files(
@@ -166,9 +168,9 @@ def test_a_warm_start_takes_the_optimizer_along_unless_told_not_to(
     assert steps == {"warm": {7}, "weights": {2}}
 
 
+@pytest.mark.long
 def test_a_rank_that_raises_ends_the_others(tmp_path: Path) -> None:
-    """Rank 1 raises in a batch while rank 0 waits for it inside DeepSpeed: the launcher ends both,
-    and shows the user's own error."""
+    """Rank 0 waits for rank 1 inside DeepSpeed: the launcher ends both and shows the error."""
     spec = tmp_path / "spec.json"
     broken = run(tmp_path / "broken", every(5, 50), at_batch=3, do="raise", do_rank=1)
     spec.write_text(json.dumps([broken]))
@@ -180,8 +182,7 @@ def test_a_rank_that_raises_ends_the_others(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Under torchrun, 4 ranks of which the trial initialises torch.distributed itself: 9 batches
-    straight, and 4 + 5."""
+    """With torchrun and a trial that initialises torch.distributed: 9 batches, and 4 + 5."""
     folder = tmp_path_factory.mktemp("four")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRIALFLOW_MANUAL_INIT_DISTRIBUTED", "1")
@@ -195,8 +196,9 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"folder": folder, **dict(zip(("straight", "first", "rest"), outcomes, strict=True))}
 
 
-def test_a_trial_that_initialises_torch_distributed_itself(four: dict[str, Any]) -> None:
-    """init leaves it to the trial; the ranks still become one run, and each returns the same."""
+@pytest.mark.long
+def test_the_trial_may_initialise_torch_distributed_on_four_ranks(four: dict[str, Any]) -> None:
+    """The ranks still become one run, and each returns the same result."""
     result, *others = four["straight"]
     assert result["batches_trained"] == 9
     assert others == [result] * 3
@@ -205,8 +207,9 @@ def test_a_trial_that_initialises_torch_distributed_itself(four: dict[str, Any])
     assert {entry.rank for entry in manifest.files} == {0, 1, 2, 3}
 
 
-def test_four_ranks_go_on_bit_for_bit(four: dict[str, Any]) -> None:
-    """4 + 5 batches are 9: the same trial, micro-batches, weights, optimizer and random state."""
+@pytest.mark.long
+def test_four_ranks_resume_bit_for_bit(four: dict[str, Any]) -> None:
+    """4 + 5 batches equal 9."""
     assert four["rest"][0]["trial"] == four["first"][0]["trial"]
     assert_same_end(
         four["folder"] / "straight", four["folder"] / "parts", four["straight"], four["rest"]

@@ -1,4 +1,4 @@
-"""Where in the data a rank goes on: counted in samples, whoever saw those before it."""
+"""Where in the data a rank continues, counted in samples over all ranks."""
 
 from __future__ import annotations
 
@@ -13,44 +13,45 @@ from trial_core.units import EpochLength
 logger = logging.getLogger(__name__)
 
 
-def drawn_here(
+def micro_batches_drawn(
     saved: Mapping[str, Any],
     per_batch: int,
     ranks: int,
     epoch: EpochLength | None,
-    tells: bool = True,
+    warns: bool = True,
 ) -> int:
-    """How many micro-batches of its own each rank has behind it.
+    """How many of its micro-batches each rank has drawn already.
 
-    Batches have as many samples as they had. They may be cut into other micro-batches now, for
-    other ranks; passes over the data are then as long as they were in samples, but for the last,
-    smaller micro-batch of each not in micro-batches.
+    A batch has as many samples as before, but other ranks may divide it into other micro-batches.
+    A pass over the data has the same samples then, but not always the same number of
+    micro-batches, because its last micro-batch may be smaller.
 
     Args:
-        saved: what `Loaders.state_dict` gave on any rank. Earlier releases left out `ranks` and
-            `pass`: they are taken to be as they are.
-        per_batch: micro-batches of a rank's in a batch now.
+        saved: `Loaders.state_dict` of any rank. Earlier releases do not save `ranks` and `pass`;
+            both are then assumed to be unchanged.
+        per_batch: micro-batches of a rank in a batch now.
         ranks: data-parallel ranks now.
-        epoch: how long a pass is now.
-        tells: whether to warn of samples that are seen again; other ranks would say the same.
+        epoch: the length of a pass now.
+        warns: whether to warn of samples that are repeated; one rank does this for all.
     """
     ranks_then = int(saved.get("ranks", ranks))
-    smaller = Fraction(per_batch * ranks, int(saved["per_batch"]) * ranks_then)
-    seen = int(saved["drawn"]) * ranks_then
+    # How many of the present micro-batches one earlier micro-batch makes.
+    ratio = Fraction(per_batch * ranks, int(saved["per_batch"]) * ranks_then)
+    drawn_then = int(saved["drawn"]) * ranks_then
     pass_then = saved.get("pass")
-    if smaller == 1 or pass_then is None or epoch is None:
-        place = seen * smaller
+    if ratio == 1 or pass_then is None or epoch is None:
+        position = drawn_then * ratio
     else:
-        passes, within = divmod(seen, int(pass_then))
-        place = passes * epoch.micro_batches + within * smaller
-    drawn = math.floor(place / ranks)
-    again = place - drawn * ranks
-    if again and tells:
+        passes, within = divmod(drawn_then, int(pass_then))
+        position = passes * epoch.micro_batches + within * ratio
+    drawn = math.floor(position / ranks)
+    repeated = position - drawn * ranks
+    if repeated and warns:
         logger.warning(
-            "training goes on with samples for %.3g micro-batch(es) that have been trained on: "
-            "micro-batches are of another size now, and the %d of a round of all ranks do not "
-            "begin where the last batch ended",
-            again,
+            "training repeats the samples of %.3g micro-batch(es): the micro-batch size has "
+            "changed, and a round of micro-batches on %d ranks does not begin where the last "
+            "batch ended",
+            repeated,
             ranks,
         )
     return drawn

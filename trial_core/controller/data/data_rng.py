@@ -1,9 +1,9 @@
 """The same random numbers for the same micro-batch, on every rank that loads it.
 
-The first stage of a pipeline needs the inputs of a micro-batch, and the last one its labels. If
-loading it draws random numbers (noise, masked words), both must draw the same, although the models
-of the two ranks draw differently. So loading gets generators of its own, seeded for each
-micro-batch by its place in the sequence that all ranks share.
+The first stage of a pipeline needs a micro-batch's inputs, and the last stage its labels. If
+loading draws random numbers (noise, masked words), both must draw the same ones, although the
+models of the two ranks draw different ones. So loading gets separate generators. They are seeded
+for each micro-batch, by its position in the sequence that all ranks share.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from trial_core.distributed import DistributedContext
 from trial_core.pytorch.seeding import derive_seed, isolated, seed_globals
 
 
-def drawn_alike(
+def with_shared_rng(
     micro_batches: Iterable[Any],
     engine: TrialEngine,
     distributed: DistributedContext,
     seed: int,
     skipped: int = 0,
 ) -> Iterable[Any]:
-    """`micro_batches`, drawn alike where several ranks load them; themselves where none do.
+    """`micro_batches`, loaded with the same random numbers on all ranks that share a data shard.
+
+    Returns `micro_batches` itself if every rank has its own shard.
 
     Args:
         seed: the experiment's; the same on all ranks.
-        skipped: micro-batches of this rank's that came before.
+        skipped: how many micro-batches of this rank came before these.
     """
     if engine.data_parallel_size == distributed.get_size():
         return micro_batches
-    return _DrawnAlike(
+    return _SharedRngLoader(
         micro_batches,
         seed,
         first=skipped * engine.data_parallel_size + engine.data_parallel_rank,
@@ -40,7 +42,7 @@ def drawn_alike(
     )
 
 
-class _DrawnAlike:
+class _SharedRngLoader:
     def __init__(self, source: Iterable[Any], seed: int, first: int, stride: int) -> None:
         self._source = source
         self._seed = seed

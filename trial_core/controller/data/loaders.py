@@ -1,4 +1,4 @@
-"""A trial's data loaders, checked, sharded and set to where training goes on."""
+"""A trial's data loaders: checked, sharded, and set to the position where training continues."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trial_core.controller.data.data_position import drawn_here
-from trial_core.controller.data.data_rng import drawn_alike
-from trial_core.controller.data.validation_set import ValidationSet, length, validation_set
+from trial_core.controller.data.data_position import micro_batches_drawn
+from trial_core.controller.data.data_rng import with_shared_rng
+from trial_core.controller.data.validation_set import (
+    ValidationSet,
+    length_or_none,
+    validation_set,
+)
 from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
@@ -24,14 +28,14 @@ class MicroBatches(Iterator[Any]):
     """A training loader's micro-batches, counted as the trial takes them.
 
     Args:
-        source: micro-batches without end. Loads none ahead.
-        per_batch: how many of them are one batch's.
+        source: micro-batches without end. Nothing is loaded ahead.
+        per_batch: micro-batches of one batch.
         drawn: how many this rank has taken before these, over the whole life of the trial.
-        loader: where they come from, if it carries its own state; None otherwise.
+        loader: the loader behind `source`, if it saves its own state; None otherwise.
 
     Attributes:
-        waited_seconds: how long it took to load those that were taken, as far as loading was not
-            done ahead: in step, what all ranks wait for is the rank that waits longest here.
+        waited_seconds: the time that loading took, without what was loaded ahead. Ranks train in
+            step, so all wait for the rank with the highest value.
     """
 
     def __init__(
@@ -41,7 +45,7 @@ class MicroBatches(Iterator[Any]):
         self._per_batch = per_batch
         self._drawn = drawn
         self._loader = loader
-        self._warned = False
+        self._has_warned = False
         self.taken = 0
         self.waited_seconds = 0.0
 
@@ -54,24 +58,24 @@ class MicroBatches(Iterator[Any]):
         return micro_batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank's data stands, for `Loaders.begin`. To be called between batches."""
-        # Before anything was drawn there is nothing to keep, and asking would begin a pass.
-        keeps = self._loader is not None and self._drawn > 0
+        """This rank's position in the data, for `Loaders.begin`. Call between batches."""
+        # Before the first micro-batch there is no state, and asking for it would begin a pass.
+        has_state = self._loader is not None and self._drawn > 0
         return {
             "drawn": self._drawn,
             "per_batch": self._per_batch,
-            "loader": self._loader.state_dict() if keeps else None,
+            "loader": self._loader.state_dict() if has_state else None,
         }
 
     def batch_ended(self) -> None:
-        """Warn, once, if the trial has taken more or fewer than one batch's."""
-        if self.taken != self._per_batch and not self._warned:
-            self._warned = True
+        """Warn, once, if the trial has not taken exactly one batch's micro-batches."""
+        if self.taken != self._per_batch and not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "train_batch took %d micro-batches from its loader for one batch, where "
-                "gradient_accumulation_steps makes it %d: epochs are counted by the latter, and so "
-                "they begin and end elsewhere than the passes over the data. If a batch needs "
-                "more, load larger micro-batches and divide them in train_batch",
+                "gradient_accumulation_steps makes it %d: epochs are counted by the latter, so "
+                "they do not begin and end with the passes over the data. If a batch needs more, "
+                "load larger micro-batches and divide them in train_batch",
                 self.taken,
                 self._per_batch,
             )
@@ -83,11 +87,11 @@ class Loaders:
     """This rank's data.
 
     Attributes:
-        engine, distributed, seed: what they were built with.
-        training_loader: what the trial built; None on a rank that needs no data.
-        validation: the rank's part of the validation set.
-        epoch: how long an epoch is, the same on every rank; None when there is no telling.
-        training: micro-batches without end, once they were begun; None likewise.
+        engine, distributed, seed: what the loaders were built with.
+        training_loader: the trial's loader; None on a rank that needs no data.
+        validation: this rank's part of the validation set.
+        epoch: the length of an epoch, the same on every rank; None if it is unknown.
+        training: micro-batches without end, after `begin`; None on a rank that needs no data.
     """
 
     engine: TrialEngine
@@ -99,24 +103,24 @@ class Loaders:
     training: MicroBatches | None = None
 
     def begin(self, batches_trained: int, saved: Mapping[str, Any] | None = None) -> None:
-        """Set the training data to where training goes on.
+        """Set the training data to the position where training continues.
 
-        What that draws from the global generators, like what building the loaders does, is no
-        part of training's random state: restore that after this.
+        This may draw from the global generators, as building the loaders may. Restore training's
+        random state afterwards.
 
         Args:
-            saved: what `state_dict` gave there; None at the beginning, and for a checkpoint that
-                does not have it: then that many whole batches of micro-batches are skipped.
+            saved: `state_dict` at that position. None at the beginning, and for a checkpoint
+                without it: then `batches_trained` whole batches are skipped.
         """
-        self.training = _endless(self, batches_trained, saved)
+        self.training = _training_micro_batches(self, batches_trained, saved)
 
     @property
     def waited_seconds(self) -> float:
-        """How long this rank has waited for its training data; 0 on a rank that needs none."""
+        """How long this rank has waited for training data; 0 on a rank that needs no data."""
         return 0.0 if self.training is None else self.training.waited_seconds
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Where this rank's training data stands; None on a rank that needs none."""
+        """This rank's position in the training data; None on a rank that needs no data."""
         if self.training is None:
             return None
         passes = None if self.epoch is None else self.epoch.micro_batches
@@ -125,33 +129,35 @@ class Loaders:
 
 
 def build_loaders(engine: TrialEngine, distributed: DistributedContext, seed: int) -> Loaders:
-    """Build both loaders, not begun yet. Collective: every rank calls this.
+    """Build both loaders. Collective: every rank calls this. Call `Loaders.begin` next.
 
     Raises:
-        TrialError: a loader of the wrong type, an empty one, one missing where data is needed, or
-            a validation set too small for a pipeline.
+        TrialError: a loader has the wrong type, is empty, or is missing on a rank that needs data;
+            or the validation set is too small for a pipeline.
     """
-    # A rank that needs no data is not asked for any: its trial may build loaders all the same.
+    # A trial may build loaders without asking its rank, so a rank without data never calls it.
     needed = engine.needs_data
-    training = _checked(engine, engine.training_loader() if needed else None, "training")
-    validation = _checked(engine, engine.validation_loader() if needed else None, "validation")
-    # Agreed over all ranks before anything is refused, so that all refuse alike.
-    sizes = distributed.allgather(
-        (_micro_batches(engine, training), _micro_batches(engine, validation))
+    training = _require_usable(engine, engine.training_loader() if needed else None, "training")
+    validation = _require_usable(
+        engine, engine.validation_loader() if needed else None, "validation"
     )
-    training_length = _agreed([size for size, _ in sizes], "training")
-    _agreed([size for _, size in sizes], "validation")
+    # All ranks know all lengths before any refuses one, so that all raise the same error.
+    lengths = distributed.allgather(
+        (_micro_batches_of_all(engine, training), _micro_batches_of_all(engine, validation))
+    )
+    training_length = _common_length([length for length, _ in lengths], "training")
+    _common_length([length for _, length in lengths], "validation")
 
     epoch = None
     if training_length is not None:
         epoch = EpochLength(
             training_length, engine.micro_batches_per_batch * engine.data_parallel_size
         )
-    parts = validation_set(engine, validation, seed, distributed)
-    return Loaders(engine, distributed, seed, training, parts, epoch)
+    shards = validation_set(engine, validation, seed, distributed)
+    return Loaders(engine, distributed, seed, training, shards, epoch)
 
 
-def _checked(engine: TrialEngine, loader: Any, which: str) -> Any:
+def _require_usable(engine: TrialEngine, loader: Any, which: str) -> Any:
     if loader is None and engine.needs_data:
         raise TrialError(
             f"build_{which}_data_loader returned None on a rank that needs data; return a "
@@ -171,17 +177,17 @@ def _checked(engine: TrialEngine, loader: Any, which: str) -> Any:
     return loader
 
 
-def _micro_batches(engine: TrialEngine, loader: Any) -> int | None:
-    """Micro-batches of one pass over all shards; -1 for no loader, None for no length."""
+def _micro_batches_of_all(engine: TrialEngine, loader: Any) -> int | None:
+    """Micro-batches of one pass over all shards; -1 without a loader, None without a length."""
     if loader is None:
         return -1
     if isinstance(loader, DataLoader):
         return loader.num_micro_batches
-    own = length(loader)  # a loader of the trial's own gives this rank's shard alone
+    own = length_or_none(loader)  # a custom loader gives this rank's shard alone
     return None if own is None else own * engine.data_parallel_size
 
 
-def _agreed(lengths: list[int | None], which: str) -> int | None:
+def _common_length(lengths: list[int | None], which: str) -> int | None:
     known = [length for length in lengths if length is not None and length >= 0]
     if 0 in known:
         raise TrialError(
@@ -191,7 +197,7 @@ def _agreed(lengths: list[int | None], which: str) -> int | None:
     return None if None in lengths or not known else max(known)
 
 
-def _endless(
+def _training_micro_batches(
     loaders: Loaders, batches_trained: int, saved: Mapping[str, Any] | None
 ) -> MicroBatches | None:
     engine, loader = loaders.engine, loaders.training_loader
@@ -200,7 +206,8 @@ def _endless(
     per_batch, ranks = engine.micro_batches_per_batch, engine.data_parallel_size
     drawn = batches_trained * per_batch
     if saved is not None:
-        drawn = drawn_here(saved, per_batch, ranks, loaders.epoch, engine.data_parallel_rank == 0)
+        warns = engine.data_parallel_rank == 0
+        drawn = micro_batches_drawn(saved, per_batch, ranks, loaders.epoch, warns)
     endless: Iterable[Any]
     if isinstance(loader, DataLoader):
         endless = loader.get_data_loader(
@@ -211,47 +218,47 @@ def _endless(
             seed=loaders.seed,
         )
     else:
-        endless = _again_and_again(loader, _rest_of_pass(engine, loader, drawn, saved))
-    endless = drawn_alike(endless, engine, loaders.distributed, loaders.seed, drawn)
-    carries = not isinstance(loader, DataLoader) and _carries_state(loader)
-    return MicroBatches(iter(endless), per_batch, drawn, loader if carries else None)
+        endless = _repeat(loader, _rest_of_pass(engine, loader, drawn, saved))
+    endless = with_shared_rng(endless, engine, loaders.distributed, loaders.seed, drawn)
+    is_stateful = not isinstance(loader, DataLoader) and _saves_state(loader)
+    return MicroBatches(iter(endless), per_batch, drawn, loader if is_stateful else None)
 
 
-def _carries_state(loader: Any) -> bool:
-    """Whether a loader of the trial's own can tell where it stands, and be set there."""
+def _saves_state(loader: Any) -> bool:
+    """Whether a custom loader can save and restore its position."""
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _rest_of_pass(
     engine: TrialEngine, loader: Any, drawn: int, saved: Mapping[str, Any] | None
 ) -> Iterator[Any] | None:
-    """What is left of the pass that `loader` was saved in; None if it begins with a new one."""
+    """The rest of the pass in which `loader` was saved; None if a new pass begins."""
     state = None if saved is None else saved["loader"]
-    if state is not None and _carries_state(loader):
+    if state is not None and _saves_state(loader):
         loader.load_state_dict(state)
-        # Begun at once: what that draws at random, the uninterrupted run did not draw here, and
-        # the random state is restored after this.
+        # iter() now: the uninterrupted run drew its random numbers earlier, and the random state
+        # is restored after this.
         rest: Iterator[Any] = iter(loader)
         return rest
-    if drawn > 0 and engine.data_parallel_rank == 0:  # the others would say the same
+    if drawn > 0 and engine.data_parallel_rank == 0:  # the other ranks would log the same
         logger.warning(
-            "the training loader (%s.%s) begins again with its first micro-batch, although %d have "
-            "been trained on: %s",
+            "the training loader (%s.%s) restarts at its first micro-batch, although %d have been "
+            "trained on: %s",
             type(loader).__module__,
             type(loader).__qualname__,
             drawn,
             "the checkpoint holds no state of it"
-            if _carries_state(loader)
-            else "it has no state_dict and load_state_dict. Return a trial_core.pytorch.DataLoader "
-            "or, for instance, torchdata's StatefulDataLoader to go on in the middle of an epoch",
+            if _saves_state(loader)
+            else "it has no state_dict and load_state_dict. To resume within an epoch, return a "
+            "trial_core.pytorch.DataLoader or, for example, torchdata's StatefulDataLoader",
         )
     return None
 
 
-def _again_and_again(loader: Any, rest: Iterator[Any] | None) -> Iterator[Any]:
-    """A custom loader that ends starts over: an epoch's end is not the run's."""
+def _repeat(loader: Any, rest: Iterator[Any] | None) -> Iterator[Any]:
+    """Repeat a custom loader without end: an epoch's end does not end the run."""
     if rest is not None:
-        yield from rest  # nothing, if it was saved with the last micro-batch of a pass
+        yield from rest  # empty if the loader was saved at the end of a pass
     while True:
         count = 0
         for count, micro_batch in enumerate(loader, start=1):  # noqa: B007 - read after the loop

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from trial_core.controller.safe_load import Reader
+from trial_core.deepspeed.checkpoint_classes import CHECKPOINT_CLASSES
 from trial_core.deepspeed.export.consolidate import consolidated
 from trial_core.deepspeed.reshard.parameter_state import MASTER, ParameterState
 from trial_core.errors import CheckpointError, StorageError
@@ -53,7 +54,7 @@ def export_weights(
         CheckpointError: there are no such weights; or ranks hold parts that export cannot join; or
             the files hold objects that the reader does not trust.
     """
-    reader = reader or Reader()
+    reader = reader or Reader(classes=CHECKPOINT_CLASSES)
     files = sorted((folder / f"model{engine}").glob("*.pt"))
     if any("_expert_" in file.name for file in files):
         raise CheckpointError(

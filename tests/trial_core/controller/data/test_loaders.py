@@ -1,4 +1,4 @@
-"""Training loaders: a user's own, and trials that take other than one batch's micro-batches."""
+"""Custom training loaders, and trials that do not take one batch's micro-batches."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from trial_core.slots.group import SlotGroup
 
 @pytest.mark.slots
 @pytest.mark.parametrize("trial", ["OwnTrainingLoader", "DeepSpeedsLoader"])
-def test_an_epoch_of_a_loader_that_shards_by_itself(
+def test_a_custom_loader_repeats_and_has_its_own_epochs(
     warm_slots: Callable[[int], SlotGroup], tmp_path: Path, trial: str
 ) -> None:
-    """16 samples, 2 ranks, micro-batches of 2: an epoch is 4 batches, and the loader starts over.
-    Its length is that of the rank's shard, not of the whole set."""
+    """Its length is that of the rank's shard: 16 samples on 2 ranks, 4 batches of 2 per epoch."""
     config = toy_config(
         tmp_path, 8, entrypoint=f"evaluation_trials:{trial}",
         hyperparameters={"train_samples": 16, "record": str(tmp_path)},
@@ -36,10 +35,10 @@ def test_an_epoch_of_a_loader_that_shards_by_itself(
 
 
 @pytest.mark.parametrize(("taken", "warnings"), [(3, 0), (6, 1), (0, 1)])
-def test_taking_other_than_one_batchs_micro_batches_is_warned_of_once(
+def test_a_wrong_number_of_micro_batches_is_warned_of_once(
     caplog: pytest.LogCaptureFixture, taken: int, warnings: int
 ) -> None:
-    """Epochs are counted by one batch's for each batch, so theirs would end at another place."""
+    """Epochs are counted by batches, so they would not match the passes over the data."""
     micro_batches = MicroBatches(itertools.count(), per_batch=3)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -52,14 +51,14 @@ def test_taking_other_than_one_batchs_micro_batches_is_warned_of_once(
         assert "makes it 3" in messages[0]
 
 
-def test_a_rank_that_needs_no_data_is_not_asked_for_any() -> None:
-    """A trial may build loaders whoever needs them: an exempt rank gets None in their place."""
+def test_a_rank_that_needs_no_data_builds_no_loaders() -> None:
+    """The trial's methods are not called there."""
 
-    def asked() -> None:
+    def build() -> None:
         raise AssertionError("a loader was built on a rank that needs none")
 
     engine: Any = SimpleNamespace(
-        needs_data=False, training_loader=asked, validation_loader=asked,
+        needs_data=False, training_loader=build, validation_loader=build,
         requires_reproducible_loaders=True, micro_batches_per_batch=1,
         micro_batches_per_evaluation=1, data_parallel_rank=0, data_parallel_size=1,
         evaluates_in_lockstep=False, pads_evaluation=True,

@@ -1,4 +1,4 @@
-"""How ranks agree on what counts, for any sizes; and what a loader is asked for."""
+"""How ranks agree on which validation batches count, for shards of any size."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from tests.support.toy.toy_trial import samples
-from trial_core.controller.data.validation_set import Lookahead, ValidationSet, validation_set
+from trial_core.controller.data.validation_set import (
+    PeekableIterator,
+    ValidationSet,
+    validation_set,
+)
 from trial_core.errors import TrialError
 from trial_core.pytorch import DataLoader
 
 
 class Ranks:
-    """A DistributedContext of ranks that have told their sizes."""
+    """A DistributedContext of ranks with shards of known sizes."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes = sizes
@@ -55,8 +59,8 @@ sizes_of = st.tuples(st.integers(1, 30), st.integers(1, 5)).map(
 
 
 @given(sizes_of)
-def test_padded_ranks_end_together_and_count_their_own(sizes: list[int]) -> None:
-    """Every rank calls equally often, and its own shard counts, whole and first."""
+def test_padded_ranks_end_together(sizes: list[int]) -> None:
+    """Every rank evaluates equally often; its own shard comes first, and all of it counts."""
     dataset = samples(2 * sum(sizes))
     for rank, own in enumerate(sizes):
         _, calls = one_rank(dataset, rank, sizes, group=1, lockstep=True, pads=True)
@@ -65,7 +69,7 @@ def test_padded_ranks_end_together_and_count_their_own(sizes: list[int]) -> None
 
 @given(sizes_of, st.integers(1, 4))
 def test_groups_end_with_the_shortest_shard(sizes: list[int], group: int) -> None:
-    """All ranks take as many whole groups, all of which count; or all refuse alike."""
+    """All ranks evaluate the same number of whole groups, or all raise the same error."""
     dataset = samples(2 * sum(sizes))
     for rank in range(len(sizes)):
         if min(sizes) < group:
@@ -76,15 +80,15 @@ def test_groups_end_with_the_shortest_shard(sizes: list[int], group: int) -> Non
             assert calls == [True] * (min(sizes) // group)
 
 
-def test_what_fills_no_group_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_left_out_micro_batches_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """7 and 6 micro-batches in groups of 4: 3 of 7 are left out."""
     with caplog.at_level(logging.WARNING):
         one_rank(samples(26), 0, [7, 6], group=4, lockstep=True, pads=False)
     assert "up to 3 of 7 micro-batches of a data-parallel rank are left out" in caplog.text
 
 
-def test_the_limit_of_a_test_run_ends_every_rank_alike() -> None:
-    """A validation of one batch is one call, whatever the shard holds."""
+def test_a_limit_ends_every_rank_alike() -> None:
+    """Whatever the size of its shard."""
     for rank in (0, 1):
         validation, _ = one_rank(samples(14), rank, [4, 3], group=1, lockstep=True, pads=True)
         validation.limit = 2
@@ -92,26 +96,25 @@ def test_the_limit_of_a_test_run_ends_every_rank_alike() -> None:
         assert list(validation.evaluations(validation.begin(), ranks)) == [True, True]
 
 
-def test_looking_ahead_loads_no_more_than_it_must() -> None:
-    """A micro-batch is loaded when it is asked for, or asked about."""
+def test_micro_batches_are_loaded_as_late_as_possible() -> None:
+    """When they are taken, or checked for."""
     source = itertools.count()
-    batches = Lookahead(source)
+    batches = PeekableIterator(source)
     assert batches.has(2)
     assert next(source) == 2
     assert [next(batches), next(batches), next(batches)] == [0, 1, 3]
 
 
-def test_going_on_is_having_no_more() -> None:
-    """After the end, the same micro-batch again and again, and has() says that there is none."""
-    batches = Lookahead(iter([1, 2, 3]))
-    batches.go_on_with(7)
+def test_padding_does_not_count_as_more_data() -> None:
+    """It repeats one micro-batch without end."""
+    batches = PeekableIterator(iter([1, 2, 3]))
+    batches.repeat_forever(7)
     assert not batches.has(1)
     assert [next(batches), next(batches)] == [7, 7]
 
 
-def test_a_rank_without_data_counts_what_its_peer_counts() -> None:
-    """Shards of 4 and 3 in step: a rank that reports for the shorter shard, but reads no data,
-    leaves the padding out just as the rank that reads it does."""
+def test_a_rank_without_data_counts_what_the_rank_with_its_shard_counts() -> None:
+    """Shards of 4 and 3 in lockstep: the padding of the shorter shard counts on neither rank."""
     engine: Any = SimpleNamespace(
         data_parallel_rank=1, data_parallel_size=2, micro_batches_per_evaluation=1,
         evaluates_in_lockstep=True, pads_evaluation=True,

@@ -1,4 +1,4 @@
-"""From ``module:Class`` in the experiment to the user's trial, constructed."""
+"""Constructs the user's trial from the experiment's ``module:Class``, for every kind of trial."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from types import ModuleType
 from typing import Any
 
 from trial_core.context import RunInfo
-from trial_core.controller.device import claim_accelerator
 from trial_core.controller.rank_state import seed_everything
 from trial_core.controller.trial_engine import TrialEngine
+from trial_core.deepspeed.accelerator import claim_accelerator
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.deepspeed_engine import DeepSpeedTrialEngine
 from trial_core.deepspeed.mpu import forget_model_parallelism
@@ -30,19 +30,19 @@ def load_trial_class(entrypoint: str) -> type[DeepSpeedTrial]:
     """The class that `entrypoint` names.
 
     Raises:
-        TrialError: there is no such module or class, or the class is no trial.
+        TrialError: there is no such module or class, or the class is not a trial.
     """
     module_name, _, class_name = entrypoint.partition(":")
     module = _import(module_name, entrypoint)
     found: Any = module
     for part in class_name.split("."):
         if not hasattr(found, part):
-            raise TrialError(_no_class(entrypoint, module, part))
+            raise TrialError(_no_such_class(entrypoint, module, part))
         found = getattr(found, part)
     if not inspect.isclass(found) or not issubclass(found, DeepSpeedTrial):
         raise TrialError(
-            f'entrypoint "{entrypoint}" is no trial: {class_name} is '
-            f"{_described(found)}, and a subclass of trial_core.deepspeed.DeepSpeedTrial is needed"
+            f'entrypoint "{entrypoint}" is not a trial: {class_name} is {_describe(found)}, but '
+            "must be a subclass of trial_core.deepspeed.DeepSpeedTrial"
         )
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
@@ -53,45 +53,45 @@ def load_trial_class(entrypoint: str) -> type[DeepSpeedTrial]:
 def build_engine(info: RunInfo, distributed: DistributedContext) -> TrialEngine:
     """Construct the trial that the experiment names. Collective: every rank calls this.
 
-    Returns:
-        The trial behind the controller's seam.
+    Raises:
+        TrialError: the entrypoint is not a trial, or DeepSpeed rejects the trial's configuration.
     """
     trial_class = load_trial_class(str(info.experiment["entrypoint"]))
     seed = info.experiment_seed
     claim_accelerator(distributed.get_local_rank())
     if distributed.get_local_rank() == 0:
         clear_interrupted_builds()
-    if not initialises_by_itself():
+    if not initialises_torch_distributed():
         _init_distributed()
         distributed.connect()
     forget_model_parallelism()
-    # The same seed everywhere: every rank must build the same weights.
+    # The same seed on every rank: all must build the same weights.
     seed_everything(seed)
     context = trial_class.trial_context_class(info, distributed)
     try:
         trial = trial_class(context)
     except (AssertionError, ValueError) as error:
-        if not _raised_by_deepspeed(error):
+        if not _was_raised_by_deepspeed(error):
             raise
-        raise TrialError(f"DeepSpeed refuses the trial's configuration: {error}") from error
+        raise TrialError(f"DeepSpeed rejects the trial's configuration: {error}") from error
     return engine_of(trial, context, seed)
 
 
 def engine_of(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, seed: int) -> TrialEngine:
-    """A constructed trial behind the controller's seam. Collective: every rank calls this.
+    """The engine of a constructed trial. Collective: every rank calls this.
 
     Raises:
-        TrialError: the trial wrapped no engine, or its callbacks are none.
+        TrialError: the trial wrapped no engine, or its callbacks have the wrong type.
     """
     context.distributed.connect()
     engine = DeepSpeedTrialEngine(trial, context)
-    # Different from here on: shards of the data must not share their dropout masks.
+    # A different seed per data shard: shards must not share their dropout masks.
     seed_everything(seed + 1 + engine.data_parallel_rank)
     return engine
 
 
-def initialises_by_itself() -> bool:
-    """Whether the user has said that the trial initialises torch.distributed itself."""
+def initialises_torch_distributed() -> bool:
+    """Whether the environment says that the trial initialises torch.distributed itself."""
     return any(
         os.environ.get(name, "").strip().lower() not in ("", "0", "false", "no")
         for name in MANUAL_INIT_VARIABLES
@@ -112,17 +112,17 @@ def _import(module_name: str, entrypoint: str) -> ModuleType:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise  # the module exists, and imports something that does not
-        beside = sorted(p.removesuffix(".py") for p in os.listdir(folder) if p.endswith(".py"))
-        near = difflib.get_close_matches(module_name, beside, n=1)
+            raise  # the module exists, and imports another one that does not
+        modules = sorted(p.removesuffix(".py") for p in os.listdir(folder) if p.endswith(".py"))
+        near = difflib.get_close_matches(module_name, modules, n=1)
         hint = f'; did you mean "{near[0]}"?' if near else ""
         raise TrialError(
             f'entrypoint "{entrypoint}": there is no module "{module_name}" in {folder} '
-            f"(modules there: {', '.join(beside) or 'none'}){hint}"
+            f"(modules there: {', '.join(modules) or 'none'}){hint}"
         ) from error
 
 
-def _no_class(entrypoint: str, module: ModuleType, name: str) -> str:
+def _no_such_class(entrypoint: str, module: ModuleType, name: str) -> str:
     classes = [n for n, value in vars(module).items() if inspect.isclass(value)]
     trials = [n for n in classes if issubclass(vars(module)[n], DeepSpeedTrial)]
     own = [n for n in trials if vars(module)[n].__module__ == module.__name__]
@@ -131,14 +131,14 @@ def _no_class(entrypoint: str, module: ModuleType, name: str) -> str:
     return f'entrypoint "{entrypoint}": module {module.__name__} has no "{name}"{hint}'
 
 
-def _described(found: Any) -> str:
+def _describe(found: Any) -> str:
     if inspect.isclass(found):
         return f"a class derived from {', '.join(base.__name__ for base in found.__bases__)}"
     return f"{type(found).__name__} {found!r}"
 
 
-def _raised_by_deepspeed(error: BaseException) -> bool:
-    """Whether the innermost frame of `error` is DeepSpeed's: it refused what it was given."""
+def _was_raised_by_deepspeed(error: BaseException) -> bool:
+    """Whether the innermost frame of `error` is in DeepSpeed or pydantic."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next

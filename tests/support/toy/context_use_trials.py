@@ -1,4 +1,4 @@
-"""Toy trials that use what their context offers."""
+"""Toy trials that use their context."""
 
 from __future__ import annotations
 
@@ -34,36 +34,36 @@ class Measuring(ToyTrial):
             return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
 
 
-class KeepsItLocal(Measuring):
-    """The same, but asks for nothing to be uploaded."""
+class WithoutUploads(Measuring):
+    """As `Measuring`, with uploads switched off."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         super().__init__(context)
         context.set_enable_tensorboard_logging(False)
 
 
-class InitialisesItself(ToyTrial):
-    """Initialises torch.distributed in its own way, and uses it at once."""
+class InitialisesDistributed(ToyTrial):
+    """Initialises torch.distributed itself, and uses it at once."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self.was_initialised = torch.distributed.is_initialized()
         deepspeed.init_distributed(dist_backend="gloo")
-        self.everybody = context.distributed.allgather(context.distributed.get_rank())
+        self.gathered = context.distributed.allgather(context.distributed.get_rank())
         super().__init__(context)
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         with self._file("init").open("a") as file:
-            file.write(json.dumps([self.was_initialised, self.everybody]) + "\n")
+            file.write(json.dumps([self.was_initialised, self.gathered]) + "\n")
         return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
 
 
-class AsksWhoIsThere(ToyTrial):
-    """Writes down who its context says that it is, and what collectives bring, in every batch."""
+class RecordsRanks(ToyTrial):
+    """Records its rank and the results of collectives in every batch."""
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         ranks = self.context.distributed
         mine = {"rank": ranks.get_rank(), "batch": batch_idx}
-        said = {
+        seen = {
             "who": [
                 ranks.get_rank(), ranks.get_size(), ranks.get_local_rank(), ranks.get_num_agents(),
             ],
@@ -79,12 +79,12 @@ class AsksWhoIsThere(ToyTrial):
             "broadcast_local": ranks.broadcast_local(mine),
         }  # fmt: skip
         with self._file("ranks").open("a") as file:
-            file.write(json.dumps(said) + "\n")
+            file.write(json.dumps(seen) + "\n")
         return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
 
 
-class AsksWhereItIs(ToyTrial):
-    """Writes down what its context says of every batch."""
+class RecordsPosition(ToyTrial):
+    """Records the context's batch and epoch bounds in every batch."""
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         where = [
@@ -98,29 +98,29 @@ class AsksWhereItIs(ToyTrial):
         return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
 
 
-class OwnContext(DeepSpeedTrialContext):
-    """Knows more than the library's."""
+class ContextWithMiddle(DeepSpeedTrialContext):
+    """A context with one more method."""
 
     def middle(self, numbers: list[int]) -> float:
-        """Something that a trial may want to ask its context."""
+        """The mean of `numbers`."""
         return sum(numbers) / len(numbers)
 
 
-class HasItsOwnContext(ToyTrial):
-    """Names the class of its context, and uses what that class adds."""
+class CustomContext(ToyTrial):
+    """Names its context class, and uses the added method."""
 
-    trial_context_class = OwnContext
-    context: OwnContext
+    trial_context_class = ContextWithMiddle
+    context: ContextWithMiddle
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
-        everybody = self.context.distributed.allgather(self.context.distributed.get_rank())
+        ranks_seen = self.context.distributed.allgather(self.context.distributed.get_rank())
         with self._file("middle").open("a") as file:
-            file.write(json.dumps(self.context.middle(everybody)) + "\n")
+            file.write(json.dumps(self.context.middle(ranks_seen)) + "\n")
         return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
 
 
-class AsksWhetherItStops(ToyTrial):
-    """Writes down after every batch whether it hears of a stop. `do: stop` asks for one."""
+class RecordsStopRequests(ToyTrial):
+    """Records get_stop_requested after every batch. `do: stop` requests a stop."""
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         metrics = super().train_batch(dataloader_iter, epoch_idx, batch_idx)
@@ -130,11 +130,11 @@ class AsksWhetherItStops(ToyTrial):
 
 
 class Label:
-    """What `to_device` cannot move."""
+    """`to_device` cannot move it."""
 
 
-class Nests(ToyTrial):
-    """Its micro-batches are dicts of lists of tuples, of tensors, arrays, and a label."""
+class NestedBatches(ToyTrial):
+    """Its micro-batches are nested: dicts of lists of tuples of tensors, arrays, and a label."""
 
     def build_training_data_loader(self) -> DataLoader:
         def nest(rows: list[Any]) -> Any:
@@ -151,12 +151,12 @@ class Nests(ToyTrial):
         moved = self.context.to_device(next(dataloader_iter))
         (inputs, index), [again] = moved["data"]
         tensors = [inputs, index, again]
-        said = {
+        seen = {
             "devices": [str(tensor.device) for tensor in tensors],
             "own": str(self.context.device),
             "kinds": [type(each).__name__ for each in (moved, moved["data"], moved["data"][0])],
             "index": again.flatten().tolist(),
         }
         with self._file("moved").open("a") as file:
-            file.write(json.dumps(said) + "\n")
+            file.write(json.dumps(seen) + "\n")
         return super().train_batch(iter([(inputs, index)]), epoch_idx, batch_idx)

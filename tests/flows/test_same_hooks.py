@@ -1,0 +1,95 @@
+"""The flow and `Trainer.fit` call the same hooks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.fitting import fit_toys
+from tests.support.flow import train
+from tests.support.hook_calls import (
+    CHECKPOINT,
+    FRESH,
+    FRESH_BATCHES,
+    RESUMED,
+    RESUMED_BATCHES,
+    UPLOAD_END,
+    VALIDATION,
+    WORKLOAD,
+    assert_calls,
+    calls,
+    hparams,
+    logged,
+)
+from tests.support.slots import ONE_TWO_FOUR, toy_config
+
+pytestmark = [pytest.mark.slots, pytest.mark.server]
+
+DIFFERENT_IN_EACH_RUN = ("uuid", "folder")
+
+
+def comparable(record: Path, rank: int) -> list[dict[str, Any]]:
+    """Every call on a rank with its arguments, except for the ends of uploads beside training."""
+    return [
+        {name: value for name, value in line.items() if name not in DIFFERENT_IN_EACH_RUN}
+        for line in logged(record, rank)
+        if line["call"] != UPLOAD_END
+    ]
+
+
+@pytest.mark.parametrize("ranks", ONE_TWO_FOUR)
+def test_flow_and_fit_call_the_same_hooks(here: Path, ranks: int) -> None:
+    """With the same arguments in the same order, on every rank, with mutually prime periods."""
+    config = toy_config(
+        here, 16, entrypoint="hook_trials:LogsCalls", scheduling_unit=7,
+        min_validation_period={"batches": 3}, min_checkpoint_period={"batches": 5},
+        perform_initial_validation=True, checkpoint_policy="best",
+        resources={"slots_per_trial": ranks}, hyperparameters=hparams(ranks, here / "flow"),
+    )  # fmt: skip
+    train(config)
+    fit = {
+        "max_length": {"batches": 16}, "reporting_period": {"batches": 7},
+        "validation_period": {"batches": 3}, "checkpoint_period": {"batches": 5},
+        "step_zero_validation": True,
+    }  # fmt: skip
+    init = {
+        "hparams": hparams(ranks, here / "fit"),
+        "exp_conf": {"searcher": {"metric": "loss"}},
+    }
+    run = {"trial": "hook_trials:LogsCalls", "init": init, "fit": fit}
+    fit_toys("torchrun", here / "fit", run, ranks=ranks)
+
+    for rank in range(ranks):
+        expected, seen = comparable(here / "flow", rank), comparable(here / "fit", rank)
+        assert len(expected) > 100
+        assert seen == expected
+        flow_uploads, fit_uploads = (
+            logged(here / each, rank, UPLOAD_END) for each in ("flow", "fit")
+        )
+        assert len(flow_uploads) == len(fit_uploads) > 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_flow_calls_every_hook_at_its_place(here: Path, ranks: int) -> None:
+    """On every rank, in a new run and a resumed one, with the uuid that the flow's result has."""
+
+    def run(name: str, batches: int, trial: str | None = None) -> Any:
+        config = toy_config(
+            here, batches, entrypoint="hook_trials:LogsCalls", scheduling_unit=WORKLOAD,
+            min_validation_period={"batches": VALIDATION}, perform_initial_validation=True,
+            min_checkpoint_period={"batches": CHECKPOINT}, checkpoint_policy="none",
+            resources={"slots_per_trial": ranks}, hyperparameters=hparams(ranks, here / name),
+        )  # fmt: skip
+        return train(config, trial)
+
+    first = run("fresh", FRESH_BATCHES)
+    run("resumed", RESUMED_BATCHES, first.trial)
+    for rank in range(ranks):
+        assert_calls(calls(here / "fresh", rank), FRESH)
+        assert_calls(calls(here / "resumed", rank), RESUMED)
+        assert logged(here / "fresh", rank, UPLOAD_END)[-1]["uuid"] == first.checkpoint_uuid
+        (started,) = logged(here / "resumed", rank, "on_trial_startup")
+        assert started["uuid"] == first.checkpoint_uuid

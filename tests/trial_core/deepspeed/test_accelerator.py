@@ -1,0 +1,81 @@
+"""The accelerator of a rank. DeepSpeed's view of the hardware is a fake with two accelerators."""
+
+from __future__ import annotations
+
+import pytest
+
+from trial_core import entrypoint
+from trial_core.context import RunInfo
+from trial_core.deepspeed import accelerator
+from trial_core.deepspeed import context as context_module
+from trial_core.distributed import DistributedContext
+
+
+class FakeAccelerator:
+    """Two accelerators. As with CUDA, the first is current until another is set."""
+
+    def __init__(self) -> None:
+        self.current = 0
+        self.rng = "seeded"
+
+    def device_name(self, index: int | None = None) -> str:
+        return "cuda" if index is None else f"cuda:{index}"
+
+    def set_device(self, index: int) -> None:
+        self.current = index
+
+    def current_device_name(self) -> str:
+        return f"cuda:{self.current}"
+
+    def get_rng_state(self) -> str:
+        return self.rng
+
+    def set_rng_state(self, state: str) -> None:
+        self.rng = state
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeAccelerator:
+    fake = FakeAccelerator()
+    monkeypatch.setattr(accelerator, "get_accelerator", lambda: fake)
+    monkeypatch.setattr(context_module, "get_accelerator", lambda: fake)
+    return fake
+
+
+RANK_1 = DistributedContext(
+    rank=1, size=2, local_rank=1, local_size=2, cross_rank=0, cross_size=1
+)  # fmt: skip
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_contexts_device_is_its_ranks_accelerator() -> None:
+    """Rank 1 puts its batches on the second accelerator, where its model will be."""
+    accelerator.claim_accelerator(RANK_1.get_local_rank())
+    info = RunInfo(trial="toy-0000beef", experiment={})
+    assert str(context_module.DeepSpeedTrialContext(info, RANK_1).device) == "cuda:1"
+
+
+def test_the_accelerator_is_claimed_before_torch_distributed_is_initialised(
+    fake: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so before the trial is constructed."""
+
+    class Stop(Exception):
+        pass
+
+    def init_distributed() -> None:
+        raise Stop(fake.current_device_name())
+
+    monkeypatch.setattr(entrypoint, "_init_distributed", init_distributed)
+    monkeypatch.setattr(entrypoint, "load_trial_class", lambda name: object)
+    info = RunInfo(trial="toy-0000beef", experiment={"entrypoint": "a:B"})
+    with pytest.raises(Stop, match=r"^cuda:1$"):
+        entrypoint.build_engine(info, RANK_1)
+
+
+def test_the_accelerators_generator_is_saved_and_restored(fake: FakeAccelerator) -> None:
+    """Its state is part of a rank's state."""
+    state = accelerator.accelerator_rng_state()
+    fake.rng = "advanced"
+    accelerator.restore_accelerator_rng(state)
+    assert fake.rng == "seeded"

@@ -1,0 +1,226 @@
+"""The run loop, with stages that only record what is asked of them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trial_core.checkpoint.staged_checkpoint import StagedCheckpoint
+
+from tests.support.manifests import new_manifest
+from trial_core.checkpoint.resume_point import ResumePoint
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.errors import CheckpointDamaged, TrialError
+from trial_core.run.run_loop import Validation, follow_schedule
+from trial_core.run.sequencer import Progress, Schedule
+from trial_core.units import Batch, EpochLength
+
+MISTAKE = TrialError("the metric is not reported")
+
+
+class RecordedStages:
+    """`RunStages` that record their calls. Every validation gives a better metric.
+
+    Attributes:
+        upload_is_slow: whether an upload ends only when it is waited for.
+        stops_at: the run should stop once so many batches are trained.
+        mistake: raised in place of the searcher metric.
+        interrupted_at: the validation after so many batches ends early, and the run should stop.
+        points: what the run may resume from.
+        damage: of checkpoints, by uuid.
+    """
+
+    def __init__(self, folder: Path, **schedule: Any) -> None:
+        self.trial = "toy-0000beef"
+        self.logger: Any = logging.getLogger("recorded")
+        self.store = CheckpointStore(f"file://{folder}")
+        self.metrics: dict[str, dict[str, Any]] = {}
+        self.newest_checkpoint: str | None = None
+        self.is_uploading = False
+        self.skips_when_busy = False
+        self.upload_is_slow = False
+        self.stops_at = 10**6
+        self.interrupted_at: int | None = None
+        self.mistake: TrialError | None = None
+        self.points: list[ResumePoint] = [ResumePoint()]
+        self.damage: dict[str | None, str] = {}
+        self.calls: list[str] = []
+        self._schedule = Schedule(
+            **{"max_length": Batch(6), "reporting_period": Batch(5), **schedule}
+        )
+        self._trained = 0
+        self._pending: str | None = None
+
+    def resume_points(self) -> list[ResumePoint]:
+        return self.points
+
+    def fetch(self, point: ResumePoint) -> str | None:
+        return self.damage.get(point.uuid)
+
+    def schedule(self, progress: Progress) -> Schedule:
+        return self._schedule
+
+    def build_loaders(self, point: ResumePoint) -> EpochLength | None:
+        self.calls.append(f"build loaders {point.progress.batches_trained}")
+        return None
+
+    def run_hook(self, hook: str, batches_trained: int, **arguments: Any) -> None:
+        self.calls.append(" ".join([hook, str(batches_trained), *map(str, arguments.values())]))
+
+    def train(self, begin: int, until: int) -> int:
+        self._trained = min(until, max(begin, self.stops_at))
+        self.calls.append(f"train {begin} {self._trained}")
+        self.metrics["training"] = {"loss": -self._trained}
+        return self._trained
+
+    def validate(self, batches_trained: int) -> Validation | None:
+        self.calls.append(f"validate {batches_trained}")
+        if batches_trained == self.interrupted_at:
+            return None
+        if self.mistake is not None:
+            return Validation(mistake=self.mistake)
+        return Validation(metric=-batches_trained)
+
+    def save(self, progress: Progress) -> StagedCheckpoint:
+        self.calls.append(f"save {progress.batches_trained}")
+        return StagedCheckpoint.now(f"uuid-{progress.batches_trained}", progress, {})
+
+    def start_upload(self, staged: StagedCheckpoint) -> None:
+        assert not self.is_uploading
+        self._pending, self.is_uploading = staged.uuid, self.upload_is_slow
+
+    def finish_upload(self) -> None:
+        if self._pending is not None:
+            self.calls.append(f"uploaded {self._pending}")
+            self.newest_checkpoint, self._pending, self.is_uploading = self._pending, None, False
+
+    def poll(self) -> bool:
+        if not self.is_uploading:
+            self.finish_upload()
+        was_interrupted = f"validate {self.interrupted_at}" in self.calls
+        return was_interrupted or self._trained >= self.stops_at
+
+    def finish(self, batches_trained: int) -> None:
+        self.calls.append("finish")
+
+
+def test_stages_and_hooks_in_their_order(tmp_path: Path) -> None:
+    """Workloads of 5, validations every 3 and checkpoints every 4 batches, and one at batch 0."""
+    stages = RecordedStages(
+        tmp_path, validation_period=Batch(3), checkpoint_period=Batch(4), checkpoint_policy="none",
+        step_zero_validation=True,
+    )  # fmt: skip
+    result = follow_schedule(stages)
+    assert stages.calls == [
+        "on_trial_startup 0 0 None", "build loaders 0", "on_training_start 0",
+        "validate 0", "on_validation_end 0",
+        "train 0 3", "on_training_workload_end 3", "validate 3", "on_validation_end 3",
+        "train 3 4", "on_training_workload_end 4",
+        "save 4", "on_checkpoint_write_end 4", "on_checkpoint_end 4", "uploaded uuid-4",
+        "train 4 5", "on_training_workload_end 5",
+        "train 5 6", "on_training_workload_end 6", "validate 6", "on_validation_end 6",
+        "save 6", "on_checkpoint_write_end 6", "on_checkpoint_end 6", "uploaded uuid-6",
+        "on_trial_shutdown 6", "finish",
+    ]  # fmt: skip
+    assert (result.trial, result.batches_trained) == ("toy-0000beef", 6)
+    assert not result.stopped_early
+    assert result.training_metrics == {"loss": -6}
+    assert result.checkpoint_uuid == "uuid-6"
+    assert str(result.checkpoint_url).endswith("/checkpoints/uuid-6")
+
+
+def test_a_run_that_should_stop_saves_and_ends(tmp_path: Path) -> None:
+    """It neither trains nor validates any more."""
+    stages = RecordedStages(tmp_path)
+    stages.stops_at = 2
+    result = follow_schedule(stages)
+    assert stages.calls[3:] == [
+        "train 0 2", "on_training_workload_end 2",
+        "save 2", "on_checkpoint_write_end 2", "on_checkpoint_end 2", "uploaded uuid-2",
+        "on_trial_shutdown 2", "finish",
+    ]  # fmt: skip
+    assert result.stopped_early
+
+
+def test_a_validation_that_ends_early_has_no_hook(tmp_path: Path) -> None:
+    """The checkpoint does not count as validated."""
+    stages = RecordedStages(tmp_path, validation_period=Batch(4))
+    stages.interrupted_at = 4
+    assert follow_schedule(stages).stopped_early
+    assert "validate 4" in stages.calls
+    assert "on_validation_end 4" not in stages.calls
+
+
+@pytest.mark.parametrize(
+    ("step_zero", "calls"),
+    [
+        (False, ["train 0 5", "train 5 6", "validate 6", "save 6", "uploaded uuid-6", "finish"]),
+        (True, ["validate 0", "finish"]),
+    ],
+)
+def test_a_missing_searcher_metric_costs_no_training(
+    tmp_path: Path, step_zero: bool, calls: list[str]
+) -> None:
+    """The run saves what it has trained and shuts the trial down before it raises the error."""
+    stages = RecordedStages(tmp_path, step_zero_validation=step_zero)
+    stages.mistake = MISTAKE
+    with pytest.raises(TrialError, match="the metric is not reported"):
+        follow_schedule(stages)
+    seen = [call for call in stages.calls if not call.startswith("on_")]
+    assert seen == ["build loaders 0", *calls]
+    assert stages.calls[-2].startswith("on_trial_shutdown")
+
+
+@pytest.mark.parametrize(("skips", "saved"), [(True, [2, 6]), (False, [2, 4, 6])])
+def test_only_optional_checkpoints_are_skipped_during_an_upload(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, skips: bool, saved: list[int]
+) -> None:
+    """With `when_busy: skip`. The last checkpoint waits for the upload; both cases are logged."""
+    stages = RecordedStages(tmp_path, checkpoint_period=Batch(2), checkpoint_policy="none")
+    stages.upload_is_slow, stages.skips_when_busy = True, skips
+    with caplog.at_level(logging.INFO, "recorded"):
+        follow_schedule(stages)
+    assert [call for call in stages.calls if call.startswith("save")] == [
+        f"save {batches}" for batches in saved
+    ]
+    skipped = (
+        "checkpoint skipped at batch 4: the last one is still being uploaded "
+        "(checkpointing.when_busy: skip)"
+    )
+    assert (skipped in caplog.messages) is skips
+    assert "training waits: the last checkpoint is still being uploaded" in caplog.messages
+
+
+def test_a_resumed_run_continues_from_the_first_intact_checkpoint(tmp_path: Path) -> None:
+    """Hooks get its batch and uuid, and its metrics are kept until there are newer ones."""
+    newer, older = new_manifest(6), new_manifest(4, metrics={"validation": {"loss": 0.5}})
+    stages = RecordedStages(tmp_path)
+    stages.points = [ResumePoint.continuing(each) for each in (newer, older)]
+    stages.damage = {newer.uuid: "it lacks a file"}
+    result = follow_schedule(stages)
+    assert stages.calls[0] == f"on_trial_startup 4 4 {older.uuid}"
+    assert stages.calls[3] == "train 4 5"
+    assert result.validation_metrics == {"loss": 0.5}
+
+
+def test_a_run_with_nothing_left_to_do_gives_its_own_checkpoint(tmp_path: Path) -> None:
+    """A warm start's source checkpoint is not the trial's own."""
+    done = new_manifest(progress=Progress(6, validated_at=6, checkpointed_at=6))
+    stages = RecordedStages(tmp_path)
+    stages.points = [ResumePoint.continuing(done)]
+    assert follow_schedule(stages).checkpoint_uuid == done.uuid
+    stages = RecordedStages(tmp_path)
+    stages.stops_at = 0
+    stages.points = [ResumePoint.warm(done, weights_only=True)]
+    assert follow_schedule(stages).checkpoint_uuid is None
+
+
+def test_nothing_begins_where_every_checkpoint_is_damaged(tmp_path: Path) -> None:
+    """Not even a hook is called."""
+    stages, damaged = RecordedStages(tmp_path), new_manifest(4)
+    stages.points, stages.damage = [ResumePoint.continuing(damaged)], {damaged.uuid: "gone"}
+    with pytest.raises(CheckpointDamaged, match="gone"):
+        follow_schedule(stages)
+    assert stages.calls == []

@@ -1,0 +1,112 @@
+"""Restores a rank's state from a checkpoint of other ranks, or of another ZeRO stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trial_core.checkpoint.manifest import Topology
+from trial_core.checkpoint.resume_point import Restore
+from trial_core.controller.rank_state import (
+    capture_rng,
+    has_rank_state,
+    read_rank_state,
+    restore_rng,
+    seed_everything,
+)
+from trial_core.controller.safe_load import Reader
+from trial_core.controller.trial_engine import TrialEngine
+from trial_core.errors import CheckpointError
+from trial_core.pytorch.seeding import derive_seed
+
+
+@dataclass(frozen=True)
+class RankRemap:
+    """The change of topology between a checkpoint and the ranks that restore it.
+
+    Attributes:
+        saved: the topology that saved the checkpoint.
+        now: the topology that restores it.
+        seed: seeds this rank's random generators, where their states cannot be restored.
+    """
+
+    saved: Topology
+    now: Topology
+    seed: int
+
+    @classmethod
+    def of(
+        cls, saved: Topology | None, engine: TrialEngine, seed: int, batches_trained: int
+    ) -> RankRemap | None:
+        """The remap from `saved` to the engine's topology; None if none is needed.
+
+        Args:
+            saved: None: nothing is restored.
+            seed: the experiment's.
+        """
+        now = engine.topology()
+        if saved is None or saved.spreads_like(now):
+            return None
+        rank_seed = derive_seed(seed, "redistributed", engine.data_parallel_rank, batches_trained)
+        return cls(saved, now, rank_seed)
+
+    @property
+    def keeps_data_shards(self) -> bool:
+        """Whether the number of data-parallel ranks is unchanged."""
+        return self.saved.data_parallel_size == self.now.data_parallel_size
+
+    def __str__(self) -> str:
+        change = (
+            f"the checkpoint of {self.saved.world_size} ranks (ZeRO stage "
+            f"{self.saved.zero_stage}) is resharded to {self.now.world_size} (ZeRO stage "
+            f"{self.now.zero_stage})"
+        )
+        if self.keeps_data_shards:
+            return change
+        return (
+            f"{change}; random generators are seeded again, from the experiment's seed, the rank "
+            "and the batch, so random numbers differ from those of a run on the original ranks"
+        )
+
+
+def read_remapped_state(
+    folder: Path,
+    rank: int,
+    reader: Reader,
+    remap: RankRemap,
+    engine: TrialEngine,
+    restore: Restore = "everything",
+) -> dict[str, Any]:
+    """The state that a rank continues with, in the form of `read_rank_state`.
+
+    If the number of data-parallel ranks is unchanged, each rank gets its own state. Otherwise
+    callbacks get the state of the rank with the same number, or of rank 0 if there is none; all
+    ranks get one position in the data; and random generators are seeded again.
+
+    Raises:
+        CheckpointDamaged: the checkpoint has no state of rank 0.
+        CheckpointError: the training loader's own state cannot be resharded.
+    """
+    first = read_rank_state(folder, 0, reader)
+    own = read_rank_state(folder, rank, reader) if has_rank_state(folder, rank) else first
+    if remap.keeps_data_shards:
+        return own
+    data = first.get("training_data")
+    if restore == "everything" and data is not None and data.get("loader") is not None:
+        raise CheckpointError(
+            "the checkpoint holds the state of the trial's own training loader on each of "
+            f"{remap.saved.data_parallel_size} data-parallel ranks, which cannot be resharded to "
+            f"{remap.now.data_parallel_size}; resume with {remap.saved.world_size} slots, or train "
+            "with a trial_core.pytorch.DataLoader, which can be resharded"
+        )
+    return {**own, "training_data": data, "rng": seeded_rng(remap.seed, engine)}
+
+
+def seeded_rng(seed: int, engine: TrialEngine) -> dict[str, Any]:
+    """The state of freshly seeded generators. This process's generators are left unchanged."""
+    before = capture_rng(engine)
+    seed_everything(seed)
+    seeded = capture_rng(engine)
+    restore_rng(before, engine)
+    return seeded

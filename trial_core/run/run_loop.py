@@ -1,0 +1,227 @@
+"""The run loop: executes the stages of a run in the order that the sequencer decides.
+
+The flow `train` and `Trainer.fit` share this loop. Each implements `RunStages`: the flow with
+Prefect tasks, the trainer on every rank. The hooks in their places::
+
+    fetch the resume point
+    on_trial_startup
+    build the loaders
+    on_training_start
+    until the sequencer says that the run is finished:
+        train           on_training_workload_end
+        validate        on_validation_end
+        save            on_checkpoint_write_end, on_checkpoint_end
+                        (the upload runs beside training; on_checkpoint_upload_end follows it)
+    wait for the upload
+    on_trial_shutdown
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from logging import Logger, LoggerAdapter
+from typing import Any, Protocol
+
+from trial_core.checkpoint.resume_point import ResumePoint
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.errors import TrialError
+from trial_core.run.resume import fetch_first_intact
+from trial_core.run.sequencer import (
+    Checkpoint,
+    Finish,
+    Progress,
+    Schedule,
+    Train,
+    Validate,
+    has_more_to_do,
+    next_workload,
+)
+from trial_core.transfer.staged_checkpoint import StagedCheckpoint
+from trial_core.units import EpochLength
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """How a run ended. Fields of a flow run are None after `Trainer.fit`.
+
+    Attributes:
+        trial: the trial's id; give it to the flow again to continue the trial.
+        batches_trained: over all runs of the trial.
+        stopped_early: whether the run ended before its maximum length, or its last validation.
+        stop_reason: why the flow run was stopped; None if the trial requested the stop.
+        training_metrics, validation_metrics: the last ones.
+        checkpoint_uuid: the trial's newest committed checkpoint.
+        checkpoint_url: where its files are.
+        tensorboard_url: where the flow run's files for TensorBoard are, if the trial writes any.
+        report_path: the flow run's report, as a Markdown file.
+        run_dir: the flow run's folder on this machine, with its logs.
+        flow_run_id: Prefect's id of the flow run.
+    """
+
+    trial: str
+    batches_trained: int
+    stopped_early: bool
+    stop_reason: str | None = None
+    training_metrics: dict[str, Any] = field(default_factory=dict)
+    validation_metrics: dict[str, Any] = field(default_factory=dict)
+    checkpoint_uuid: str | None = None
+    checkpoint_url: str | None = None
+    tensorboard_url: str | None = None
+    report_path: str | None = None
+    run_dir: str | None = None
+    flow_run_id: str | None = None
+
+
+@dataclass(frozen=True)
+class Validation:
+    """A finished validation.
+
+    Attributes:
+        metric: the searcher metric; None if the run has none.
+        mistake: the error to raise once the run has saved, if the trial does not report the
+            searcher metric.
+    """
+
+    metric: float | None = None
+    mistake: TrialError | None = None
+
+
+class RunStages(Protocol):
+    """The stages of one run. In a script every rank has its own, and every method is collective.
+
+    Attributes:
+        trial: the trial's id.
+        store: the trial's checkpoint storage.
+        logger: the run's log.
+        metrics: the last metrics of each kind.
+        skips_when_busy: whether to skip an optional checkpoint during an upload
+            (`checkpointing.when_busy`).
+    """
+
+    trial: str
+    store: CheckpointStore
+    logger: Logger | LoggerAdapter[Any]
+    metrics: dict[str, dict[str, Any]]
+    skips_when_busy: bool
+
+    @property
+    def newest_checkpoint(self) -> str | None:
+        """The uuid of the newest checkpoint that this run has committed."""
+
+    @property
+    def is_uploading(self) -> bool:
+        """Whether the last checkpoint is still being uploaded."""
+
+    def resume_points(self) -> Iterable[ResumePoint]:
+        """What the run may resume from, best first."""
+
+    def fetch(self, point: ResumePoint) -> str | None:
+        """Fetch a resume point's checkpoint, verified; its damage, or None."""
+
+    def schedule(self, progress: Progress) -> Schedule:
+        """The schedule of a run that resumes at `progress`."""
+
+    def build_loaders(self, point: ResumePoint) -> EpochLength | None:
+        """Build the loaders and restore the fetched checkpoint; the length of an epoch."""
+
+    def run_hook(self, hook: str, batches_trained: int, **arguments: Any) -> None:
+        """Call one hook of every callback, if any callback overrides it."""
+
+    def train(self, begin: int, until: int) -> int:
+        """Train from batch `begin` to `until`; how many batches are then trained in all."""
+
+    def validate(self, batches_trained: int) -> Validation | None:
+        """Validate on the whole set; None if a stop request ended the validation early."""
+
+    def save(self, progress: Progress) -> StagedCheckpoint:
+        """Stage a checkpoint. Training may continue when this returns."""
+
+    def start_upload(self, staged: StagedCheckpoint) -> None:
+        """Start to upload and commit a staged checkpoint, beside training."""
+
+    def finish_upload(self) -> None:
+        """Wait for the upload, if there is one, and run its hook. Raises its error."""
+
+    def poll(self) -> bool:
+        """Between workloads: finish an upload that has ended; whether the run should stop."""
+
+    def finish(self, batches_trained: int) -> None:
+        """After the last hook: wait for background work, and upload the remaining run files."""
+
+
+def follow_schedule(stages: RunStages) -> TrialResult:
+    """Execute a run.
+
+    Raises:
+        TrialError: the trial does not report the searcher metric. What it has learnt is saved.
+    """
+    start = fetch_first_intact(stages.resume_points(), stages.fetch)
+    if start.checkpoint is not None:
+        stages.logger.info("starting from checkpoint %s", start.uuid)
+    stages.metrics.update(start.metrics)
+    progress = start.progress
+    schedule = stages.schedule(progress)
+    stages.run_hook(
+        "on_trial_startup", progress.batches_trained,
+        first_batch_idx=progress.batches_trained, checkpoint_uuid=start.uuid,
+    )  # fmt: skip
+    epoch = stages.build_loaders(start)
+    stages.run_hook("on_training_start", progress.batches_trained)
+    mistake: TrialError | None = None
+
+    while not isinstance(work := next_workload(progress, schedule, epoch), Finish):
+        trained = progress.batches_trained
+        if isinstance(work, Train):
+            reached = stages.train(trained, work.until)
+            progress = progress.after_training(reached)
+            if reached > trained:
+                stages.run_hook("on_training_workload_end", reached)
+        elif isinstance(work, Validate):
+            if validation := stages.validate(trained):
+                mistake = validation.mistake  # raised once what has been trained is saved
+                if mistake is None:
+                    progress = progress.after_validation(
+                        validation.metric, schedule.smaller_is_better
+                    )
+                stages.run_hook("on_validation_end", trained)
+        elif isinstance(work, Checkpoint):
+            if not _has_room(stages, work, trained):
+                progress = progress.skipping_checkpoint()
+                continue
+            staged = stages.save(progress)
+            stages.run_hook("on_checkpoint_write_end", trained)
+            stages.run_hook("on_checkpoint_end", trained)
+            stages.start_upload(staged)
+            progress = progress.after_checkpoint()
+        progress = progress.stopping(stages.poll() or mistake is not None)
+
+    stages.finish_upload()
+    stages.run_hook("on_trial_shutdown", progress.batches_trained)
+    stages.finish(progress.batches_trained)
+    if mistake is not None:
+        raise mistake
+    newest = stages.newest_checkpoint or (start.uuid if start.restore == "everything" else None)
+    return TrialResult(
+        trial=stages.trial,
+        batches_trained=progress.batches_trained,
+        stopped_early=has_more_to_do(progress, schedule, epoch),
+        training_metrics=stages.metrics.get("training", {}),
+        validation_metrics=stages.metrics.get("validation", {}),
+        checkpoint_uuid=newest,
+        checkpoint_url=stages.store.files_url(newest) if newest else None,
+    )
+
+
+def _has_room(stages: RunStages, checkpoint: Checkpoint, batches_trained: int) -> bool:
+    """Whether to save now: one upload runs at a time. Waits for it, unless the save is skipped."""
+    if stages.is_uploading:
+        if checkpoint.is_optional and stages.skips_when_busy:
+            stages.logger.warning(
+                "checkpoint skipped at batch %d: the last one is still being uploaded "
+                "(checkpointing.when_busy: skip)", batches_trained,
+            )  # fmt: skip
+            return False
+        stages.logger.info("training waits: the last checkpoint is still being uploaded")
+    stages.finish_upload()
+    return True
