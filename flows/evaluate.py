@@ -28,8 +28,8 @@ from trial_core.errors import (
 )
 from trial_core.retention.claims import running
 from trial_core.run.observer import current_observer
-from trial_core.run.run_dirs import run_folder, slug, trial_id
-from trial_core.run.stop_request import Stopping
+from trial_core.run.run_dirs import locked_run_dir, slug, trial_id
+from trial_core.run.stop_request import StopHandler
 from trialflow.flows.lifecycle.crash_limit import refuse_if_crashed_too_often
 from trialflow.flows.lifecycle.gpu_slots import gpu_slots
 from trialflow.flows.lifecycle.stop_watch import StopWatch
@@ -84,7 +84,7 @@ def evaluate(
     refuse_missing_code(config)
     with (
         gpu_slots(config) as devices,
-        Stopping(settings.grace_seconds) as stopping,
+        StopHandler(settings.grace_seconds) as stopping,
         StopWatch(stopping, settings.time_budget_seconds) as watch,
     ):
         result = watch.concluding(
@@ -103,7 +103,7 @@ def evaluate_checkpoint(
     config: ExperimentConfig,
     checkpoint: str | None,
     unique: str,
-    stopping: Stopping,
+    stopping: StopHandler,
     devices: Mapping[str, str],
 ) -> EvaluateResult:
     """Launch the slots, validate on them, and end them. Raises as `evaluate`.
@@ -115,7 +115,7 @@ def evaluate_checkpoint(
     store = CheckpointStore(config.checkpoint_storage.url, config.checkpoint_storage.options)
     candidates = _candidates(store, config.name, checkpoint)
     name = trial_id(f"{config.name} evaluation", unique)
-    with run_folder(name, patience(config)) as run_dir, running(store, name) as claim:
+    with locked_run_dir(name, patience(config)) as run_dir, running(store, name) as claim:
         run = TrialRun(
             config, name, run_dir, store, current_observer(), stopping, claim, devices=devices
         )
@@ -125,7 +125,7 @@ def evaluate_checkpoint(
                 manifest = _fetch_first_undamaged(run, candidates, checkpoint)
                 build_loaders(run, ResumePoint.warm(manifest, weights_only=True))
                 if validate(run, manifest.progress.batches_trained) is None:
-                    raise Stopped(f"{stopping.asked}, before the validation had ended")
+                    raise Stopped(f"{stopping.request}, before the validation had ended")
         except (RankFailed, Stalled) as failure:
             get_run_logger().error("%s", failure.report())
             raise

@@ -29,7 +29,7 @@ from trial_core.models.journal import (
 from trial_core.models.records import Version
 from trial_core.retention.claims import running
 from trial_core.run.searcher_metric import searcher_metric
-from trial_core.run.stop_request import Stopping
+from trial_core.run.stop_request import StopHandler
 from trialflow.flows.evaluate import EvaluateResult, evaluate_checkpoint
 from trialflow.flows.lifecycle.crash_limit import refuse_if_crashed_too_often
 from trialflow.flows.lifecycle.gpu_slots import gpu_slots
@@ -91,7 +91,7 @@ def retrain(
         else:
             the_plan = renew_plan(retraining, plan)
         devices = held.enter_context(gpu_slots(config))
-        stopping = held.enter_context(Stopping(config.stopping.grace_seconds))
+        stopping = held.enter_context(StopHandler(config.stopping.grace_seconds))
         budget_seconds = config.stopping.time_budget_seconds
         watch = held.enter_context(StopWatch(stopping, budget_seconds))
         return watch.concluding(lambda: retrain_model(retraining, the_plan, stopping, devices))
@@ -114,7 +114,10 @@ def too_late(retraining: RetrainingRun, scheduled_time: datetime) -> str | None:
 
 
 def retrain_model(
-    retraining: RetrainingRun, plan: RetrainingPlan, stopping: Stopping, devices: Mapping[str, str]
+    retraining: RetrainingRun,
+    plan: RetrainingPlan,
+    stopping: StopHandler,
+    devices: Mapping[str, str],
 ) -> RetrainResult:
     """Validate the champion, train the challenger, compare them, move the alias, tell of it.
 
@@ -148,7 +151,7 @@ def retrain_model(
                 claim.needs(facts.challenger.checkpoint)
                 facts.outcome = decide(retraining, facts, facts.challenger, stopping)
         if facts.outcome is None:
-            facts.ended = f"stopped: {stopping.asked}"
+            facts.ended = f"stopped: {stopping.request}"
         report = publish_if_it_holds(facts, retraining, folder)
         result = result_of(facts, retraining.run_id, report, stopping)
         if facts.outcome is not None:
@@ -167,7 +170,7 @@ def validate_champion(
     retraining: RetrainingRun,
     plan: RetrainingPlan,
     champion: Version,
-    stopping: Stopping,
+    stopping: StopHandler,
     devices: Mapping[str, str],
 ) -> Champion:
     """How the champion does on the run's data, on its slots, which may be others than it had.
@@ -200,7 +203,7 @@ def evaluate_with_restarts(
     config: ExperimentConfig,
     checkpoint: str,
     unique: str,
-    stopping: Stopping,
+    stopping: StopHandler,
     devices: Mapping[str, str],
 ) -> EvaluateResult:
     """As `evaluate_checkpoint`; ranks that die or hang are started again, as often as those of a
@@ -211,7 +214,7 @@ def evaluate_with_restarts(
             return evaluate_checkpoint(config, checkpoint, unique, stopping, devices)
         except (RankFailed, Stalled) as failure:
             raised = isinstance(failure, RankFailed) and failure.error_type is not None
-            if raised or stopping.asked is not None or restarts == config.max_restarts:
+            if raised or stopping.request is not None or restarts == config.max_restarts:
                 raise
             restarts += 1
             get_run_logger().warning("the champion is validated again: %s", failure)
@@ -221,7 +224,7 @@ def trained_challenger(
     retraining: RetrainingRun,
     plan: RetrainingPlan,
     champion: Version | None,
-    stopping: Stopping,
+    stopping: StopHandler,
     devices: Mapping[str, str],
 ) -> Challenger | None:
     """The challenger, trained to its end and registered. None: it was stopped before.
@@ -236,7 +239,7 @@ def trained_challenger(
         return notes.note("challenger", Challenger(why_none=f"{moved}; so nothing was trained"))
     config = retraining.as_the_challenger(plan, champion)
     result = train_trial(config, plan.trial, stopping, devices)
-    if result.stopped_early and stopping.asked is not None:  # a trial may end itself, too
+    if result.stopped_early and stopping.request is not None:  # a trial may end itself, too
         return None
     return notes.note("challenger", register_challenger(retraining, plan))
 
@@ -250,7 +253,7 @@ def moved_meanwhile(retraining: RetrainingRun, plan: RetrainingPlan) -> str | No
 
 
 def decide(
-    retraining: RetrainingRun, facts: RetrainingFacts, challenger: Challenger, stopping: Stopping
+    retraining: RetrainingRun, facts: RetrainingFacts, challenger: Challenger, stopping: StopHandler
 ) -> PromotionDecision | None:
     """Compare the challenger with the champion, and move the alias if it is better; what became of
     it. None: the run was stopped before anything was moved. A time budget that is over now, when
@@ -262,6 +265,6 @@ def decide(
     verdict = notes.once(
         "verdict", PromotionDecision, lambda: compare(retraining, facts.champion_found, challenger)
     )
-    if stopping.asked is not None and stopping.asked.why != "time budget":
+    if stopping.request is not None and stopping.request.reason != "time budget":
         return None
     return notes.note("outcome", carry_out(retraining, facts.plan, challenger, verdict))

@@ -31,7 +31,7 @@ from trial_core.errors import (
 )
 from trial_core.retention.claims import running
 from trial_core.run.observer import current_observer
-from trial_core.run.run_dirs import clear_kept, clear_leftovers, run_folder, trial_id
+from trial_core.run.run_dirs import clear_kept, clear_leftovers, locked_run_dir, trial_id
 from trial_core.run.sequencer import (
     Checkpoint,
     Finish,
@@ -40,8 +40,8 @@ from trial_core.run.sequencer import (
     has_more_to_do,
     next_workload,
 )
-from trial_core.run.stop_request import Stopping
-from trial_core.slots.accelerators import slots_to_launch
+from trial_core.run.stop_request import StopHandler
+from trial_core.slots.accelerators import resolve_slot_count
 from trial_core.slots.group import SlotGroup
 from trial_core.units import in_batches
 from trialflow.flows.lifecycle.crash_limit import refuse_if_crashed_too_often
@@ -107,7 +107,7 @@ def train(config: ExperimentConfig, trial: str | None = None) -> TrialResult | S
     refuse_missing_code(config)
     with (
         gpu_slots(config) as devices,
-        Stopping(settings.grace_seconds) as stopping,
+        StopHandler(settings.grace_seconds) as stopping,
         StopWatch(stopping, settings.time_budget_seconds) as watch,
     ):
         result = watch.concluding(lambda: train_trial(config, trial, stopping, devices))
@@ -135,7 +135,7 @@ def refuse_missing_code(config: ExperimentConfig) -> None:
 
 
 def train_trial(
-    config: ExperimentConfig, trial: str, stopping: Stopping, devices: Mapping[str, str]
+    config: ExperimentConfig, trial: str, stopping: StopHandler, devices: Mapping[str, str]
 ) -> TrialResult:
     """Train a trial to its end, or until it is asked to stop; restart ranks that fail.
 
@@ -150,7 +150,7 @@ def train_trial(
     store.check_writable()
     restarts = Restarts(config.max_restarts)
     with (
-        run_folder(trial, patience(config)) as run_dir,
+        locked_run_dir(trial, patience(config)) as run_dir,
         Report(config, trial, run_dir, current_observer(), store, stopping) as report,
         running(store, trial, config.searcher.source_checkpoint_uuid) as claim,
     ):
@@ -165,14 +165,14 @@ def train_trial(
                     result = follow_schedule(run, uploads)
             except (RankFailed, Stalled) as failure:
                 get_run_logger().error("%s", failure.report())
-                if stopping.asked is not None:
-                    raise Stopped(f"{stopping.asked}, and while it saved: {failure}") from failure
+                if stopping.request is not None:
+                    raise Stopped(f"{stopping.request}, and while it saved: {failure}") from failure
                 if not restarts.has_another(failure, run):
                     raise
                 report.restarting(str(failure), restarts.count, restarts.limit)
                 clear_leftovers(run_dir)
                 if stopping.wait(restarts.pause_seconds):
-                    raise Stopped(f"{stopping.asked}, and no ranks ran") from failure
+                    raise Stopped(f"{stopping.request}, and no ranks ran") from failure
             else:
                 if not result.stopped_early:
                     clear_kept(run_dir)
@@ -197,13 +197,13 @@ def launch_slots(run: TrialRun) -> SlotGroup:
     """Start the ranks of `run`: a context manager, at whose end none of them is left."""
     variables = {**run.config.environment.environment_variables, **run.devices}
     return SlotGroup(
-        slots_to_launch(run.config.resources.slots_per_trial, {**os.environ, **variables}),
+        resolve_slot_count(run.config.resources.slots_per_trial, {**os.environ, **variables}),
         working_dir=run.config.code,
         log_dir=run.run_dir / "logs",
         environment=variables,
         on_batches=run.observer.batches_trained,
         on_log=run.observer.rank_logged,
-        is_unwanted=lambda: run.stopping.asked is not None,
+        should_abort=lambda: run.stopping.request is not None,
     )
 
 
@@ -215,12 +215,12 @@ def obeying(run: TrialRun) -> Iterator[None]:
         if run.can_save:
             run.slots.stop()
         else:
-            run.slots.abort(f"{run.stopping.asked}, before there was anything to save")
+            run.slots.abort(f"{run.stopping.request}, before there was anything to save")
 
     def end() -> None:
-        run.slots.abort(f"{run.stopping.asked}, and ended before all was saved")
+        run.slots.abort(f"{run.stopping.request}, and ended before all was saved")
 
-    with run.stopping.listening(stop, end):
+    with run.stopping.subscribed(stop, end):
         yield
 
 
@@ -285,7 +285,7 @@ def follow_schedule(run: TrialRun, uploads: Uploads) -> TrialResult:
         trial=run.trial,
         batches_trained=progress.batches_trained,
         stopped_early=has_more_to_do(progress, schedule, epoch),
-        stop_reason=str(run.stopping.asked) if run.stopping.asked else None,
+        stop_reason=str(run.stopping.request) if run.stopping.request else None,
         training_metrics=run.metrics.get("training", {}),
         validation_metrics=run.metrics.get("validation", {}),
         checkpoint_uuid=newest.uuid if newest else None,

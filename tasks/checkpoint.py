@@ -56,7 +56,7 @@ def checkpoint_save(run: TrialRun, progress: Progress) -> StagedCheckpoint:
     """Stage a checkpoint on every rank; training may go on when this returns."""
     uuid = str(uuids.uuid4())
     with run.stage("checkpoint-save", f"@{progress.batches_trained}"):
-        stall_seconds = run.config.stopping.silence_seconds
+        stall_seconds = run.config.stopping.idle_timeout_seconds
         saved = run.slots.request(SaveCheckpoint(uuid=uuid), Saved, stall_seconds=stall_seconds)
     run.writes_run_files |= any(rank.writes_run_files for rank in saved)
     run.stop_requested |= any(rank.stop_requested for rank in saved)
@@ -130,6 +130,6 @@ def _upload(run: TrialRun, staged: StagedCheckpoint) -> dict[int, list[FileEntry
 def _upload_stall_seconds(run: TrialRun) -> float | None:
     """How long ranks may be silent while they upload, though each has a limit of its own on that:
     for a rank that is stopped, or hangs where that limit does not reach."""
-    silence = run.config.stopping.silence_seconds
+    silence = run.config.stopping.idle_timeout_seconds
     limit = run.config.checkpointing.stall_timeout_seconds
     return None if silence is None or limit is None else silence + limit

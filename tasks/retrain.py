@@ -46,7 +46,7 @@ from trial_core.models.records import Version
 from trial_core.models.registry import Registry
 from trial_core.retention.policy import own_metric
 from trial_core.run.run_dirs import trial_id
-from trial_core.run.stop_request import Stopping
+from trial_core.run.stop_request import StopHandler
 from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
 
 LOGS = "logs"
@@ -74,7 +74,7 @@ class RetrainingRun:
     def __init__(self, config: ExperimentConfig, run_id: str) -> None:
         place, searcher = config.checkpoint_storage, config.searcher
         self.config = config
-        self.settings = config.retrained()
+        self.settings = config.effective_retraining()
         self.model = self.settings.model
         self.rule = PromotionRule(searcher.metric, searcher.smaller_is_better, self.settings.margin)
         self.store = CheckpointStore(place.url, place.options)
@@ -300,7 +300,7 @@ def call_back(
     function: str,
     outcome: Mapping[str, Any],
     logs: Path,
-    stopping: Stopping,
+    stopping: StopHandler,
 ) -> str | None:
     """Call one of the experiment's callbacks; what went wrong, None if nothing did."""
     log = _log_of(function, logs)
@@ -319,13 +319,13 @@ def call_back(
     return problem
 
 
-def out_of_time(stopping: Stopping, grace_seconds: float) -> Callable[[], bool]:
+def out_of_time(stopping: StopHandler, grace_seconds: float) -> Callable[[], bool]:
     """Whether what takes as long as others like is to be ended as it is: the run has been asked to
     stop, also where nobody presses for that, and the grace since is over."""
     noticed: list[float] = []
 
     def is_over() -> bool:
-        if stopping.asked is not None and not noticed:
+        if stopping.request is not None and not noticed:
             noticed.append(time.monotonic())
         is_late = bool(noticed) and time.monotonic() - noticed[0] >= grace_seconds
         return is_late or stopping.has_expired

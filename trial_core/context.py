@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from typing_extensions import Self
 
 from trial_core.config.determined import hyperparameters
-from trial_core.config.error_text import explain
+from trial_core.config.error_text import error_lines
 from trial_core.distributed import DistributedContext
 from trial_core.errors import ConfigError, TrialError
 from trial_core.run.instruments import Instruments
@@ -78,7 +78,7 @@ class TrialContext:
         try:
             hparams = hyperparameters(dict(config.get("hyperparameters") or {}))
         except ValidationError as error:
-            raise ConfigError(f"hyperparameters: {'; '.join(explain(error))}") from error
+            raise ConfigError(f"hyperparameters: {'; '.join(error_lines(error))}") from error
         experiment = {**copy.deepcopy(dict(config)), "hyperparameters": hparams}
         distributed = DistributedContext.from_environment()
         return cls(RunInfo(DEBUGGED_TRIAL, experiment), distributed)

@@ -17,8 +17,8 @@ from prefect.logging import get_run_logger
 
 from trial_core.config import ExperimentConfig
 from trial_core.errors import LaunchError
-from trial_core.slots.accelerators import count_accelerators, slots_to_launch
-from trial_core.slots.device_locks import devices_of_its_own
+from trial_core.slots.accelerators import count_accelerators, resolve_slot_count
+from trial_core.slots.device_locks import reserve_devices
 from trialflow.flows.lifecycle.leases import holding
 from trialflow.flows.lifecycle.requeue import waiting_for
 
@@ -35,7 +35,7 @@ def gpus_of(config: ExperimentConfig) -> int:
     environment = _environment(config)
     if count_accelerators(environment) == 0:
         return 0
-    return slots_to_launch(config.resources.slots_per_trial, environment)
+    return resolve_slot_count(config.resources.slots_per_trial, environment)
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def _take(config: ExperimentConfig, taken: ExitStack) -> dict[str, str]:
     if count == 0 or not _are_counted(count):
         return {}
     taken.enter_context(holding(GPU_LIMIT, count, LEASE_LABEL))
-    return taken.enter_context(devices_of_its_own(count, _environment(config), _say_they_are_taken))
+    return taken.enter_context(reserve_devices(count, _environment(config), _say_they_are_taken))
 
 
 def _environment(config: ExperimentConfig) -> dict[str, str]:

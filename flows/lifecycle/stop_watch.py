@@ -27,7 +27,7 @@ from prefect.states import Cancelled
 
 from trial_core.errors import Stopped, Superseded
 from trial_core.run.observer import current_observer
-from trial_core.run.stop_request import Stopping, Why
+from trial_core.run.stop_request import StopHandler, StopReason
 from trialflow.flows.lifecycle.detached_engine import (
     has_lost_its_keeper,
     outlive_whoever_reads_the_output,
@@ -57,7 +57,7 @@ class StopWatch:
         time_budget_seconds: None: no limit.
     """
 
-    def __init__(self, stopping: Stopping, time_budget_seconds: float | None) -> None:
+    def __init__(self, stopping: StopHandler, time_budget_seconds: float | None) -> None:
         self._stopping = stopping
         self._budget_seconds = time_budget_seconds
         self._flow_run_id = UUID(str(runtime.flow_run.id))
@@ -117,8 +117,8 @@ class StopWatch:
         try:
             result = work()
         except Exception as failure:
-            if self._stopping.asked is not None:
-                self._logger.error("%s, and could not save: %s", self._stopping.asked, failure)
+            if self._stopping.request is not None:
+                self._logger.error("%s, and could not save: %s", self._stopping.request, failure)
             if (state := self.conclude(failure)) is not None:
                 return state
             raise
@@ -138,7 +138,7 @@ class StopWatch:
             Stopped: the same, where another flow has called this one.
             BaseException: what the signal that stopped it would have raised at once.
         """
-        asked = self._stopping.asked
+        asked = self._stopping.request
         if asked is None:
             run = self._run_if_known() if isinstance(failure, Superseded) else None
             if run is not None and self._is_anothers(run):
@@ -155,11 +155,11 @@ class StopWatch:
             raise Pause(f"suspended: {said}", state=state)
         if state is not None and state.type in _IS_TO_CANCEL:
             return Cancelled(message=f"Stopped: {said}")
-        if asked.why == "time budget":
+        if asked.reason == "time budget":
             return None
         if state is not None and state.type != StateType.RUNNING:
             raise self._left_alone(f"{said}: it stays {state.name}")
-        is_to_go_on = state is not None and self._is_deployed and asked.why == "preempted"
+        is_to_go_on = state is not None and self._is_deployed and asked.reason == "preempted"
         if is_to_go_on and is_back_in_its_queue(said):
             raise Abort(f"{said}: scheduled again")
         if self._signal is not None:
@@ -173,11 +173,11 @@ class StopWatch:
         now = time.monotonic()
         if self._signal is None:
             self._signal, self._signalled_at = number, now
-            why: Why = "preempted" if self._is_deployed else "interrupted"
+            why: StopReason = "preempted" if self._is_deployed else "interrupted"
             self._stopping.ask(why, _SIGNALS[signal.Signals(number)])
             current_observer().stopping(_SIGNALS[signal.Signals(number)])
         elif now - self._signalled_at >= SAME_REQUEST_SECONDS:
-            self._stopping.at_once()
+            self._stopping.kill_now()
             # What may keep the run from ending now is not its ranks: a third is not for us.
             self._give_signals_back()
 
@@ -191,8 +191,8 @@ class StopWatch:
             pause = LOOK_SECONDS
             if has_lost_its_keeper() and not is_alone:
                 is_alone = True
-                if self._stopping.asked is not None:  # and its worker would not wait any longer
-                    self._stopping.at_once()
+                if self._stopping.request is not None:  # and its worker would not wait any longer
+                    self._stopping.kill_now()
                 self._stopping.ask("preempted", "its worker was stopped")
             try:
                 self._look()
@@ -215,7 +215,7 @@ class StopWatch:
         elif self._is_anothers(run):
             # Declared dead, and taken up again: what this one would save is nobody's any more.
             self._stopping.ask("cancelled", "another attempt at its flow run has begun")
-            self._stopping.at_once()
+            self._stopping.kill_now()
         elif state is not None and state.type in _IS_TO_CANCEL:
             self._stopping.ask("cancelled", "in Prefect")
         elif state is not None and state.type == StateType.PAUSED:

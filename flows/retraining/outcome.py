@@ -15,7 +15,7 @@ from prefect.logging import get_run_logger
 
 from trial_core.errors import RegistryError, Stopped, StorageError, Superseded
 from trial_core.models.journal import PromotionDecision, StageRecord
-from trial_core.run.stop_request import Stopping
+from trial_core.run.stop_request import StopHandler
 from trialflow.tasks.report.retraining_report import FILE, RetrainingFacts, publish
 from trialflow.tasks.retrain import LOGS, CallbackFailed, RetrainingRun, call_back, tell
 
@@ -66,7 +66,7 @@ class RetrainResult:
 
 
 def result_of(
-    facts: RetrainingFacts, run_id: str, report: Path, stopping: Stopping
+    facts: RetrainingFacts, run_id: str, report: Path, stopping: StopHandler
 ) -> RetrainResult:
     """What the run has come to, as far as it has come."""
     found, challenger, outcome = facts.champion_found, facts.challenger, facts.outcome
@@ -83,7 +83,7 @@ def result_of(
         trial=facts.plan.trial,
         scheduled_time=facts.plan.scheduled_at,
         data=facts.plan.data,
-        stop_reason=str(stopping.asked) if outcome is None else None,
+        stop_reason=str(stopping.request) if outcome is None else None,
         report_path=str(report),
         flow_run_id=run_id,
     )
@@ -94,7 +94,7 @@ def tell_of(
     facts: RetrainingFacts,
     result: RetrainResult,
     folder: Path,
-    stopping: Stopping,
+    stopping: StopHandler,
 ) -> None:
     """Send the event and call the experiment's callbacks, as far as an earlier attempt has not.
 
@@ -161,11 +161,11 @@ def publish_if_it_holds(facts: RetrainingFacts, retraining: RetrainingRun, folde
 
 
 @contextmanager
-def ending_with_its_time(stopping: Stopping) -> Iterator[None]:
+def ending_with_its_time(stopping: StopHandler) -> Iterator[None]:
     """Leave the block if the time budget is over before there is anything to save: a run ends alike
     in whichever of its stages that is."""
     try:
         yield
     except Stopped:
-        if stopping.asked is None or stopping.asked.why != "time budget":
+        if stopping.request is None or stopping.request.reason != "time budget":
             raise

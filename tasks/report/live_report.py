@@ -23,7 +23,7 @@ from trial_core.config import ExperimentConfig
 from trial_core.errors import Stopped, TrialflowError
 from trial_core.run.observer import MetricsKind, Observer
 from trial_core.run.run_status import UPLOAD
-from trial_core.run.stop_request import Stopping
+from trial_core.run.stop_request import StopHandler
 from trial_core.slots.log_pump import ALARMING
 from trialflow.tasks.rank_logs import LogCaps, StoredLogs
 from trialflow.tasks.report.artifact import ReportArtifact
@@ -62,7 +62,7 @@ class Report(Observer):
         run_dir: Path,
         observer: Observer,
         store: CheckpointStore | None = None,
-        stopping: Stopping | None = None,
+        stopping: StopHandler | None = None,
     ) -> None:
         place = config.checkpoint_storage
         store = store or CheckpointStore(place.url, place.options)
@@ -272,7 +272,7 @@ class Report(Observer):
 
     @property
     def _asked_to_stop(self) -> str | None:
-        asked = self._stopping.asked if self._stopping is not None else None
+        asked = self._stopping.request if self._stopping is not None else None
         return None if asked is None else str(asked)
 
     def _earlier_story(self) -> ReportHistory | None:

@@ -13,7 +13,7 @@ from tests.support.flow import breaking, one_slot, resumption, stages, train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import lines
 from trial_core.errors import RankFailed, Stalled, TrialflowError
-from trial_core.run.run_dirs import run_folder
+from trial_core.run.run_dirs import locked_run_dir
 from trialflow.flows.lifecycle.restarts import Restarts
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
@@ -98,7 +98,7 @@ def test_an_exception_that_comes_back_is_not_tried_a_third_time(here: Path) -> N
 
 def test_two_drivers_do_not_train_one_trial(here: Path) -> None:
     """The second is told who trains it, and starts nothing."""
-    with run_folder("toy-0000beef") as run_dir:
+    with locked_run_dir("toy-0000beef") as run_dir:
         with pytest.raises(TrialflowError, match="toy-0000beef is being trained by process"):
             train(one_slot(here, 4), "toy-0000beef")
         assert not (run_dir / "logs").exists()

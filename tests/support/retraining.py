@@ -31,7 +31,7 @@ from trial_core.config import ExperimentConfig
 from trial_core.models.records import Move
 from trial_core.models.registry import Registry
 from trial_core.run.sequencer import Progress
-from trial_core.run.stop_request import Stopping
+from trial_core.run.stop_request import StopHandler
 from trial_core.transfer.files import upload_files
 from trialflow.flows.evaluate import EvaluateResult
 from trialflow.flows.server.embedded import flush
@@ -99,12 +99,12 @@ class Bench:
         path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
         return entry.path
 
-    def _train(self, config: Any, trial: str, stopping: Stopping, devices: Any) -> TrialResult:
+    def _train(self, config: Any, trial: str, stopping: StopHandler, devices: Any) -> TrialResult:
         self.trained.append(config)
         if not self.store.list(trial):
             self.save(trial, self.loss)
         self.act(stopping)
-        is_early = stopping.asked is not None and not self.ends_anyway
+        is_early = stopping.request is not None and not self.ends_anyway
         return TrialResult(trial, batches_trained=7, stopped_early=is_early)
 
     def _evaluate(

@@ -10,13 +10,13 @@ import httpx
 
 from tests.support.prefect import PrefectServer
 
-PATIENCE_SECONDS = 120.0
+WAIT_SECONDS = 120.0
 
 
 def until(
     is_so: Callable[[], Any],
     what: str,
-    patience_seconds: float = PATIENCE_SECONDS,
+    patience_seconds: float = WAIT_SECONDS,
     instead: Callable[[], Any] = lambda: "",
 ) -> Any:
     """Wait until it is so; what it then is. `instead` is what a failure shows."""
@@ -29,10 +29,10 @@ def until(
 
 def ask(server: PrefectServer, path: str, body: dict[str, Any] | None = None) -> Any:
     """What the server answers, when it can."""
-    return patiently(lambda: server.query(path, body))
+    return retry_while_busy(lambda: server.query(path, body))
 
 
-def patiently(call: Callable[[], Any]) -> Any:
+def retry_while_busy(call: Callable[[], Any]) -> Any:
     """Call the server until it can answer: SQLite may be locked for a while on a busy machine."""
 
     def answered() -> list[Any]:

@@ -11,7 +11,7 @@ from tests.support.manifests import new_manifest
 from tests.support.slots import toy_config
 from trial_core.models.journal import RetrainingPlan
 from trial_core.models.records import Version
-from trial_core.run.stop_request import Stopping
+from trial_core.run.stop_request import StopHandler
 from trialflow.tasks.retrain import RetrainingRun, out_of_time
 
 PLAN = RetrainingPlan(
@@ -60,7 +60,7 @@ def test_what_a_challenger_starts_from(
 
 def test_whoever_takes_long_is_ended_after_any_kind_of_stop() -> None:
     """Once its grace is over, also where nobody presses for it; not before anybody asks."""
-    with Stopping(3600) as stopping:
+    with StopHandler(3600) as stopping:
         assert not out_of_time(stopping, 0.0)()
         stopping.ask("suspended", "in Prefect")
         assert stopping.wait(10)

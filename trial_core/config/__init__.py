@@ -17,7 +17,7 @@ understood in files and in Python, but a Prefect server that checks parameters r
 from __future__ import annotations
 
 from trial_core.config.checkpoint_storage import StorageConfig, home_folder
-from trial_core.config.error_text import IgnoredFieldWarning, explain
+from trial_core.config.error_text import IgnoredFieldWarning, error_lines
 from trial_core.config.experiment import ExperimentConfig, load_config
 from trial_core.config.retraining_section import RetrainingConfig, ScheduleConfig
 from trial_core.config.sections import (
@@ -37,7 +37,7 @@ __all__ = [
     "ScheduleConfig",
     "SearcherConfig",
     "StorageConfig",
-    "explain",
+    "error_lines",
     "home_folder",
     "load_config",
 ]

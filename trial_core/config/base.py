@@ -1,7 +1,7 @@
 """A section of the experiment file: a pydantic model that says in plain words what is wrong.
 
 Every section translates its own errors, so they read the same wherever they surface: in
-`explain`, in ``str(ValidationError)``, and in what Prefect makes of them.
+`error_lines`, in ``str(ValidationError)``, and in what Prefect makes of them.
 """
 
 from __future__ import annotations

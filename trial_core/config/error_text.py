@@ -80,7 +80,7 @@ def dotted(path: Location) -> str:
     return text.removeprefix(".")
 
 
-def explain(error: ValidationError) -> list[str]:
+def error_lines(error: ValidationError) -> list[str]:
     """One line for each problem: its path, what was expected, what was seen."""
     lines = []
     for details in error.errors(include_url=False):

@@ -16,7 +16,7 @@ from trial_core.config import determined
 from trial_core.config.base import Section
 from trial_core.config.checkpoint_storage import StorageConfig
 from trial_core.config.checkpointing_section import CheckpointingConfig
-from trial_core.config.error_text import explain
+from trial_core.config.error_text import error_lines
 from trial_core.config.lengths import Period
 from trial_core.config.parsing import override, read_mapping
 from trial_core.config.retraining_section import RetrainingConfig
@@ -160,7 +160,7 @@ class ExperimentConfig(Section):
             return cls.model_validate(mapping)
         except ValidationError as error:
             before = f"{source}: " if source else ""
-            raise ConfigError("\n".join(before + line for line in explain(error))) from None
+            raise ConfigError("\n".join(before + line for line in error_lines(error))) from None
 
     def schedule(self) -> Schedule:
         """When a run of this experiment reports, validates, saves and ends."""
@@ -179,7 +179,7 @@ class ExperimentConfig(Section):
         searcher = self.searcher
         return self.checkpoint_storage.retention(searcher.metric, searcher.smaller_is_better)
 
-    def retrained(self) -> RetrainingConfig:
+    def effective_retraining(self) -> RetrainingConfig:
         """How it is retrained: by its section `retraining`, else by that one's defaults."""
         section = self.retraining or RetrainingConfig()
         return section if section.model else section.model_copy(update={"model": slug(self.name)})

@@ -41,7 +41,7 @@ class StoppingConfig(Section):
     )
 
     @property
-    def silence_seconds(self) -> float | None:
+    def idle_timeout_seconds(self) -> float | None:
         """How long ranks may write nothing where no batches are due; None: for ever.
 
         Never less than half an hour: who knows how long batches take does not know that of a

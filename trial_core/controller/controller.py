@@ -56,7 +56,7 @@ from trial_core.messages import (
     Validated,
 )
 from trial_core.pytorch.callback import HOOKS, overridden_hooks
-from trial_core.slots.stop_barrier import Brake
+from trial_core.slots.stop_barrier import StopBarrier
 
 T = TypeVar("T")
 
@@ -71,8 +71,8 @@ class Controller:
     Args:
         emit: is told now and then, on rank 0, how far training has come.
         distributed: who this rank is; by default what the environment says.
-        brake: asked before each batch whether it may begin.
-        ask_to_stop: told when the trial asks to stop while it trains; has all ranks brake. None:
+        stop_barrier: asked before each batch whether it may begin.
+        ask_to_stop: told when the trial asks to stop while it trains; has all ranks pause. None:
             there is nobody to tell, and the train-workload is finished.
     """
 
@@ -80,13 +80,13 @@ class Controller:
         self,
         emit: Callable[[BatchesTrained | BatchesValidated], None],
         distributed: DistributedContext | None = None,
-        brake: Brake | None = None,
+        stop_barrier: StopBarrier | None = None,
         ask_to_stop: Callable[[], None] | None = None,
     ) -> None:
         self._emit = emit
         self._ask_to_stop = ask_to_stop
         self._has_asked_to_stop = False
-        self._brake = brake or Brake()
+        self._stop_barrier = stop_barrier or StopBarrier()
         self._distributed = distributed or DistributedContext.from_environment()
         self._info: RunInfo | None = None
         self._engine: TrialEngine | None = None
@@ -125,7 +125,7 @@ class Controller:
 
     def build_trial(self, request: BuildTrial) -> TrialBuilt:
         """Construct the user's trial, in place of any earlier one. Collective."""
-        self._brake.release()
+        self._stop_barrier.reset()
         self._engine = self._loaders = self._rng = None  # frees the earlier one before the next
         if self._info is not None:
             self._info.instruments.finish()
@@ -208,7 +208,7 @@ class Controller:
             request.until,
             self._distributed,
             self._ticker(BatchesTrained),
-            self._brake,
+            self._stop_barrier,
             self._heed_the_trial,
         )
         info.instruments.report("training", info.batches_trained, outcome.avg_metrics)
@@ -231,7 +231,7 @@ class Controller:
         began, rng = time.monotonic(), capture_rng()
         info, ticker = self._the_info, self._ticker(BatchesValidated)
         metrics = validate(
-            self._the_engine, self._the_loaders, self._distributed, ticker, self._brake
+            self._the_engine, self._the_loaders, self._distributed, ticker, self._stop_barrier
         )
         if metrics is None:
             restore_rng(rng)  # it will be validated anew: as if this had not been
@@ -309,7 +309,7 @@ class Controller:
         if self._ask_to_stop is None or self._has_asked_to_stop:
             return
         self._has_asked_to_stop = True
-        self._brake.hold_here()  # before anybody is told: what is agreed on then must stay
+        self._stop_barrier.pause_self()  # before anybody is told: what is agreed on then must stay
         self._ask_to_stop()
 
     def _ticker(self, event: type[BatchesTrained] | type[BatchesValidated]) -> Ticker:

@@ -59,18 +59,18 @@ class BatchesValidated(Message):
     batches: int
 
 
-class Hold(Message):
+class PauseSteps(Message):
     """Begin no further step, and say how far you are; see `trial_core.slots.stop_barrier`."""
 
 
-class Held(Message):
-    """A rank's reply to `Hold`: how many workloads it has begun, and how much of the last."""
+class StepsPaused(Message):
+    """A rank's reply to `PauseSteps`: how many workloads it has begun, and how much of the last."""
 
     workload: int
     steps: int
 
 
-class Proceed(Message):
+class ResumeUntil(Message):
     """All ranks hold: go on to so many steps of that workload, and end there."""
 
     workload: int
@@ -88,8 +88,8 @@ class LogLines(Message):
     lines: list[str]
 
 
-FromRank = Answer | BatchesTrained | BatchesValidated | Held | StopRequested | LogLines
-FromDriver = Envelope | Hold | Proceed
+FromRank = Answer | BatchesTrained | BatchesValidated | StepsPaused | StopRequested | LogLines
+FromDriver = Envelope | PauseSteps | ResumeUntil
 
 
 @dataclass(frozen=True)

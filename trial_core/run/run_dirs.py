@@ -36,7 +36,7 @@ def trial_id(name: str, unique: str) -> str:
 
 
 @contextmanager
-def run_folder(trial: str, patience_seconds: float = 0.0) -> Iterator[Path]:
+def locked_run_dir(trial: str, patience_seconds: float = 0.0) -> Iterator[Path]:
     """The folder of `trial` on this machine, nobody else's for the length of the block.
 
     What a dead attempt has left staged there is gone.

@@ -42,7 +42,7 @@ def visible_accelerators(environment: Mapping[str, str]) -> tuple[str, list[str]
     return "", []
 
 
-def slots_to_launch(asked: int | str, environment: Mapping[str, str] = os.environ) -> int:
+def resolve_slot_count(asked: int | str, environment: Mapping[str, str] = os.environ) -> int:
     """How many ranks to start on this machine for `resources.slots_per_trial`.
 
     ``"auto"`` is every accelerator, or two CPU ranks where there is none.

@@ -19,7 +19,7 @@ from trial_core.errors import LaunchError
 from trial_core.slots.accelerators import visible_accelerators
 
 LOOK_SECONDS = 1.0
-LOCKS = "TRIALFLOW_LOCKS"
+LOCKS_VARIABLE = "TRIALFLOW_LOCKS"
 
 # File descriptors that hold locks. A process that is forked from this one would hold them on.
 _held: set[int] = set()
@@ -28,11 +28,11 @@ _held: set[int] = set()
 def locks_folder() -> Path:
     """Where all users of this machine find the same locks: where TRIALFLOW_LOCKS says, which a
     container needs, whose own folders nobody shares; else among its temporary files."""
-    return Path(os.environ.get(LOCKS) or Path(tempfile.gettempdir(), "trialflow-devices"))
+    return Path(os.environ.get(LOCKS_VARIABLE) or Path(tempfile.gettempdir(), "trialflow-devices"))
 
 
 @contextmanager
-def devices_of_its_own(
+def reserve_devices(
     count: int, environment: Mapping[str, str], when_waiting: Callable[[], None]
 ) -> Iterator[dict[str, str]]:
     """Have `count` devices that no other run has that asks like this; waits for them.
@@ -85,7 +85,7 @@ def _lock_of(device: str) -> int | None:
     except OSError as error:
         raise LaunchError(
             f"no file for the lock on device {device} can be opened in {folder}: {error}; set "
-            f"{LOCKS} to a folder in which all who train on this machine may create files"
+            f"{LOCKS_VARIABLE} to a folder in which all who train on this machine may create files"
         ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -95,7 +95,7 @@ def _lock_of(device: str) -> int | None:
     except OSError:  # a file system without locks
         os.close(lock)
         raise LaunchError(
-            f"{folder} knows no locks; set {LOCKS} to a folder of a local disk"
+            f"{folder} knows no locks; set {LOCKS_VARIABLE} to a folder of a local disk"
         ) from None
     _held.add(lock)
     return lock

@@ -34,21 +34,21 @@ from trial_core.messages import (
     BuildTrial,
     Envelope,
     FromRank,
-    Held,
-    Hold,
     LogLines,
+    PauseSteps,
     Peer,
-    Proceed,
     Result,
+    ResumeUntil,
     Shutdown,
+    StepsPaused,
     StopRequested,
 )
 from trial_core.slots.channel import Channel
 from trial_core.slots.launcher import RankProcess, launch_ranks
 from trial_core.slots.pending import Pending, PendingRequests
 from trial_core.slots.progress_monitor import ProgressMonitor
-from trial_core.slots.rank_failures import Failures, FirstCause, how_it_ended
-from trial_core.slots.stop_barrier import Braking, Position
+from trial_core.slots.rank_failures import Failures, FirstCause, exit_status
+from trial_core.slots.stop_barrier import Position, StopCoordinator
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class SlotGroup:
         environment: the experiment's environment variables.
         on_batches: told how far training has come, a few times a second.
         on_log: told new lines of a rank's log, rate-capped by the rank.
-        is_unwanted: asked while the ranks start whether to give up.
+        should_abort: asked while the ranks start whether to give up.
 
     The first two callbacks run in the channel's thread and must return at once.
 
@@ -92,7 +92,7 @@ class SlotGroup:
         environment: Mapping[str, str] | None = None,
         on_batches: Callable[[int], None] = lambda batches: None,
         on_log: Callable[[int, str], None] = lambda rank, line: None,
-        is_unwanted: Callable[[], bool] = lambda: False,
+        should_abort: Callable[[], bool] = lambda: False,
     ) -> None:
         self.world_size = world_size
         self._on_batches = on_batches
@@ -108,10 +108,12 @@ class SlotGroup:
         self._own_log_dir = log_dir is None
         self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="trialflow-logs-"))
         self._channel = Channel(world_size, self)
-        self._braking = Braking(
+        self._stop_coordinator = StopCoordinator(
             world_size,
-            hold=lambda: self._channel.send(Hold()),
-            proceed=lambda at: self._channel.send(Proceed(workload=at.workload, steps=at.steps)),
+            pause=lambda: self._channel.send(PauseSteps()),
+            resume_until=lambda at: self._channel.send(
+                ResumeUntil(workload=at.workload, steps=at.steps)
+            ),
         )
         self._ranks: list[RankProcess] = []
         self._signs = ProgressMonitor(self._ranks)
@@ -127,7 +129,7 @@ class SlotGroup:
                 on_exit=self._rank_exited,
                 ranks=self._ranks,
             )
-            self._wait_until_joined(JOIN_SECONDS, is_unwanted)
+            self._wait_until_joined(JOIN_SECONDS, should_abort)
         except BaseException:
             self.kill()
             raise
@@ -229,7 +231,7 @@ class SlotGroup:
             if self._stopping:
                 return
             self._stopping = True
-            self._braking.start()
+            self._stop_coordinator.start()
 
     def abort(self, why: str) -> None:
         """End the ranks as they are; whoever waits for them raises `Stopped`."""
@@ -287,8 +289,8 @@ class SlotGroup:
             self._on_batches(message.batches)
         elif isinstance(message, BatchesValidated):
             self._signs.note()
-        elif isinstance(message, Held):
-            self._braking.rank_held(rank, Position(message.workload, message.steps))
+        elif isinstance(message, StepsPaused):
+            self._stop_coordinator.rank_paused(rank, Position(message.workload, message.steps))
         elif isinstance(message, StopRequested):
             self.stop()
         elif isinstance(message, LogLines):
@@ -320,7 +322,7 @@ class SlotGroup:
     def _rank_exited(self, rank: int, code: int) -> None:
         if self._closing:
             return
-        exit_code, signal_name = how_it_ended(code)
+        exit_code, signal_name = exit_status(code)
         self._note(rank, exit_code=exit_code, signal_name=signal_name)
 
     # ---------------------------------------------------------------------------- internals
@@ -328,10 +330,10 @@ class SlotGroup:
     def _note(self, rank: int, **how: Any) -> None:
         self._causes.note(self._failures.failed(rank, **how))
 
-    def _wait_until_joined(self, timeout_seconds: float, is_unwanted: Callable[[], bool]) -> None:
+    def _wait_until_joined(self, timeout_seconds: float, should_abort: Callable[[], bool]) -> None:
         deadline = time.monotonic() + timeout_seconds
         while not self._joined_or_failed.wait(LOOK_SECONDS) and time.monotonic() < deadline:
-            if is_unwanted():
+            if should_abort():
                 raise Stopped("the run was stopped while its ranks were starting")
         if self._failure is not None:
             raise self._failure

@@ -58,7 +58,7 @@ class FirstCause:
         self._settle(cause)
 
 
-def how_it_ended(code: int) -> tuple[int | None, str | None]:
+def exit_status(code: int) -> tuple[int | None, str | None]:
     """A process's return code as (exit code, None) or (None, name of the signal)."""
     if code >= 0:
         return code, None

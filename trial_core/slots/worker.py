@@ -32,14 +32,14 @@ from trial_core.messages import (
     Done,
     Envelope,
     FromDriver,
-    Held,
     Hello,
-    Hold,
     Message,
+    PauseSteps,
     Ping,
-    Proceed,
     RankError,
+    ResumeUntil,
     Shutdown,
+    StepsPaused,
     StopRequested,
     decode_from_driver,
 )
@@ -47,7 +47,7 @@ from trial_core.slots.connection import RankConnection
 from trial_core.slots.framing import ProtocolError
 from trial_core.slots.log_pump import LogPump
 from trial_core.slots.stacks import dump_stacks_when_asked
-from trial_core.slots.stop_barrier import Brake, Position
+from trial_core.slots.stop_barrier import Position, StopBarrier
 
 if TYPE_CHECKING:
     from trial_core.controller.controller import Controller
@@ -61,7 +61,7 @@ class Worker:
     def __init__(self, connection: RankConnection) -> None:
         self._connection = connection
         self._controller: Controller | None = None
-        self._brake = Brake()
+        self._stop_barrier = StopBarrier()
         self._lanes: dict[str, queue.SimpleQueue[Envelope]] = {
             "compute": queue.SimpleQueue(),
             "io": queue.SimpleQueue(),
@@ -94,11 +94,11 @@ class Worker:
             end_now(f"the driver sent something that is no request: {error}")
 
     def _hear(self, message: FromDriver) -> None:
-        if isinstance(message, Hold):
-            at = self._brake.hold()
-            self.send(Held(workload=at.workload, steps=at.steps))
-        elif isinstance(message, Proceed):
-            self._brake.proceed(Position(message.workload, message.steps))
+        if isinstance(message, PauseSteps):
+            at = self._stop_barrier.pause()
+            self.send(StepsPaused(workload=at.workload, steps=at.steps))
+        elif isinstance(message, ResumeUntil):
+            self._stop_barrier.resume_until(Position(message.workload, message.steps))
         else:
             self._lanes[message.request.lane].put(message)
 
@@ -136,7 +136,7 @@ class Worker:
 
             self._controller = Controller(
                 emit=self.send,
-                brake=self._brake,
+                stop_barrier=self._stop_barrier,
                 ask_to_stop=lambda: self.send(StopRequested()),
             )
         return self._controller

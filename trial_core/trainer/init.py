@@ -31,7 +31,7 @@ from trial_core.controller.run_file_upload import instruments_in
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.mpu import forget_model_parallelism
 from trial_core.deepspeed.op_builds import clear_interrupted_builds
-from trial_core.distributed import ALONE, DistributedContext, is_launched
+from trial_core.distributed import SINGLE_RANK_ENVIRONMENT, DistributedContext, is_launched
 from trial_core.run.run_dirs import trial_id
 
 _HERE: list[bool] = []
@@ -85,7 +85,7 @@ def init(
 @contextmanager
 def _environment_of_a_rank() -> Iterator[None]:
     """What launchers would set, where there is none: DeepSpeed looks for it."""
-    missing = {} if is_launched() else ALONE
+    missing = {} if is_launched() else SINGLE_RANK_ENVIRONMENT
     os.environ.update(missing)
     try:
         yield

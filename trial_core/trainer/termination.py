@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from trial_core.distributed import DistributedContext
-from trial_core.slots.stop_barrier import TO_THE_END, Brake, Position
+from trial_core.slots.stop_barrier import LAST_STEP, Position, StopBarrier
 
 LOOK_SECONDS = 1.0
 AGREE_SECONDS = 0.01
@@ -32,14 +32,14 @@ class Termination:
     which alone may handle signals, it still does.
 
     Args:
-        brake: of this rank's controller.
+        stop_barrier: of this rank's controller.
 
     Attributes:
         is_asked: whether some rank was told to end, and this one's training has been held.
     """
 
-    def __init__(self, distributed: DistributedContext, brake: Brake) -> None:
-        self._brake = brake
+    def __init__(self, distributed: DistributedContext, stop_barrier: StopBarrier) -> None:
+        self._stop_barrier = stop_barrier
         self._size = distributed.get_size()
         self._rank = distributed.get_rank()
         self._store = HashStore() if self._size == 1 else _store_of_our_own()
@@ -83,7 +83,7 @@ class Termination:
             self._watch_and_agree()
         except RuntimeError:  # what the store raises once rank 0 is gone: there is nobody to ask
             # Where this rank is held, its next collective tells what has happened.
-            self._brake.proceed(Position(TO_THE_END, TO_THE_END))
+            self._stop_barrier.resume_until(Position(LAST_STEP, LAST_STEP))
 
     def _watch_and_agree(self) -> None:
         while not self._is_over.wait(LOOK_SECONDS):
@@ -92,7 +92,7 @@ class Termination:
         else:
             return
         self._store.set(self._key, "1")
-        at = self._brake.hold()
+        at = self._stop_barrier.pause()
         ranks = [f"{self._key}/{rank}" for rank in range(self._size)]
         self._store.set(ranks[self._rank], f"{at.workload} {at.steps}")
         while not self._store.check(ranks):
@@ -100,7 +100,9 @@ class Termination:
                 return
         held = (self._store.get(rank).decode().split() for rank in ranks)
         self.is_asked = True
-        self._brake.proceed(max(Position(int(workload), int(steps)) for workload, steps in held))
+        self._stop_barrier.resume_until(
+            max(Position(int(workload), int(steps)) for workload, steps in held)
+        )
 
 
 def _store_of_our_own() -> Store:

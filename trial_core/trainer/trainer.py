@@ -23,10 +23,10 @@ from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.distributed import DistributedContext
 from trial_core.errors import ConfigError, StorageError, TrialError
 from trial_core.retention.claims import Running, running
-from trial_core.run.run_dirs import clear_kept, prepare_run_dir, run_folder
+from trial_core.run.run_dirs import clear_kept, locked_run_dir, prepare_run_dir
 from trial_core.run.run_files import rank_folder
 from trial_core.run.sequencer import CheckpointPolicy, Schedule
-from trial_core.slots.stop_barrier import Brake
+from trial_core.slots.stop_barrier import StopBarrier
 from trial_core.trainer.fit_loop import FitResult, follow_schedule
 from trial_core.trainer.fit_stages import FitStages
 from trial_core.trainer.termination import Termination
@@ -189,7 +189,7 @@ class Trainer:
         else:
             info.trial = distributed.broadcast(info.trial)
         source = None if start.restore == "everything" else start.uuid
-        on_the_first_rank(distributed, lambda: str(held.enter_context(run_folder(info.trial))))
+        on_the_first_rank(distributed, lambda: str(held.enter_context(locked_run_dir(info.trial))))
         taken: list[tuple[Running, Fence]] = []
         if not test_mode:
             on_the_first_rank(
@@ -197,10 +197,13 @@ class Trainer:
             )
         claim, fence = next(iter(taken), (None, None))
         on_every_rank(distributed, lambda: _settle_in(info, distributed))
-        brake = Brake()
-        termination = held.enter_context(Termination(distributed, brake))
+        stop_barrier = StopBarrier()
+        termination = held.enter_context(Termination(distributed, stop_barrier))
         controller = Controller(
-            emit=lambda _: None, distributed=distributed, brake=brake, ask_to_stop=termination.ask
+            emit=lambda _: None,
+            distributed=distributed,
+            stop_barrier=stop_barrier,
+            ask_to_stop=termination.ask,
         )
         engine = engine_of(self._trial, self._context, config.reproducibility.experiment_seed)
         built = controller.attach(engine, info, home_folder() / info.trial, store)

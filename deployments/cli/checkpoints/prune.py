@@ -132,7 +132,7 @@ def _asked_for(
     from pydantic import ValidationError
 
     from trial_core.checkpoint.store import CheckpointStore
-    from trial_core.config import StorageConfig, explain
+    from trial_core.config import StorageConfig, error_lines
 
     metric, smaller_is_better, name, place = rules.metric, rules.smaller_is_better, None, None
     if config is not None:
@@ -145,7 +145,7 @@ def _asked_for(
     try:
         merged = StorageConfig.model_validate({**given, **rules.of_storage()})
     except ValidationError as error:
-        raise ConfigError("\n".join(f"rules: {line}" for line in explain(error))) from None
+        raise ConfigError("\n".join(f"rules: {line}" for line in error_lines(error))) from None
     policy = merged.retention(metric, smaller_is_better is not False)
     if place is None:
         return open_store(None, storage), policy, None

@@ -24,7 +24,7 @@ import trialflow.flows.train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import toy_config
 from trial_core.errors import StorageError
-from trial_core.run.stop_request import Stopping
+from trial_core.run.stop_request import StopHandler
 from trialflow.flows.train import TrialResult
 
 pytestmark = pytest.mark.server
@@ -49,9 +49,11 @@ class Stage:
     def __init__(self, server: PrefectServer, folder: Path) -> None:
         self.server, self.config = server, toy_config(folder)
         self.trains: UUID | None = None
-        self.act: Callable[[UUID, Stopping], None] = lambda flow_run, stopping: None
+        self.act: Callable[[UUID, StopHandler], None] = lambda flow_run, stopping: None
 
-    def train_trial(self, config: Any, trial: str, stopping: Stopping, devices: Any) -> TrialResult:
+    def train_trial(
+        self, config: Any, trial: str, stopping: StopHandler, devices: Any
+    ) -> TrialResult:
         """In place of the one that trains."""
         self.trains = UUID(str(runtime.flow_run.id))
         self.act(self.trains, stopping)
@@ -96,39 +98,39 @@ def stage(
     signal.signal(signal.SIGTERM, before)
 
 
-def suspended(flow_run: UUID, stopping: Stopping) -> None:
+def suspended(flow_run: UUID, stopping: StopHandler) -> None:
     put(flow_run, Suspended(timeout_seconds=3600))
     assert stopping.wait(WAIT)
 
 
-def suspended_and_resumed(flow_run: UUID, stopping: Stopping) -> None:
+def suspended_and_resumed(flow_run: UUID, stopping: StopHandler) -> None:
     suspended(flow_run, stopping)
     put(flow_run, Scheduled())
 
 
-def declared_crashed(flow_run: UUID, stopping: Stopping) -> None:
+def declared_crashed(flow_run: UUID, stopping: StopHandler) -> None:
     put(flow_run, Crashed())
     assert stopping.wait(WAIT)
 
 
-def declared_failed(flow_run: UUID, stopping: Stopping) -> None:
+def declared_failed(flow_run: UUID, stopping: StopHandler) -> None:
     put(flow_run, Failed())
     assert stopping.wait(WAIT)
 
 
-def out_of_time_and_suspended(flow_run: UUID, stopping: Stopping) -> None:
+def out_of_time_and_suspended(flow_run: UUID, stopping: StopHandler) -> None:
     stopping.ask("time budget")
     assert stopping.wait(WAIT)
     put(flow_run, Suspended(timeout_seconds=3600))
 
 
-def preempted_and_cancelled(flow_run: UUID, stopping: Stopping) -> None:
+def preempted_and_cancelled(flow_run: UUID, stopping: StopHandler) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     assert stopping.wait(WAIT)
     put(flow_run, Cancelling())
 
 
-def preempted_and_unable_to_save(flow_run: UUID, stopping: Stopping) -> None:
+def preempted_and_unable_to_save(flow_run: UUID, stopping: StopHandler) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     assert stopping.wait(WAIT)
     raise StorageError("503 SlowDown")
@@ -147,7 +149,7 @@ def preempted_and_unable_to_save(flow_run: UUID, stopping: Stopping) -> None:
     ],
 )
 def test_the_state_is_true(
-    stage: Stage, happens: Callable[[UUID, Stopping], None], end: str
+    stage: Stage, happens: Callable[[UUID, StopHandler], None], end: str
 ) -> None:
     """A run that has more to train is never Completed, and what others decided stays decided."""
     stage.act = happens
@@ -193,7 +195,7 @@ def test_as_a_subflow_it_is_suspended_with_its_parent(stage: Stage) -> None:
     """It saves and ends; the parent does not go on, and stays Suspended."""
     parent = stage.run(pipeline, {"config": stage.config.model_dump(mode="json")})
 
-    def suspend_the_parent(flow_run: UUID, stopping: Stopping) -> None:
+    def suspend_the_parent(flow_run: UUID, stopping: StopHandler) -> None:
         suspended(parent, stopping)
 
     stage.act = suspend_the_parent
@@ -206,7 +208,7 @@ def test_the_time_budget_needs_no_server(stage: Stage, monkeypatch: pytest.Monke
     """A server that keeps the run waiting does not keep it from seeing that its time is over."""
     asked: list[str] = []
 
-    def out_of_time(flow_run: UUID, stopping: Stopping) -> None:
+    def out_of_time(flow_run: UUID, stopping: StopHandler) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 trialflow.flows.lifecycle.stop_watch.StopWatch,
@@ -214,7 +216,7 @@ def test_the_time_budget_needs_no_server(stage: Stage, monkeypatch: pytest.Monke
                 lambda self: stopping.wait(WAIT),
             )
             assert stopping.wait(WAIT)
-            asked.append(str(stopping.asked))
+            asked.append(str(stopping.request))
 
     stage.act = out_of_time
     stage.config = stage.config.model_copy(

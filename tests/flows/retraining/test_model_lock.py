@@ -19,7 +19,7 @@ from prefect.states import Crashed, Running
 import trialflow.flows.retraining.model_lock
 from tests.support.prefect import PrefectServer
 from tests.support.retraining import Bench
-from trial_core.run.stop_request import Stopping
+from trial_core.run.stop_request import StopHandler
 from trialflow.flows.retraining.model_lock import (
     BEAT_LABEL,
     LEASE_LABEL,
@@ -121,7 +121,7 @@ def test_a_dead_runs_lease_ends_while_another_run_works(bench: Bench) -> None:
     passed: list[bool] = []
     inside = threading.Semaphore(1)
 
-    def work(stopping: Stopping) -> None:
+    def work(stopping: StopHandler) -> None:
         bench.act = lambda stopping: passed.append(inside.acquire(blocking=False))
         with get_client(sync_client=True) as client:
             client.release_concurrency_slots_with_lease(lease)  # as when it has run out
@@ -140,7 +140,7 @@ def test_a_place_that_is_given_back_twice(bench: Bench) -> None:
     """Whoever has given it back: the run that works says that it does, and is believed."""
     second = bench.create()
 
-    def work(stopping: Stopping) -> None:
+    def work(stopping: StopHandler) -> None:
         free_by_name(bench)
         bench.beside(second).result(WAIT_SECONDS)
 
@@ -201,7 +201,7 @@ def test_a_run_says_so_again_and_again(bench: Bench, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(trialflow.flows.retraining.model_lock, "SILENCE", timedelta(seconds=2))
     second = bench.create()
 
-    def work(stopping: Stopping) -> None:
+    def work(stopping: StopHandler) -> None:
         bench.act = lambda stopping: None
         assert not threading.Event().wait(2.5)  # longer than silence
         bench.beside(second).result(WAIT_SECONDS)

@@ -18,8 +18,8 @@ import trialflow.flows.retrain
 from tests.support.prefect import PrefectServer
 from tests.support.retraining import Bench, Killed
 from trial_core.errors import CheckpointDamaged, ConfigError, RankFailed
-from trial_core.run.run_dirs import run_folder, trial_id
-from trial_core.run.stop_request import Stopping
+from trial_core.run.run_dirs import locked_run_dir, trial_id
+from trial_core.run.stop_request import StopHandler
 from trialflow.tasks.retrain import CallbackFailed
 
 pytestmark = pytest.mark.server
@@ -73,7 +73,7 @@ def test_a_better_challenger_takes_the_champions_place(bench: Bench) -> None:
 def damaged(bench: Bench) -> None:
     bench.loss = 0.1
 
-    def damage(stopping: Stopping) -> None:
+    def damage(stopping: StopHandler) -> None:
         bench.damage(bench.store.list()[-1].uuid)
 
     bench.act = damage
@@ -176,7 +176,7 @@ def test_a_champion_that_moved_while_the_run_was_away(bench: Bench) -> None:
     bench.promote()
     run = bench.create()
 
-    def die(stopping: Stopping) -> None:
+    def die(stopping: StopHandler) -> None:
         raise Killed
 
     bench.act = die
@@ -209,11 +209,11 @@ def test_the_champion_is_validated_once_its_dead_attempt_is_gone(
     monkeypatch.setattr(trialflow.flows.evaluate, "launch_slots", begin)
     monkeypatch.setattr(trialflow.flows.evaluate, "get_run_logger", lambda: None)
     config, checkpoint = bench.config(), bench.save("trial", 0.5).uuid
-    folder = run_folder(trial_id(f"{config.name} evaluation", "unique"))
+    folder = locked_run_dir(trial_id(f"{config.name} evaluation", "unique"))
     folder.__enter__()
     end = threading.Timer(0.5, folder.__exit__, (None, None, None))
     end.start()
-    with pytest.raises(Begun), Stopping(1.0) as stopping:
+    with pytest.raises(Begun), StopHandler(1.0) as stopping:
         trialflow.flows.evaluate.evaluate_checkpoint(config, checkpoint, "unique", stopping, {})
     end.join()
 
@@ -222,7 +222,7 @@ def test_an_overlapping_run_is_skipped(bench: Bench) -> None:
     """It ends Completed, under a name that says so, and leaves nothing."""
     second = bench.create()
 
-    def overlap(stopping: Stopping) -> None:
+    def overlap(stopping: StopHandler) -> None:
         bench.act = lambda stopping: None
         bench.beside(second).result(WAIT_SECONDS)
 
@@ -314,7 +314,7 @@ def test_a_run_that_is_stopped(bench: Bench) -> None:
     """It promotes nothing, says so, and decides when it is taken up again."""
     bench.promote()
 
-    def stop(stopping: Stopping) -> None:
+    def stop(stopping: StopHandler) -> None:
         stopping.ask("time budget", "60 s are over")
         assert stopping.wait(WAIT_SECONDS)
 

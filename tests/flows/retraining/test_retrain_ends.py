@@ -19,7 +19,7 @@ from tests.support.s3 import S3Server
 from tests.support.waiting import ask
 from trial_core.errors import CheckpointDamaged, Stopped, StorageError, Superseded
 from trial_core.models.journal import Journal
-from trial_core.run.stop_request import Stopping
+from trial_core.run.stop_request import StopHandler
 from trialflow.tasks.retrain import CallbackFailed
 
 pytestmark = pytest.mark.server
@@ -48,7 +48,7 @@ def hooks(bench: Bench, text: str) -> Path:
     return code
 
 
-def time_is_over(stopping: Stopping) -> None:
+def time_is_over(stopping: StopHandler) -> None:
     stopping.ask("time budget", "60 s are over")
     assert stopping.wait(WAIT_SECONDS)
 
@@ -66,7 +66,7 @@ def test_an_attempt_that_was_taken_for_dead(bench: Bench, error: Exception) -> N
     bench.promote()
     run = bench.create()
 
-    def sleep(stopping: Stopping) -> None:
+    def sleep(stopping: StopHandler) -> None:
         bench.act = lambda stopping: None
         assert bench.beside(run).result(WAIT_SECONDS).promoted
         raise error
@@ -85,7 +85,7 @@ def test_what_is_overtaken_before_anything_is_decided(bench: Bench) -> None:
     """The report is its successor's to write."""
     run = bench.create()
 
-    def overtaken(stopping: Stopping) -> None:
+    def overtaken(stopping: StopHandler) -> None:
         raise Superseded("attempt 2 has it")
 
     bench.act = overtaken
@@ -118,7 +118,7 @@ def test_a_plan_that_was_begun_to_be_carried_out(bench: Bench) -> None:
     bench.promote()
     run = bench.create()
 
-    def die(stopping: Stopping) -> None:
+    def die(stopping: StopHandler) -> None:
         raise RuntimeError("died")
 
     bench.act = die
@@ -136,7 +136,9 @@ def test_time_is_over_while_the_champion_is_validated(
     """The run ends as one whose time is over while it trains, and goes on when it is run again."""
     bench.promote()
 
-    def validate(config: Any, checkpoint: str, run: str, stopping: Stopping, devices: Any) -> None:
+    def validate(
+        config: Any, checkpoint: str, run: str, stopping: StopHandler, devices: Any
+    ) -> None:
         time_is_over(stopping)
         raise Stopped("time budget (60 s are over), before the validation had ended")
 
@@ -162,7 +164,7 @@ def test_time_is_over_when_all_is_trained(bench: Bench) -> None:
 def test_suspended_when_all_is_trained(bench: Bench) -> None:
     """Nothing is moved after somebody has said stop; the version is there for the next attempt."""
 
-    def suspend(stopping: Stopping) -> None:
+    def suspend(stopping: StopHandler) -> None:
         stopping.ask("suspended", "in Prefect")
         assert stopping.wait(WAIT_SECONDS)
 

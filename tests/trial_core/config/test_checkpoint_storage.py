@@ -10,7 +10,7 @@ import fsspec
 import pytest
 from pydantic import ValidationError
 
-from trial_core.config import StorageConfig, explain
+from trial_core.config import StorageConfig, error_lines
 from trial_core.retention.policy import RetentionPolicy
 from trial_core.units import Batch, Epoch
 
@@ -18,7 +18,7 @@ from trial_core.units import Batch, Epoch
 def problems(given: Any) -> list[str]:
     with pytest.raises(ValidationError) as error:
         StorageConfig.model_validate(given)
-    return explain(error.value)
+    return error_lines(error.value)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from trial_core.config import ExperimentConfig, explain, load_config
+from trial_core.config import ExperimentConfig, error_lines, load_config
 from trial_core.errors import ConfigError
 
 
@@ -249,7 +249,7 @@ def test_explain_serves_other_models_too() -> None:
 
     with pytest.raises(ValidationError) as error:
         Other.model_validate({"path": 3, "flags": 4})
-    assert explain(error.value) == [
+    assert error_lines(error.value) == [
         "path: expected text, got 3 (text needs quotes here)",
         "flags: expected a list, got 4",
     ]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trial_core.errors import TrialflowError
-from trial_core.run.run_dirs import clear_kept, run_folder, trial_id
+from trial_core.run.run_dirs import clear_kept, locked_run_dir, trial_id
 
 TRIAL = "toy-0000beef"
 
@@ -29,17 +29,17 @@ def test_runs_of_one_moment_are_different_trials() -> None:
 
 def test_a_trial_is_trained_by_one_at_a_time() -> None:
     """Another is told by whom, and what is staged there stays; afterwards it may go on."""
-    with run_folder(TRIAL) as run_dir:
+    with locked_run_dir(TRIAL) as run_dir:
         staged = run_dir / "staging" / "file"
         staged.parent.mkdir()
         staged.touch()
         with (
             pytest.raises(TrialflowError, match=f"being trained by process {os.getpid()} on "),
-            run_folder(TRIAL),
+            locked_run_dir(TRIAL),
         ):
             pass
         assert staged.exists()
-    with run_folder(TRIAL) as run_dir:
+    with locked_run_dir(TRIAL) as run_dir:
         assert not (run_dir / "staging").exists()
 
 
@@ -48,8 +48,8 @@ def test_a_killed_process_holds_nothing() -> None:
     worker) lives on for a while."""
     program = (
         "import os, signal, sys\n"
-        "from trial_core.run.run_dirs import run_folder\n"
-        f"with run_folder({TRIAL!r}):\n"
+        "from trial_core.run.run_dirs import locked_run_dir\n"
+        f"with locked_run_dir({TRIAL!r}):\n"
         "    if os.fork():\n"
         "        signal.pause()\n"
         "    print('forked', flush=True)\n"
@@ -60,11 +60,11 @@ def test_a_killed_process_holds_nothing() -> None:
     ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "forked\n"
-        with pytest.raises(TrialflowError, match=f"process {holder.pid} "), run_folder(TRIAL):
+        with pytest.raises(TrialflowError, match=f"process {holder.pid} "), locked_run_dir(TRIAL):
             pass
         holder.kill()
         holder.wait()
-        with run_folder(TRIAL):
+        with locked_run_dir(TRIAL):
             pass
 
 
@@ -74,7 +74,7 @@ def test_a_home_that_cannot_be_written(home: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TRIALFLOW_HOME", str(home / "file"))
     with (
         pytest.raises(TrialflowError, match=f"file/{TRIAL}: .*set TRIALFLOW_HOME"),
-        run_folder(TRIAL),
+        locked_run_dir(TRIAL),
     ):
         pass
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from trial_core.run.stop_request import Stopping
+from trial_core.run.stop_request import StopHandler
 
 WAIT = 20.0
 
@@ -33,11 +33,11 @@ class Heard:
 
 
 @pytest.fixture
-def started() -> Iterator[Callable[[float], Stopping]]:
-    running: list[Stopping] = []
+def started() -> Iterator[Callable[[float], StopHandler]]:
+    running: list[StopHandler] = []
 
-    def start(grace_seconds: float) -> Stopping:
-        running.append(Stopping(grace_seconds).__enter__())
+    def start(grace_seconds: float) -> StopHandler:
+        running.append(StopHandler(grace_seconds).__enter__())
         return running[-1]
 
     yield start
@@ -45,39 +45,39 @@ def started() -> Iterator[Callable[[float], Stopping]]:
         each.__exit__(None, None, None)
 
 
-def test_nobody_has_asked(started: Callable[[float], Stopping]) -> None:
+def test_nobody_has_asked(started: Callable[[float], StopHandler]) -> None:
     """A run that nobody has asked has all the time there is."""
     stopping = started(10)
-    assert (stopping.asked, stopping.has_expired, stopping.seconds_left) == (None, False, None)
+    assert (stopping.request, stopping.has_expired, stopping.seconds_left) == (None, False, None)
     assert not stopping.wait(0)
 
 
-def test_the_first_request_counts(started: Callable[[float], Stopping]) -> None:
+def test_the_first_request_counts(started: Callable[[float], StopHandler]) -> None:
     """Who asks later changes neither the reason nor the deadline."""
     stopping, heard = started(60), Heard()
-    with stopping.listening(heard.stop, heard.end):
+    with stopping.subscribed(heard.stop, heard.end):
         stopping.ask("cancelled", "in Prefect")
         stopping.ask("time budget")
         assert heard.next() == "stop"
-        stopping.at_once()
+        stopping.kill_now()
         assert heard.next() == "end"
-        stopping.at_once()
-    assert str(stopping.asked) == "cancelled (in Prefect)"
+        stopping.kill_now()
+    assert str(stopping.request) == "cancelled (in Prefect)"
     assert stopping.wait(0)
     assert heard.is_quiet
 
 
-def test_the_grace_ends(started: Callable[[float], Stopping]) -> None:
+def test_the_grace_ends(started: Callable[[float], StopHandler]) -> None:
     """When the grace is over, the ranks are to be ended as they are."""
     stopping, heard = started(0.05), Heard()
-    with stopping.listening(heard.stop, heard.end):
+    with stopping.subscribed(heard.stop, heard.end):
         stopping.ask("preempted", "SIGTERM")
         assert [heard.next(), heard.next()] == ["stop", "end"]
     assert stopping.has_expired
     assert stopping.seconds_left == 0
 
 
-def test_the_grace_is_still_running(started: Callable[[float], Stopping]) -> None:
+def test_the_grace_is_still_running(started: Callable[[float], StopHandler]) -> None:
     """Until then what is left of it is known."""
     stopping = started(60)
     stopping.ask("preempted")
@@ -86,23 +86,23 @@ def test_the_grace_is_still_running(started: Callable[[float], Stopping]) -> Non
     assert 0 < stopping.seconds_left <= 60
 
 
-def test_who_comes_later_hears_of_it(started: Callable[[float], Stopping]) -> None:
+def test_who_comes_later_hears_of_it(started: Callable[[float], StopHandler]) -> None:
     """A listener that begins after the request, or after the end, is told at once."""
     stopping, first, second = started(60), Heard(), Heard()
     stopping.ask("suspended")
     assert stopping.wait(WAIT)
-    with stopping.listening(first.stop, first.end):
+    with stopping.subscribed(first.stop, first.end):
         assert first.next() == "stop"
-        stopping.at_once()
+        stopping.kill_now()
         assert first.next() == "end"
-    with stopping.listening(second.stop, second.end):
+    with stopping.subscribed(second.stop, second.end):
         assert [second.next(), second.next()] == ["stop", "end"]
 
 
-def test_who_has_left_hears_nothing(started: Callable[[float], Stopping]) -> None:
+def test_who_has_left_hears_nothing(started: Callable[[float], StopHandler]) -> None:
     """A listener is not called after its block."""
     stopping, heard = started(60), Heard()
-    with stopping.listening(heard.stop, heard.end):
+    with stopping.subscribed(heard.stop, heard.end):
         pass
     stopping.ask("cancelled")
     assert stopping.wait(WAIT)

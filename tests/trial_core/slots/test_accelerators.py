@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trial_core.errors import LaunchError
-from trial_core.slots.accelerators import CPU_SLOTS, count_accelerators, slots_to_launch
+from trial_core.slots.accelerators import CPU_SLOTS, count_accelerators, resolve_slot_count
 
 
 @pytest.fixture
@@ -51,19 +51,19 @@ def test_visible_devices_narrow(devices: str, count: int) -> None:
 @pytest.mark.usefixtures("two_gpus")
 def test_auto_is_every_gpu() -> None:
     """ "auto" takes every accelerator."""
-    assert slots_to_launch("auto", {}) == 2
+    assert resolve_slot_count("auto", {}) == 2
 
 
 def test_auto_without_gpus_is_two_cpu_ranks() -> None:
     """ "auto" still shows data parallelism on a machine without accelerators."""
-    assert slots_to_launch("auto", {"DS_ACCELERATOR": "cpu"}) == CPU_SLOTS
+    assert resolve_slot_count("auto", {"DS_ACCELERATOR": "cpu"}) == CPU_SLOTS
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_more_slots_than_gpus_is_refused() -> None:
     """The message says how many there are, and both ways out."""
     with pytest.raises(LaunchError) as refusal:
-        slots_to_launch(3, {})
+        resolve_slot_count(3, {})
     assert str(refusal.value) == (
         "resources.slots_per_trial is 3, but this machine has 2 accelerators; ask for at most 2 "
         '(or "auto"), or set DS_ACCELERATOR=cpu to train on CPU ranks'
@@ -72,4 +72,4 @@ def test_more_slots_than_gpus_is_refused() -> None:
 
 def test_cpu_ranks_may_be_any_number() -> None:
     """Without accelerators a slot is a CPU process, and their number is the user's business."""
-    assert slots_to_launch(4, {"DS_ACCELERATOR": "cpu"}) == 4
+    assert resolve_slot_count(4, {"DS_ACCELERATOR": "cpu"}) == 4

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from trial_core.errors import LaunchError
-from trial_core.slots.device_locks import LOCKS, devices_of_its_own
+from trial_core.slots.device_locks import LOCKS_VARIABLE, reserve_devices
 
 TAKE = """
 import os, sys
-from trial_core.slots.device_locks import devices_of_its_own
-with devices_of_its_own(1, os.environ, lambda: None) as mine:
+from trial_core.slots.device_locks import reserve_devices
+with reserve_devices(1, os.environ, lambda: None) as mine:
     print(mine["CUDA_VISIBLE_DEVICES"], flush=True)
     sys.stdin.read()
 """
@@ -36,7 +36,7 @@ def test_runs_whose_temporary_folders_differ_share_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in containers, each with a /tmp of its own: what TRIALFLOW_LOCKS names is common."""
-    monkeypatch.setenv(LOCKS, str(tmp_path / "common"))
+    monkeypatch.setenv(LOCKS_VARIABLE, str(tmp_path / "common"))
     taken = []
     runs = []
     for name in ("one", "other"):
@@ -59,9 +59,11 @@ def test_a_folder_that_cannot_be_used_is_named(
 ) -> None:
     """And what to set instead; training on a GPU that may be another's would be worse."""
     (tmp_path / "file").touch()
-    monkeypatch.setenv(LOCKS, str(tmp_path / "file" / "locks"))
+    monkeypatch.setenv(LOCKS_VARIABLE, str(tmp_path / "file" / "locks"))
     with (
-        pytest.raises(LaunchError, match=rf"device 0 .*file/locks.*set {LOCKS} to a folder"),
-        devices_of_its_own(1, {"PATH": "/"}, lambda: None),
+        pytest.raises(
+            LaunchError, match=rf"device 0 .*file/locks.*set {LOCKS_VARIABLE} to a folder"
+        ),
+        reserve_devices(1, {"PATH": "/"}, lambda: None),
     ):
         pass
