@@ -17,7 +17,7 @@ from prefect.logging import get_run_logger
 from prefect.states import Completed
 
 from trial_core import text_format
-from trial_core.config import ExperimentConfig, home_folder
+from trial_core.config import ExperimentConfig
 from trial_core.errors import CheckpointDamaged, CheckpointNotFound, RankFailed, Stalled, TrialError
 from trial_core.models.journal import (
     REPORT,
@@ -28,6 +28,7 @@ from trial_core.models.journal import (
 )
 from trial_core.models.records import Version
 from trial_core.retention.claims import running
+from trial_core.run.run_dirs import home_folder
 from trial_core.run.searcher_metric import searcher_metric
 from trial_core.run.stop_request import StopHandler
 from trialflow.flows.evaluate import EvaluateResult, evaluate_checkpoint

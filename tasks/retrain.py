@@ -23,7 +23,7 @@ from prefect.logging import get_run_logger
 
 from trial_core.checkpoint.manifest import utc_now
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.config import ExperimentConfig, home_folder
+from trial_core.config import ExperimentConfig
 from trial_core.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -45,7 +45,7 @@ from trial_core.models.journal import (
 from trial_core.models.records import Version
 from trial_core.models.registry import Registry
 from trial_core.retention.policy import own_metric
-from trial_core.run.run_dirs import trial_id
+from trial_core.run.run_dirs import home_folder, trial_id
 from trial_core.run.stop_request import StopHandler
 from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
 

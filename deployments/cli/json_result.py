@@ -100,7 +100,7 @@ class JsonResult:
 
     def _as_returned(self) -> dict[str, Any]:
         """The fields of a result that the flow could not return."""
-        from trial_core.config import home_folder
+        from trial_core.run.run_dirs import home_folder
 
         progress = self.progress or RunStatus()
         run_dir = home_folder() / self.trial if self.trial else None

@@ -16,7 +16,7 @@ understood in files and in Python, but a Prefect server that checks parameters r
 
 from __future__ import annotations
 
-from trial_core.config.checkpoint_storage import StorageConfig, home_folder
+from trial_core.config.checkpoint_storage import StorageConfig
 from trial_core.config.error_text import IgnoredFieldWarning, error_lines
 from trial_core.config.experiment import ExperimentConfig, load_config
 from trial_core.config.retraining_section import RetrainingConfig, ScheduleConfig
@@ -38,6 +38,5 @@ __all__ = [
     "SearcherConfig",
     "StorageConfig",
     "error_lines",
-    "home_folder",
     "load_config",
 ]

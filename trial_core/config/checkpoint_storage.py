@@ -18,17 +18,12 @@ from trial_core.config.error_text import did_you_mean, refusal, shown
 from trial_core.config.lengths import Period
 from trial_core.config.values import Count, PlainMapping, Text
 from trial_core.retention.policy import RetentionPolicy
+from trial_core.run.run_dirs import home_folder
 from trial_core.storage.storage_errors import without_credentials
 
 # What the others are as soon as one of them is given, which are Determined's defaults.
 _KEPT = RetentionPolicy()
 _RETENTION = ("save_trial_best", "save_trial_latest", "save_experiment_best", "keep_every")
-
-
-def home_folder() -> Path:
-    """Where runs are kept: ``$TRIALFLOW_HOME``, else ``./trialflow-runs``; absolute."""
-    named = os.environ.get("TRIALFLOW_HOME") or "trialflow-runs"
-    return Path(os.path.abspath(os.path.expanduser(named)))
 
 
 def _default_url() -> str:

@@ -21,7 +21,6 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 
-from trial_core.config import home_folder
 from trial_core.config.script import script_config
 from trial_core.context import RunInfo
 from trial_core.controller.device import claim_accelerator
@@ -32,7 +31,7 @@ from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.mpu import forget_model_parallelism
 from trial_core.deepspeed.op_builds import clear_interrupted_builds
 from trial_core.distributed import SINGLE_RANK_ENVIRONMENT, DistributedContext, is_launched
-from trial_core.run.run_dirs import trial_id
+from trial_core.run.run_dirs import home_folder, trial_id
 
 _HERE: list[bool] = []
 """Not empty when torch.distributed was initialised here, and not by the script."""

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.config import ExperimentConfig, home_folder
+from trial_core.config import ExperimentConfig
 from trial_core.config.script import named_metric, script_config
 from trial_core.context import RunInfo
 from trial_core.controller.collective_errors import on_every_rank, on_the_first_rank
@@ -23,7 +23,7 @@ from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.distributed import DistributedContext
 from trial_core.errors import ConfigError, StorageError, TrialError
 from trial_core.retention.claims import Running, running
-from trial_core.run.run_dirs import clear_kept, locked_run_dir, prepare_run_dir
+from trial_core.run.run_dirs import clear_kept, home_folder, locked_run_dir, prepare_run_dir
 from trial_core.run.run_files import rank_folder
 from trial_core.run.sequencer import CheckpointPolicy, Schedule
 from trial_core.slots.stop_barrier import StopBarrier

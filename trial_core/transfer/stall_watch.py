@@ -14,9 +14,11 @@ from types import TracebackType
 
 import psutil
 
+from trial_core.run.timeouts import TRANSFER_STALL_SECONDS
+
 _logger = logging.getLogger(__name__)
 
-STALL_SECONDS = 900.0
+STALL_SECONDS = TRANSFER_STALL_SECONDS
 """How long nothing may be moved, where nobody says. A disk that has taken much into memory may need
 minutes until all of it is there for good, and meanwhile nothing moves that could be seen. Three
 tries of a rank take less than others wait for it (`meeting.PATIENCE_SECONDS`): so they hear why."""

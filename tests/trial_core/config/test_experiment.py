@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trial_core.config import ExperimentConfig, home_folder, load_config
+from trial_core.config import ExperimentConfig, load_config
 from trial_core.config.parsing import parse_yaml
 from trial_core.errors import ConfigError
 from trial_core.run.sequencer import Schedule
