@@ -267,7 +267,7 @@ def test_from_config(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_from_config_refuses_a_range_to_search() -> None:
     """A trial needs a value for everything."""
     config = {"hyperparameters": {"lr": {"type": "log", "minval": -4, "maxval": -1}}}
-    with pytest.raises(ConfigError, match="hyperparameters: lr: is a range to search"):
+    with pytest.raises(ConfigError, match="hyperparameters: lr: is a search range"):
         TrialContext.from_config(config)
 
 

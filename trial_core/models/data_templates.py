@@ -22,8 +22,8 @@ from zoneinfo import ZoneInfo
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from trial_core.config.error_text import Problem, dotted, shown
-from trial_core.config.values import as_plain
+from trial_core.config.error_text import Problem, format_path, format_value
+from trial_core.config.values import to_plain_data
 from trial_core.errors import ConfigError
 
 _MARKS = ("{{", "{%", "{#")
@@ -65,9 +65,9 @@ def checked(data: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: it cannot: one line for each place where.
     """
     problems: list[Problem] = []
-    plain: dict[str, Any] = as_plain(data, ("data",), problems)
+    plain: dict[str, Any] = to_plain_data(data, ("data",), problems)
     if problems:
-        raise ConfigError("\n".join(f"{dotted(path)}: {said}" for path, said in problems))
+        raise ConfigError("\n".join(f"{format_path(path)}: {said}" for path, said in problems))
     return plain
 
 
@@ -97,7 +97,8 @@ def _rendered(
         return _jinja.from_string(value).render(scheduled_time=scheduled_time)
     except _MISTAKES as error:
         problems.append(
-            f"{dotted(path)}: the template {shown(value)} cannot be rendered: {error or 'error'}; "
+            f"{format_path(path)}: the template {format_value(value)} cannot be rendered: "
+            f"{error or 'error'}; "
             "templates know scheduled_time (a datetime, UTC), timedelta and ZoneInfo"
         )
         return value

@@ -67,7 +67,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (
             "train experiment.yaml --storage s4://b/p",
-            '--storage: unknown kind of storage "s4"',
+            '--storage: unknown storage type "s4"',
         ),
         (
             "train experiment.yaml --storage experiment.yaml/x",

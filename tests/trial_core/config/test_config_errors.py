@@ -1,4 +1,4 @@
-"""What is said about an experiment file that cannot be used as written."""
+"""Error messages for experiment files that cannot be used as written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trial_core.errors import ConfigError
 
 
 def problems(**fields: Any) -> list[str]:
-    """The lines of the error that an otherwise good experiment with these fields raises."""
+    """The lines of the error for a valid experiment with these fields changed."""
     searcher = {"metric": "loss", "max_length": {"batches": 100}}
     searcher.update(fields.pop("searcher", {}))
     mapping = {"entrypoint": "model_def:MyTrial", "searcher": searcher, **fields}
@@ -69,8 +69,8 @@ def problems(**fields: Any) -> list[str]:
         ),
         (
             {"searcher": {"source_trial_id": 1234}},
-            "searcher.source_trial_id: Determined's server knew a trial's last checkpoint by that "
-            "number; give the checkpoint itself: source_checkpoint_uuid",
+            "searcher.source_trial_id: only Determined's server can find a checkpoint by a trial's "
+            "number; give source_checkpoint_uuid instead",
         ),
         (
             {"searcher": {"source_weights_only": True}},
@@ -138,20 +138,20 @@ def problems(**fields: Any) -> list[str]:
     ],
 )  # fmt: skip
 def test_one_mistake_is_one_line(fields: dict[str, Any], problem: str) -> None:
-    """Its path, what was expected, what was seen; nothing else."""
+    """The line has the path, what was expected and what was seen."""
     assert problems(**fields) == [problem]
 
 
 def test_a_misspelt_field_is_not_also_missing() -> None:
-    """`metrc` for `metric` is one mistake."""
+    """`metrc` for `metric` is one mistake, so one line."""
     mapping = {"entrypoint": "m:T", "searcher": {"metrc": "loss", "max_length": 5}}
     with pytest.raises(ConfigError) as error:
         ExperimentConfig.from_mapping(mapping)
     assert str(error.value) == 'searcher.metrc: unknown field; did you mean "metric"?'
 
 
-def test_all_mistakes_are_listed_each_with_its_file(tmp_path: Path) -> None:
-    """A person corrects a file once, not once a mistake."""
+def test_all_mistakes_are_listed(tmp_path: Path) -> None:
+    """Every line begins with the file's name."""
     path = tmp_path / "experiment.yaml"
     path.write_text("scheduling_unit: many\nnme: x\n")
     with pytest.raises(ConfigError) as error:
@@ -190,14 +190,14 @@ def test_all_mistakes_are_listed_each_with_its_file(tmp_path: Path) -> None:
         (b"a: !!python/object:os.x {}\n", "not valid YAML at line 1, column 4: could not determ"),
         (b"a: !!int ten\n", 'not valid YAML at line 1, column 4: "ten" is no int'),
         (b"a: \x00\n", "not valid YAML: unacceptable character #x0000"),
-        (b"[" * 5000, "not valid YAML: nested too deeply"),
+        pytest.param(b"[" * 5000, "not valid YAML: nested too deeply", id="nested"),
         (b"\xff\xfe\xff", "not a text file in UTF-8"),
     ],
 )
-def test_a_file_that_is_no_experiment_is_refused_in_plain_words(
+def test_a_file_that_is_not_an_experiment_is_refused(
     tmp_path: Path, content: bytes, message: str
 ) -> None:
-    """One line that begins with the file's name, and no traceback of a parser."""
+    """One line that begins with the file's name, without the parser's traceback."""
     path = tmp_path / "experiment.yaml"
     path.write_bytes(content)
     with pytest.raises(ConfigError) as error:
@@ -208,8 +208,8 @@ def test_a_file_that_is_no_experiment_is_refused_in_plain_words(
     assert error.value.__suppress_context__ or error.value.__context__ is None
 
 
-def test_a_file_that_is_not_there_is_said_with_its_near_miss(tmp_path: Path) -> None:
-    """The usual causes: a typing mistake, or the folder instead of the file."""
+def test_a_missing_file_is_reported_with_a_similar_name(tmp_path: Path) -> None:
+    """The usual causes are a typing mistake and a folder instead of a file."""
     (tmp_path / "experiment.yaml").touch()
     missing = tmp_path / "experiment.yml"
     with pytest.raises(ConfigError) as error:
@@ -223,15 +223,15 @@ def test_a_file_that_is_not_there_is_said_with_its_near_miss(tmp_path: Path) -> 
         load_config(tmp_path)
 
 
-def test_a_file_that_cannot_be_read_is_said(tmp_path: Path) -> None:
-    """The operating system's own reason, without a traceback."""
+def test_an_unreadable_file_is_reported(tmp_path: Path) -> None:
+    """The line has the operating system's reason."""
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be read: Not a directory"):
         load_config(tmp_path / "file" / "experiment.yaml")
 
 
-def test_pydantics_own_error_reads_the_same() -> None:
-    """Prefect builds a config without `load_config`, and shows what pydantic says."""
+def test_pydantics_error_has_the_same_text() -> None:
+    """Prefect creates a config without `load_config` and shows pydantic's error."""
     with pytest.raises(ValidationError) as error:
         ExperimentConfig(entrypoint="m:T", searcher={"metric": "x", "max_length": "ten"})  # type: ignore[arg-type]  # the point of the test
     (details,) = error.value.errors(include_url=False)
@@ -240,8 +240,8 @@ def test_pydantics_own_error_reads_the_same() -> None:
     assert details["input"] is None
 
 
-def test_explain_serves_other_models_too() -> None:
-    """A model that is no section gets the same words for the usual mistakes."""
+def test_error_lines_works_for_other_models() -> None:
+    """A model that is not a section gets the same messages."""
 
     class Other(BaseModel):
         path: str
