@@ -1,4 +1,4 @@
-"""Objects of every size on real ranks, and ranks that call different things."""
+"""Objects of all sizes on real ranks, and ranks that call different collectives."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ os._exit(0)
 
 @pytest.fixture(scope="module")
 def said() -> list[dict[str, Any]]:
-    """What each of three ranks had to say."""
+    """The outputs of three ranks."""
     return run_ranks(PROGRAM, 3)
 
 
 def test_objects_of_every_size_arrive(said: list[dict[str, Any]]) -> None:
-    """Smaller than a frame, just as large, larger on one rank only: nothing is cut or padded."""
+    """Objects smaller than a frame, as large, and larger on one rank only, arrive unchanged."""
     assert [rank["lengths"] for rank in said] == [[[True] * 3] * 4] * 3
 
 
-def test_ranks_that_call_different_things_hear_of_it_at_once(said: list[dict[str, Any]]) -> None:
-    """Not by the deadline: every rank is told who called what."""
+def test_a_mismatch_of_collectives_is_reported_at_once(said: list[dict[str, Any]]) -> None:
+    """Before the deadline, every rank raises and says which rank called what."""
     for rank in range(3):
         others = [each for each in range(3) if each != rank]
-        told = "; ".join(f"rank {other} called {'abc'[other]} instead" for other in others)
-        assert f"on rank {rank}: {told}. Every rank must call the same" in said[rank]["message"]
+        mismatch = "; ".join(f"rank {other} called {'abc'[other]} instead" for other in others)
+        assert f"on rank {rank}: {mismatch}. Every rank must call the same" in said[rank]["message"]
         assert said[rank]["seconds"] < 30

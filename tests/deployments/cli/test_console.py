@@ -86,5 +86,5 @@ def test_a_rank_that_died_shows_its_log(capsys: pytest.CaptureFixture[str]) -> N
     """There is no traceback of a killed process; the end of its log may tell."""
     report(rank_failed(signal_name="SIGKILL", log_tail="out of\x1b[31m memory"))
     printed = capsys.readouterr().err
-    assert "was ended by SIGKILL" in printed
+    assert "was killed by SIGKILL" in printed
     assert "out of memory" in printed
