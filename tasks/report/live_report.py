@@ -24,7 +24,7 @@ from trial_core.errors import Stopped, TrialflowError
 from trial_core.run.observer import MetricsKind, Observer
 from trial_core.run.run_status import UPLOAD
 from trial_core.run.stop_request import StopHandler
-from trial_core.slots.log_pump import ALARMING
+from trial_core.slots.log_pump import WARNING_PATTERN
 from trialflow.tasks.rank_logs import LogCaps, StoredLogs
 from trialflow.tasks.report.artifact import ReportArtifact
 from trialflow.tasks.report.history import ReportHistory, SavedCheckpoint
@@ -172,7 +172,7 @@ class Report(Observer):
         self._observer.checkpoint_deleted(uuid)
 
     def rank_logged(self, rank: int, line: str) -> None:
-        is_alarming = ALARMING.search(line) is not None
+        is_alarming = WARNING_PATTERN.search(line) is not None
         if self._log_caps.admits(rank, is_alarming):
             self._say_what_was_left_out()
             log = self._logger.warning if is_alarming else self._logger.info
