@@ -1,4 +1,4 @@
-"""Plain processes as the ranks of torch.distributed, the way torchrun or deepspeed starts them."""
+"""Starts plain processes as ranks of torch.distributed, like torchrun or deepspeed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ TIMEOUT_SECONDS = 120
 def run_ranks(
     program: str, world_size: int, local_size: int | None = None, **environment: str
 ) -> list[dict[str, Any]]:
-    """Run a Python program on every rank; what each printed last, as JSON, in the order of ranks.
+    """Run a Python program on every rank; returns the last lines they print, parsed as JSON.
 
     Args:
-        local_size: ranks a machine; fewer than `world_size` pretends that there are several.
-        environment: more variables, on every rank.
+        local_size: ranks per machine; less than `world_size` simulates several machines.
+        environment: additional variables for every rank.
     """
     local_size = local_size or world_size
     with socket.socket() as probe:
@@ -53,9 +53,9 @@ def run_ranks(
         for process in processes:
             process.kill()
             process.wait()
-    said = []
+    results = []
     for rank, (output, errors) in enumerate(outputs):
         lines = output.strip().splitlines()
         assert lines, f"rank {rank} printed nothing:\n{errors}"
-        said.append(json.loads(lines[-1]))
-    return said
+        results.append(json.loads(lines[-1]))
+    return results

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import run_ranks
+from tests.support.slots import ONE_TWO_FOUR
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
 
@@ -65,7 +66,7 @@ def stuff_of(*ranks: int) -> list[dict[str, int]]:
 
 
 @pytest.mark.slots
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("world_size", ONE_TWO_FOUR)
 def test_collectives_on_one_machine(world_size: int) -> None:
     """All ranks are on one machine, so local collectives equal the others."""
     expected_all = stuff_of(*range(world_size))
@@ -94,6 +95,7 @@ def test_collectives_on_two_machines() -> None:
 
 
 @pytest.mark.slots
+@pytest.mark.long
 def test_local_collectives_of_a_single_rank_per_machine() -> None:
     """They return the rank's own object."""
     for rank, said in enumerate(run_ranks(EVERY_COLLECTIVE, 2, local_size=1)):
@@ -132,13 +134,6 @@ def test_a_rank_that_does_not_connect_is_named() -> None:
     assert said[0]["error"] == "DeadlineExceeded"
     assert "context.distributed.connect (all) on rank 0 waited 3 s" in said[0]["message"]
     assert "rank 1 did not come" in said[0]["message"]
-
-
-@pytest.mark.slots
-def test_a_rank_that_calls_another_collective_is_named() -> None:
-    """Rank 0 gathers while rank 1 calls allgather."""
-    said = run_failing("d.gather(0) if d.rank == 0 else d.allgather(0)", 2)
-    assert "rank 1 called allgather instead" in said[0]["message"]
 
 
 @pytest.mark.slots

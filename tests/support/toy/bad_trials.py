@@ -161,10 +161,3 @@ class TalksNonsense(ToyTrial):
                 connection = socket.socket(fileno=os.dup(descriptor))
                 if str(connection.getpeername()).endswith("/channel"):
                     connection.sendall((4).to_bytes(4, "big") + b"gibb")
-
-
-class RaisesASurrogate(ToyTrial):
-    """Fails over a file whose name is no text."""
-
-    def __init__(self, context: DeepSpeedTrialContext) -> None:
-        raise ValueError("no file " + os.fsdecode(b"\xff"))
