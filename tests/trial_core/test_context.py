@@ -296,10 +296,10 @@ print(json.dumps({{"steps": trial.engine.global_steps, "losses": losses, "errors
 @pytest.mark.slots
 def test_debugging_a_trial_in_plain_python() -> None:
     """Determined's example: create a context and a trial, then train batches."""
-    (said,) = run_ranks(DEBUGGING, 1)
-    assert said["steps"] == 3
-    assert len(set(said["losses"])) == 3
-    assert said["errors"] == [
+    (result,) = run_ranks(DEBUGGING, 1)
+    assert result["steps"] == 3
+    assert len(set(result["losses"])) == 3
+    assert result["errors"] == [
         "set_mpu was called twice; a trial has one ModelParallelUnit",
         "wrap_model_engine was called twice with the same engine; an engine that is wrapped is "
         "saved and restored, once is enough",

@@ -129,14 +129,10 @@ def test_epochs_need_a_loader_with_a_length() -> None:
     with pytest.raises(ConfigError, match="has no length"):
         in_batches(Epoch(2), None)
     assert in_batches(Batch(7), None) == 7
+    assert in_batches(Epoch(2), EpochLength(10, 4)) == 5
 
 
 def test_a_maximum_length_is_one_number() -> None:
     """A container is refused."""
     with pytest.raises(TypeError, match="a maximum length must be one number"):
         in_batches(Batch([1, 2]), None)
-
-
-def test_a_length_in_epochs_ends_with_the_whole_epoch() -> None:
-    """Two epochs of 10 micro-batches in batches of 4 are 5 batches."""
-    assert in_batches(Epoch(2), EpochLength(10, 4)) == 5

@@ -80,7 +80,7 @@ def _lock(device: str) -> filelock.BaseFileLock | None:
     """The acquired lock of a device; None if another run holds it."""
     folder = locks_folder()
     path = folder / f"{device.replace(os.sep, '_')}.lock"
-    # Every user of the machine must be able to open the file, whoever has created it.
+    # 0o666: every user of the machine must be able to open the file.
     lock = filelock.FileLock(path, mode=0o666, thread_local=False, fallback_to_soft=False)
     try:
         if not folder.is_dir():

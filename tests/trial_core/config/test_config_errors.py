@@ -30,20 +30,8 @@ def problems(**fields: Any) -> list[str]:
             'searcher.max_length.batches: expected a positive integer, got "ten"',
         ),
         (
-            {"searcher": {"max_length": {"batches": True}}},
-            "searcher.max_length.batches: expected a positive integer, got true",
-        ),
-        (
-            {"searcher": {"max_length": {"epochs": 0}}},
-            "searcher.max_length.epochs: expected a positive integer, got 0",
-        ),
-        (
             {"searcher": {"max_length": {"batches": 1, "epochs": 1}}},
             "searcher.max_length: expected either batches or epochs, got batches and epochs",
-        ),
-        (
-            {"searcher": {"max_length": {"batches": None}}},
-            "searcher.max_length: expected either batches or epochs, got neither",
         ),
         (
             {"searcher": {"max_length": "long"}},
@@ -82,7 +70,6 @@ def problems(**fields: Any) -> list[str]:
             "searcher.source_checkpoint_uuid: expected text, got 1234 (text needs quotes here)",
         ),
         ({"scheduling_unit": True}, "scheduling_unit: expected a positive integer, got true"),
-        ({"scheduling_unit": 1.0}, "scheduling_unit: expected a positive integer, got 1.0"),
         ({"max_restarts": -1}, "max_restarts: expected an integer of at least 0, got -1"),
         (
             {"reproducibility": {"experiment_seed": 2**31}},
@@ -94,10 +81,6 @@ def problems(**fields: Any) -> list[str]:
             'resources.slots_per_trial: expected a positive integer or "auto", got 0; '
             "a slot is a CPU process where there is no accelerator",
         ),
-        (
-            {"resources": {"slots_per_trial": True}},
-            'resources.slots_per_trial: expected a positive integer or "auto", got true',
-        ),
         ({"resources": [1]}, "resources: expected a mapping, got a list"),
         (
             {"checkpoint_policy": "bst"},
@@ -106,7 +89,6 @@ def problems(**fields: Any) -> list[str]:
         ({"name": 3}, "name: expected text, got 3 (text needs quotes here)"),
         ({"labels": "one"}, 'labels: expected a list, got "one"'),
         ({"labels": ["a", 3]}, "labels[1]: expected text, got 3 (text needs quotes here)"),
-        ({"hyperparameters": 3}, "hyperparameters: expected a mapping, got 3"),
         (
             {"data": {"a": [float("inf")]}},
             "data.a[0]: inf cannot be stored as JSON; write it as text, in quotes",
@@ -128,11 +110,6 @@ def problems(**fields: Any) -> list[str]:
             'slots_per_trial: unknown field; did you mean "resources.slots_per_trial"?',
         ),
         ({"zebra": 1}, "zebra: unknown field"),
-        ({"zebra": None}, "zebra: unknown field"),
-        (
-            {"description": "x" * 10, "labels": ["y", {"z": "w"}]},
-            "labels[1]: expected text, got a mapping",
-        ),
         ({"checkpoint_policy": "x" * 99}, f'checkpoint_policy: expected "best", "all" or "none", '
          f'got "{"x" * 57}..."'),
     ],
@@ -170,11 +147,6 @@ def test_all_mistakes_are_listed(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b"", "is empty; expected fields such as entrypoint and searcher"),
-        (b"# nothing\n", "is empty; expected fields such as entrypoint and searcher"),
-        (
-            b"- a\n- b\n",
-            "expected a mapping of fields such as entrypoint and searcher, got a list",
-        ),
         (
             b"just words",
             'expected a mapping of fields such as entrypoint and searcher, got "just words"',

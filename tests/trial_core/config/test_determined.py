@@ -127,14 +127,11 @@ def test_a_config_that_is_sent_does_not_warn_again() -> None:
     [
         "python3 -m determined.launch.deepspeed --trial pkg.model_def:Trial",
         "python3 -m determined.launch.torch_distributed --trial=pkg.model_def:Trial --verbose",
-        ["python3", "-m", "determined.launch.deepspeed", "--trial", "pkg.model_def:Trial"],
     ],
 )
 def test_the_trial_is_read_from_a_launchers_command(command: object) -> None:
     """A warning says that trialflow replaces the launcher."""
-    with pytest.warns(
-        IgnoredFieldWarning, match="only --trial pkg.model_def:Trial is used of"
-    ):
+    with pytest.warns(IgnoredFieldWarning, match="only --trial pkg.model_def:Trial is used of"):
         assert experiment(entrypoint=command).entrypoint == "pkg.model_def:Trial"
 
 
@@ -142,7 +139,6 @@ def test_the_trial_is_read_from_a_launchers_command(command: object) -> None:
     "command",
     [
         "python -m determined.launch.deepspeed python run_clm.py --model gpt2",
-        ["python3", "train.py"],
         "python3 -m determined.launch.deepspeed --trial",
         "python3 train.py --trial 'open quote",
         [],
@@ -158,8 +154,6 @@ def test_a_command_without_a_trial_is_refused(command: object) -> None:
     "search",
     [
         {"type": "int", "minval": 1, "maxval": 3},
-        {"type": "double", "minval": 0.1, "maxval": 0.3},
-        {"type": "log", "base": 10, "minval": -5, "maxval": -1},
         {"type": "categorical", "vals": [1, 2]},
     ],
 )
@@ -213,11 +207,9 @@ def test_an_accelerators_variable_overrides_the_cpus() -> None:
     ("given", "problem"),
     [
         (["A=1", "HUSH"], "[1]: expected NAME=VALUE, got text without a name and ="),
-        (["=HUSH"], "[0]: expected NAME=VALUE, got text without a name and ="),
         ([{"A": "HUSH"}], "[0]: expected NAME=VALUE, got a mapping"),
         ({"cuda": ["HUSH"]}, ".cuda[0]: expected NAME=VALUE, got text without a name and ="),
         ({"A": True}, ".A: expected text, got true or false; put it in quotes"),
-        ({"A": ["HUSH"]}, ".A: expected text, got a list"),
         ("HUSH", ": expected a mapping or a list of NAME=VALUE, got text"),
     ],
 )

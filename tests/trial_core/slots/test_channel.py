@@ -38,7 +38,7 @@ class RecordingListener:
         self.events.put(("joined", peer.rank))
 
     def message_received(self, rank: int, message: Answer | BatchesTrained | LogLines) -> None:
-        self.events.put(("said", rank, message))
+        self.events.put(("received", rank, message))
 
     def rank_disconnected(self, rank: int, protocol_error: str | None) -> None:
         self.events.put(("left", rank, protocol_error))
@@ -67,7 +67,7 @@ def test_requests_and_answers_cross(channel: tuple[Channel, RecordingListener]) 
     driver.send(Envelope(number=7, request=Ping()))
     assert decode_from_driver(rank.receive()) == Envelope(number=7, request=Ping())
     rank.send(Answer(number=7, result=Done()))
-    assert listener.next() == ("said", 1, Answer(number=7, result=Done()))
+    assert listener.next() == ("received", 1, Answer(number=7, result=Done()))
     rank.close()
 
 
@@ -110,7 +110,7 @@ def test_a_duplicate_rank_is_rejected(
     with pytest.raises(EOFError):
         second.receive()
     first.send(LogLines(lines=["still here"]))
-    assert listener.next() == ("said", 0, LogLines(lines=["still here"]))
+    assert listener.next() == ("received", 0, LogLines(lines=["still here"]))
     first.close()
 
 
