@@ -11,7 +11,7 @@ from typing import Any
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.messages import BuildLoaders, BuildTrial, LoadersBuilt, TrialBuilt
-from trial_core.slots.accelerators import slots_to_launch
+from trial_core.slots.accelerators import resolve_slot_count
 from trial_core.slots.group import SlotGroup
 
 ROOT = Path(__file__).parents[1]
@@ -53,7 +53,7 @@ def launched(world_size: int) -> Iterator[SlotGroup]:
     with (
         tempfile.TemporaryDirectory(prefix="benchmark-") as folder,
         SlotGroup(
-            slots_to_launch(world_size),
+            resolve_slot_count(world_size),
             working_dir=ROOT,
             log_dir=Path(folder),
             environment=ENVIRONMENT,

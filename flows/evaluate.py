@@ -28,8 +28,8 @@ from trial_core.errors import (
 )
 from trial_core.retention.claims import claim_run
 from trial_core.run.observer import current_observer
-from trial_core.run.run_dirs import run_folder, slug, trial_id
-from trial_core.run.stop_request import Stopping
+from trial_core.run.run_dirs import locked_run_dir, slug, trial_id
+from trial_core.run.stop_request import StopHandler
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.gpu_slots import gpu_slots
 from trialflow.flows.lifecycle.stop_monitor import StopMonitor
@@ -90,7 +90,7 @@ def evaluate(
     refuse_missing_code(config)
     with (
         gpu_slots(config) as devices,
-        Stopping(settings.grace_seconds) as stopping,
+        StopHandler(settings.grace_seconds) as stopping,
         StopMonitor(stopping, settings.time_budget_seconds) as watch,
     ):
         result = watch.run(
@@ -109,7 +109,7 @@ def evaluate_checkpoint(
     config: ExperimentConfig,
     checkpoint: str | None,
     unique: str,
-    stopping: Stopping,
+    stopping: StopHandler,
     devices: Mapping[str, str],
 ) -> EvaluateResult:
     """Launch the slots, validate on them, and end them. Raises as `evaluate` does.
@@ -122,7 +122,7 @@ def evaluate_checkpoint(
     candidates = _candidates(store, config.name, checkpoint)
     name = trial_id(f"{config.name} evaluation", unique)
     with (
-        run_folder(name, takeover_wait_seconds(config)) as run_dir,
+        locked_run_dir(name, takeover_wait_seconds(config)) as run_dir,
         claim_run(store, name) as claim,
     ):
         run = TrialRun(
@@ -134,7 +134,7 @@ def evaluate_checkpoint(
                 manifest = _fetch_first_intact(run, candidates, checkpoint)
                 build_loaders(run, ResumePoint.warm(manifest, weights_only=True))
                 if validate(run, manifest.progress.batches_trained) is None:
-                    raise Stopped(f"{stopping.asked}, before the validation had ended")
+                    raise Stopped(f"{stopping.request}, before the validation had ended")
         except (RankFailed, Stalled) as failure:
             get_run_logger().error("%s", failure.report())
             raise

@@ -32,7 +32,7 @@ from trial_core.models.journal import (
 from trial_core.models.records import Version
 from trial_core.retention.claims import claim_run
 from trial_core.run.searcher_metric import searcher_metric
-from trial_core.run.stop_request import Stopping
+from trial_core.run.stop_request import StopHandler
 from trialflow.flows.evaluate import EvaluateResult, evaluate_checkpoint
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.gpu_slots import gpu_slots
@@ -95,7 +95,7 @@ def retrain(
         else:
             plan = renew_plan(retraining, existing_plan)
         devices = stack.enter_context(gpu_slots(config))
-        stopping = stack.enter_context(Stopping(config.stopping.grace_seconds))
+        stopping = stack.enter_context(StopHandler(config.stopping.grace_seconds))
         budget_seconds = config.stopping.time_budget_seconds
         watch = stack.enter_context(StopMonitor(stopping, budget_seconds))
         return watch.run(lambda: retrain_model(retraining, plan, stopping, devices))
@@ -132,12 +132,15 @@ class RetrainingAttempt:
     retraining: RetrainingRun
     plan: RetrainingPlan
     champion: Version | None
-    stopping: Stopping
+    stopping: StopHandler
     devices: Mapping[str, str]
 
 
 def retrain_model(
-    retraining: RetrainingRun, plan: RetrainingPlan, stopping: Stopping, devices: Mapping[str, str]
+    retraining: RetrainingRun,
+    plan: RetrainingPlan,
+    stopping: StopHandler,
+    devices: Mapping[str, str],
 ) -> RetrainResult:
     """Validate the champion, train the challenger, compare, promote, report, notify.
 
@@ -170,7 +173,7 @@ def retrain_model(
                 claim.renew(facts.challenger.checkpoint)
                 facts.outcome = decide(attempt, facts.champion_result, facts.challenger)
         if facts.outcome is None:
-            facts.ended = f"stopped: {stopping.asked}"
+            facts.ended = f"stopped: {stopping.request}"
         report = publish_report(facts, retraining)
         result = retrain_result(facts, retraining.run_id, report, stopping)
         if facts.outcome is not None:
@@ -227,7 +230,7 @@ def evaluate_with_restarts(
             return evaluate_checkpoint(config, checkpoint, run_id, stopping, attempt.devices)
         except (RankFailed, Stalled) as failure:
             has_raised = isinstance(failure, RankFailed) and failure.error_type is not None
-            if has_raised or stopping.asked is not None or restarts == config.max_restarts:
+            if has_raised or stopping.request is not None or restarts == config.max_restarts:
                 raise
             restarts += 1
             get_run_logger().warning(
@@ -251,7 +254,7 @@ def trained_challenger(attempt: RetrainingAttempt) -> Challenger | None:
     config = retraining.challenger_config(plan, attempt.champion)
     result = train_trial(config, plan.trial, attempt.stopping, attempt.devices)
     # A trial may also end its training early by itself.
-    if result.stopped_early and attempt.stopping.asked is not None:
+    if result.stopped_early and attempt.stopping.request is not None:
         return None
     return journal.write("challenger", register_challenger(retraining, plan))
 
@@ -280,8 +283,8 @@ def decide(
     verdict = journal.read_or_compute(
         "verdict", PromotionDecision, lambda: compare(retraining, champion, challenger)
     )
-    stop = attempt.stopping.asked
-    if stop is not None and stop.why != "time budget":
+    stop = attempt.stopping.request
+    if stop is not None and stop.reason != "time budget":
         return None
     return journal.write(
         "outcome", promote_challenger(retraining, attempt.plan, challenger, verdict)

@@ -32,12 +32,12 @@ from trial_core.errors import (
 from trial_core.retention.claims import claim_run
 from trial_core.run.observer import current_observer
 from trial_core.run.resume import resume_points
-from trial_core.run.run_dirs import clear_kept, clear_leftovers, run_folder, trial_id
+from trial_core.run.run_dirs import clear_kept, clear_leftovers, locked_run_dir, trial_id
 from trial_core.run.run_loop import TrialResult as TrialResult  # part of the flow's interface
 from trial_core.run.run_loop import Validation, follow_schedule
 from trial_core.run.sequencer import Progress, Schedule
-from trial_core.run.stop_request import Stopping
-from trial_core.slots.accelerators import slots_to_launch
+from trial_core.run.stop_request import StopHandler
+from trial_core.slots.accelerators import resolve_slot_count
 from trial_core.slots.group import SlotGroup
 from trial_core.transfer.staged_checkpoint import StagedCheckpoint
 from trial_core.units import EpochLength, in_batches
@@ -72,7 +72,7 @@ def train(config: ExperimentConfig, trial: str | None = None) -> TrialResult | S
     refuse_missing_code(config)
     with (
         gpu_slots(config) as devices,
-        Stopping(settings.grace_seconds) as stopping,
+        StopHandler(settings.grace_seconds) as stopping,
         StopMonitor(stopping, settings.time_budget_seconds) as watch,
     ):
         result = watch.run(lambda: train_trial(config, trial, stopping, devices))
@@ -100,7 +100,7 @@ def refuse_missing_code(config: ExperimentConfig) -> None:
 
 
 def train_trial(
-    config: ExperimentConfig, trial: str, stopping: Stopping, devices: Mapping[str, str]
+    config: ExperimentConfig, trial: str, stopping: StopHandler, devices: Mapping[str, str]
 ) -> TrialResult:
     """Train a trial until it ends or is asked to stop; restart failed ranks.
 
@@ -115,7 +115,7 @@ def train_trial(
     store.check_writable()
     restarts = Restarts(config.max_restarts)
     with (
-        run_folder(trial, takeover_wait_seconds(config)) as run_dir,
+        locked_run_dir(trial, takeover_wait_seconds(config)) as run_dir,
         Report(config, trial, run_dir, current_observer(), store, stopping) as report,
         claim_run(store, trial, config.searcher.source_checkpoint_uuid) as claim,
     ):
@@ -131,18 +131,18 @@ def train_trial(
                     result = follow_schedule(TrainStages(run, uploads))
             except (RankFailed, Stalled) as failure:
                 get_run_logger().error("%s", failure.report())
-                if stopping.asked is not None:
-                    raise Stopped(f"{stopping.asked}, and while it saved: {failure}") from failure
+                if stopping.request is not None:
+                    raise Stopped(f"{stopping.request}, and while it saved: {failure}") from failure
                 if not restarts.grant(failure, run):
                     raise
                 report.restarting(str(failure), restarts.count, restarts.limit)
                 clear_leftovers(run_dir)
                 if stopping.wait(restarts.pause_seconds):
-                    raise Stopped(f"{stopping.asked}, and no ranks ran") from failure
+                    raise Stopped(f"{stopping.request}, and no ranks ran") from failure
             else:
                 if not result.stopped_early:
                     clear_kept(run_dir)
-                stop_reason = str(stopping.asked) if stopping.asked else None
+                stop_reason = str(stopping.request) if stopping.request else None
                 report.ended(_ending(result.stopped_early, stop_reason), run.tensorboard_url)
                 return replace(
                     result,
@@ -173,13 +173,13 @@ def launch_slots(run: TrialRun) -> SlotGroup:
     """Launch the ranks of `run`. The result is a context manager, which ends them."""
     variables = {**run.config.environment.environment_variables, **run.devices}
     return SlotGroup(
-        slots_to_launch(run.config.resources.slots_per_trial, {**os.environ, **variables}),
+        resolve_slot_count(run.config.resources.slots_per_trial, {**os.environ, **variables}),
         working_dir=run.config.code,
         log_dir=run.run_dir / "logs",
         environment=variables,
         on_batches=run.observer.batches_trained,
         on_log=run.observer.rank_logged,
-        is_unwanted=lambda: run.stopping.asked is not None,
+        should_abort=lambda: run.stopping.request is not None,
     )
 
 
@@ -191,12 +191,12 @@ def stopping_ranks(run: TrialRun) -> Iterator[None]:
         if run.can_save:
             run.slots.stop()
         else:
-            run.slots.abort(f"{run.stopping.asked}, before there was anything to save")
+            run.slots.abort(f"{run.stopping.request}, before there was anything to save")
 
     def end() -> None:
-        run.slots.abort(f"{run.stopping.asked}, and ended before all was saved")
+        run.slots.abort(f"{run.stopping.request}, and ended before all was saved")
 
-    with run.stopping.listening(stop, end):
+    with run.stopping.subscribed(stop, end):
         yield
 
 

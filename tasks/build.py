@@ -35,7 +35,7 @@ def build_trial(run: TrialRun) -> None:
                 storage=run.store.spec,
             ),
             TrialBuilt,
-            stall_seconds=run.config.stopping.silence_seconds,
+            stall_seconds=run.config.stopping.idle_timeout_seconds,
         )[0]
     run.hooks = frozenset(built.hooks)
     run.topology = built.topology
@@ -85,7 +85,7 @@ def _fetch(run: TrialRun, manifest: Manifest, restore: Restore) -> str | None:
         saved_by=manifest.topology,
         restore=restore,
     )
-    stall_seconds = run.config.stopping.silence_seconds
+    stall_seconds = run.config.stopping.idle_timeout_seconds
     fetched = run.slots.request(request, Fetched, stall_seconds=stall_seconds)
     for rank, result in enumerate(fetched):
         if result.problem:
@@ -113,7 +113,7 @@ def build_loaders(run: TrialRun, point: ResumePoint) -> EpochLength | None:
                 saved_by=point.saved_by,
             ),
             LoadersBuilt,
-            stall_seconds=run.config.stopping.silence_seconds,
+            stall_seconds=run.config.stopping.idle_timeout_seconds,
         )[0]
     run.epoch = built.epoch
     return built.epoch

@@ -29,7 +29,7 @@ def run_callbacks(run: TrialRun, hook: str, batches_trained: int, **arguments: A
 def callbacks(run: TrialRun, hook: str, batches_trained: int, arguments: dict[str, Any]) -> None:
     """Call one hook of every callback, on every rank."""
     with run.stage("callbacks", f"{hook} @{batches_trained}"):
-        stall_seconds = run.config.stopping.silence_seconds
+        stall_seconds = run.config.stopping.idle_timeout_seconds
         request = RunHook(hook=hook, arguments=arguments)
         results = run.slots.request(request, HookDone, stall_seconds=stall_seconds)
     run.stop_requested |= any(result.stop_requested for result in results)

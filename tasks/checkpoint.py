@@ -55,7 +55,7 @@ def checkpoint_save(run: TrialRun, progress: Progress) -> StagedCheckpoint:
     """Stage a checkpoint on every rank. Training may continue when this returns."""
     uuid = str(uuids.uuid4())
     with run.stage("checkpoint-save", f"@{progress.batches_trained}"):
-        stall_seconds = run.config.stopping.silence_seconds
+        stall_seconds = run.config.stopping.idle_timeout_seconds
         saved = run.slots.request(SaveCheckpoint(uuid=uuid), Saved, stall_seconds=stall_seconds)
     run.writes_run_files |= any(rank.writes_run_files for rank in saved)
     run.stop_requested |= any(rank.stop_requested for rank in saved)
@@ -131,6 +131,6 @@ def _upload_stall_seconds(run: TrialRun) -> float | None:
 
     This one detects a rank that is stopped, or hangs outside the transfer.
     """
-    silence = run.config.stopping.silence_seconds
+    silence = run.config.stopping.idle_timeout_seconds
     transfer = run.config.checkpointing.stall_timeout_seconds
     return None if silence is None or transfer is None else silence + transfer

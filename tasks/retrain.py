@@ -20,7 +20,7 @@ from prefect.logging import get_run_logger
 
 from trial_core.checkpoint.manifest import utc_now
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.config import ExperimentConfig, home_folder
+from trial_core.config import ExperimentConfig
 from trial_core.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -42,8 +42,8 @@ from trial_core.models.journal import (
 from trial_core.models.records import Version
 from trial_core.models.registry import Registry
 from trial_core.retention.policy import own_metric
-from trial_core.run.run_dirs import trial_id
-from trial_core.run.stop_request import Stopping
+from trial_core.run.run_dirs import home_folder, trial_id
+from trial_core.run.stop_request import StopHandler
 from trialflow.tasks.model_events import outcome_event, send
 from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
 
@@ -71,7 +71,7 @@ class RetrainingRun:
     def __init__(self, config: ExperimentConfig, run_id: str) -> None:
         storage, searcher = config.checkpoint_storage, config.searcher
         self.config = config
-        self.settings = config.retrained()
+        self.settings = config.effective_retraining()
         self.model = self.settings.model
         self.rule = PromotionRule(searcher.metric, searcher.smaller_is_better, self.settings.margin)
         self.store = CheckpointStore(storage.url, storage.options)
@@ -277,7 +277,7 @@ def send_event(retraining: RetrainingRun, outcome: Mapping[str, Any]) -> None:
 
 @task(name="callback", task_run_name="callback {function}", cache_policy=NO_CACHE)
 def run_callback(
-    retraining: RetrainingRun, function: str, outcome: Mapping[str, Any], stopping: Stopping
+    retraining: RetrainingRun, function: str, outcome: Mapping[str, Any], stopping: StopHandler
 ) -> str | None:
     """Call one of the experiment's callbacks. Returns what failed; None: it returned."""
     should_cancel = grace_timer(stopping, retraining.config.stopping.grace_seconds)
@@ -307,7 +307,7 @@ def _call_callback(
     )  # fmt: skip
 
 
-def grace_timer(stopping: Stopping, grace_seconds: float) -> Callable[[], bool]:
+def grace_timer(stopping: StopHandler, grace_seconds: float) -> Callable[[], bool]:
     """A function that tells whether a stop was requested and its grace period is over.
 
     The period starts when the function first sees the request. `Stopping` itself has a deadline
@@ -316,7 +316,7 @@ def grace_timer(stopping: Stopping, grace_seconds: float) -> Callable[[], bool]:
     first_seen: list[float] = []
 
     def is_over() -> bool:
-        if stopping.asked is not None and not first_seen:
+        if stopping.request is not None and not first_seen:
             first_seen.append(time.monotonic())
         is_late = bool(first_seen) and time.monotonic() - first_seen[0] >= grace_seconds
         return is_late or stopping.has_expired

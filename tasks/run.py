@@ -15,7 +15,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.retention.claims import RunClaim
 from trial_core.run.observer import Observer
-from trial_core.run.stop_request import Stopping
+from trial_core.run.stop_request import StopHandler
 from trial_core.slots.group import SlotGroup
 from trial_core.units import EpochLength
 
@@ -56,7 +56,7 @@ class TrialRun:
         run_dir: Path,
         store: CheckpointStore,
         observer: Observer,
-        stopping: Stopping | None = None,
+        stopping: StopHandler | None = None,
         claim: RunClaim | None = None,
         fence: Fence | None = None,
         devices: Mapping[str, str] | None = None,
@@ -67,7 +67,7 @@ class TrialRun:
         self.run_dir = run_dir
         self.store = store
         self.observer = observer
-        self.stopping = stopping or Stopping(0)
+        self.stopping = stopping or StopHandler(0)
         self.claim = claim or RunClaim(store, trial)
         self.fence = fence
         self.devices = devices or {}
@@ -87,7 +87,7 @@ class TrialRun:
     @property
     def should_stop(self) -> bool:
         """Whether to save and end, because the trial or a stop request asks for it."""
-        return self.stop_requested or self.stopping.asked is not None
+        return self.stop_requested or self.stopping.request is not None
 
     @contextmanager
     def stage(self, name: str, detail: str) -> Iterator[None]:

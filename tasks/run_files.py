@@ -28,7 +28,7 @@ def upload_run_files(run: TrialRun, batches_trained: int) -> str:
         StorageError: the files cannot be stored. They are still in the run's folder.
     """
     with run.stage("upload-run-files", f"@{batches_trained}"):
-        stall_seconds = run.config.stopping.silence_seconds
+        stall_seconds = run.config.stopping.idle_timeout_seconds
         stored = run.slots.request(FinishRunFiles(), RunFilesStored, stall_seconds=stall_seconds)
         problem = next((rank.problem for rank in stored if rank.problem), None)
         if problem:

@@ -24,7 +24,7 @@ def validate(run: TrialRun, batches_trained: int) -> float | None:
     run.stop_requested |= any(result.stop_requested for result in results)
     if results[0].is_broken_off:
         get_run_logger().info(
-            "validation at %d ended early: %s", batches_trained, run.stopping.asked
+            "validation at %d ended early: %s", batches_trained, run.stopping.request
         )
         return None
     metrics = results[0].metrics

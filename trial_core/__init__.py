@@ -1,8 +1,8 @@
-"""Training of a user's trial, by workloads: the library under the flows. Knows no Prefect.
+"""Trains a user's trial. The library below the flows; it does not use Prefect.
 
 A Determined user changes ``determined.pytorch.deepspeed`` to ``trial_core.deepspeed`` and
-``determined.pytorch`` to ``trial_core.pytorch``; docs/reference/determined-names.md lists every
-name. Names are imported when they are first used, so that importing the package costs nothing.
+``determined.pytorch`` to ``trial_core.pytorch``; docs/reference/determined-names.md lists
+all names. Names are imported on first use, so importing the package is cheap.
 """
 
 from __future__ import annotations

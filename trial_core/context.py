@@ -1,4 +1,4 @@
-"""`TrialContext`: what every trial can ask, whatever engine trains it. Follows Determined's."""
+"""`TrialContext`: a trial's access to its run, for every kind of trial. Follows Determined's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from typing_extensions import Self
 
 from trial_core.config.determined import hyperparameters
-from trial_core.config.error_text import explain
+from trial_core.config.error_text import error_lines
 from trial_core.distributed import DistributedContext
 from trial_core.errors import ConfigError, TrialError
 from trial_core.run.instruments import Instruments
@@ -24,13 +24,13 @@ DEBUGGED_TRIAL = "debug-00000000"
 
 @dataclass
 class RunInfo:
-    """Where a context's answers come from; the controller keeps it up to date.
+    """The state that a context reads; the controller keeps it up to date.
 
     Attributes:
         trial: the trial's id, ``name-1a2b3c4d``.
         experiment: the experiment configuration, as plain data.
-        batches_trained: batches trained so far; inside `train_batch`, the current batch's index.
-        epoch: how long an epoch is, once the loaders are built and if they have a length.
+        batches_trained: batches trained so far; in `train_batch`, the current batch's index.
+        epoch: the length of an epoch; None before the loaders are built, or if they have none.
         stop_requested: whether the trial has asked to save and end.
         instruments: the TensorBoard writer and the profiler of this rank.
     """
@@ -44,17 +44,17 @@ class RunInfo:
 
     @property
     def experiment_seed(self) -> int:
-        """The seed of everything random."""
+        """The seed of all random generators."""
         return int((self.experiment.get("reproducibility") or {}).get("experiment_seed") or 0)
 
 
 class TrialContext:
-    """Runtime information for a trial. Constructed by the controller, on every rank.
+    """Runtime information for a trial. The controller creates one on every rank.
 
-    Nothing here is a collective. What it hands out is a copy: to change it changes nothing.
+    No method here is a collective. Returned configuration is a copy.
 
     Attributes:
-        distributed: which rank this is, and collectives with the others.
+        distributed: which rank this is, and collectives of small objects.
     """
 
     def __init__(self, info: RunInfo, distributed: DistributedContext) -> None:
@@ -64,28 +64,28 @@ class TrialContext:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """A context for debugging a trial in a script or notebook of its own, outside any run.
+        """A context for debugging a trial in a script or notebook, outside a run.
 
-        Nothing is saved, reported or uploaded; TensorBoard files go to a temporary folder. In plain
-        Python there is a single rank; under torchrun or ``deepspeed``, theirs.
+        Nothing is saved, reported or uploaded; TensorBoard files go to a temporary folder. Plain
+        Python has one rank; torchrun and ``deepspeed`` may start several.
 
         Args:
-            config: an experiment configuration; only what the trial asks for must be in it.
+            config: an experiment configuration; it needs only the fields that the trial reads.
 
         Raises:
-            ConfigError: a hyperparameter is a range to search, and a trial needs a value.
+            ConfigError: a hyperparameter is a search range instead of a value.
         """
         try:
             hparams = hyperparameters(dict(config.get("hyperparameters") or {}))
         except ValidationError as error:
-            raise ConfigError(f"hyperparameters: {'; '.join(explain(error))}") from error
+            raise ConfigError(f"hyperparameters: {'; '.join(error_lines(error))}") from error
         experiment = {**copy.deepcopy(dict(config)), "hyperparameters": hparams}
         distributed = DistributedContext.from_environment()
         return cls(RunInfo(DEBUGGED_TRIAL, experiment), distributed)
 
     @property
     def run_info(self) -> RunInfo:
-        """Where the answers come from; for the controller, which keeps it up to date."""
+        """The state that this context reads; for the controller, which keeps it up to date."""
         return self._info
 
     # -------------------------------------------------------------- the experiment and trial
@@ -106,7 +106,7 @@ class TrialContext:
         """One hyperparameter.
 
         Raises:
-            TrialError: there is none of that name.
+            TrialError: the experiment does not set it.
         """
         hparams = self._info.experiment.get("hyperparameters") or {}
         if name not in hparams:
@@ -118,60 +118,64 @@ class TrialContext:
         return copy.deepcopy(hparams[name])
 
     def get_trial_id(self) -> int:
-        """A number that identifies this trial: the hexadecimal end of its id."""
+        """A number that identifies this trial, from the hexadecimal end of its id."""
         return int(self._info.trial.rpartition("-")[2], 16)
 
     def get_experiment_id(self) -> int:
-        """A number that identifies the experiment: the same for every run of the same name."""
+        """A number that identifies the experiment: equal for all runs with the same name."""
         return zlib.crc32(str(self._info.experiment.get("name")).encode())
 
     # ------------------------------------------------------------------- where training is
 
     def get_stop_requested(self) -> bool:
-        """Whether the trial has asked, on this rank, to save and end.
+        """Whether the trial has requested a stop on this rank.
 
-        What others ask for (another rank's trial, Cancel, a signal) is not told here.
+        Not set by other stop requests: another rank's trial, Cancel, a signal.
         """
         return self._info.stop_requested
 
     def set_stop_requested(self, stop_requested: bool) -> None:
-        """Ask the trial to finish its batch, save a checkpoint, and end. Any rank may.
+        """Have the run finish its batch, save a checkpoint and end. Any rank may call it.
 
-        All ranks end after the same batch: this one, or the next where one has begun it by then.
-        A validation is finished. Once a batch has ended with it, there is no way back.
+        All ranks end after the same batch: this one, or the next if a rank has begun it already.
+        A validation is finished first. The request cannot be withdrawn after the batch has ended.
 
         Raises:
-            TrialError: `stop_requested` is no bool.
+            TrialError: `stop_requested` is not a bool.
         """
         if not isinstance(stop_requested, bool):
             raise TrialError(f"set_stop_requested takes a bool, got {stop_requested!r}")
         self._info.stop_requested = stop_requested
 
     def current_train_batch(self) -> int:
-        """Index of the batch being trained, from 0, over the whole life of the trial."""
+        """Index of the batch being trained, from 0, counted over all runs of the trial."""
         return self._info.batches_trained
 
     def is_epoch_start(self) -> bool:
         """Whether the current batch is the first to begin in its epoch.
 
         Raises:
-            TrialError: nobody knows how long an epoch is; as of `is_epoch_end`.
+            TrialError: the length of an epoch is unknown.
         """
         batch, epoch = self._info.batches_trained, self._known_epoch("is_epoch_start")
         return batch == 0 or epoch.epoch_of(batch) != epoch.epoch_of(batch - 1)
 
     def is_epoch_end(self) -> bool:
-        """Whether the current batch is the last to begin in its epoch."""
+        """Whether the current batch is the last to begin in its epoch.
+
+        Raises:
+            TrialError: the length of an epoch is unknown.
+        """
         batch, epoch = self._info.batches_trained, self._known_epoch("is_epoch_end")
         return epoch.epoch_of(batch + 1) != epoch.epoch_of(batch)
 
     # ------------------------------------------------------------- TensorBoard and profiling
 
     def get_tensorboard_writer(self) -> Any:
-        """This rank's `torch.utils.tensorboard.SummaryWriter`, always the same one.
+        """This rank's `torch.utils.tensorboard.SummaryWriter`, the same one on every call.
 
-        Its event files are uploaded with the run. From here on the metrics that the run reports
-        are written to it as well, as ``training/…`` and ``validation/…``, by rank 0.
+        Its event files are uploaded with the run. From now on, rank 0 also writes the reported
+        metrics to it, as ``training/…`` and ``validation/…``.
 
         Raises:
             TrialError: TensorBoard is not installed.
@@ -179,18 +183,17 @@ class TrialContext:
         return self._info.instruments.writer()
 
     def get_tensorboard_path(self) -> Path:
-        """This rank's folder for TensorBoard; what is written there is uploaded with the run."""
+        """This rank's folder for TensorBoard; its files are uploaded with the run."""
         return self._info.instruments.folder()
 
     def set_enable_tensorboard_logging(self, enable_tensorboard_logging: bool) -> None:
-        """Whether TensorBoard is served automatically: reported metrics written, files uploaded.
+        """Switch automatic TensorBoard logging: reported metrics are written, files are uploaded.
 
-        False leaves files where they are, on this machine. True writes the reported metrics also
-        for a trial that never asks for a writer. Call it on every rank, in ``__init__``.
+        False keeps the files on this machine. True writes reported metrics even if the trial never
+        calls `get_tensorboard_writer`. Call it on every rank, in ``__init__``.
 
         Raises:
-            TrialError: `enable_tensorboard_logging` is no bool; or it is to be on, and TensorBoard
-                is not installed.
+            TrialError: the value is not a bool; or it is True and TensorBoard is not installed.
         """
         if not isinstance(enable_tensorboard_logging, bool):
             raise TrialError(
@@ -199,18 +202,18 @@ class TrialContext:
         self._info.instruments.set_automatic(enable_tensorboard_logging)
 
     def get_enable_tensorboard_logging(self) -> bool:
-        """Whether files for TensorBoard are uploaded with the run; True unless switched off."""
+        """Whether TensorBoard files are uploaded with the run; True by default."""
         return self._info.instruments.automatic
 
     def set_profiler(self, *args: Any, **kwargs: Any) -> None:
-        """Profile training with `torch.profiler.profile`, made of these arguments.
+        """Profile training with `torch.profiler.profile` and these arguments.
 
-        Call it in ``__init__``, on the ranks to profile. It starts with training, steps after
-        every batch, and stops at the end; ``on_trace_ready`` is overridden: traces go where
-        TensorBoard's files go, and are uploaded with them.
+        Call it in ``__init__``, on the ranks to profile. The profiler starts with training, steps
+        after every batch and stops at the end. ``on_trace_ready`` is replaced: traces go to the
+        TensorBoard folder and are uploaded with it.
 
         Raises:
-            TrialError: a profiler is running already.
+            TrialError: a profiler is already running.
         """
         self._info.instruments.set_profiler(*args, **kwargs)
 
@@ -219,7 +222,7 @@ class TrialContext:
     def _known_epoch(self, question: str) -> EpochLength:
         if self._info.epoch is None:
             raise TrialError(
-                f"{question}() needs to know how long an epoch is, but the training loader has no "
-                "length (or is not built yet); return a loader that has a len()"
+                f"{question}() needs the length of an epoch, but the training loader has no length "
+                "(or is not built yet); return a loader that has a len()"
             )
         return self._info.epoch

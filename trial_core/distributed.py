@@ -1,9 +1,9 @@
-"""`DistributedContext`: who this process is among all the ranks, and small-object collectives.
+"""`DistributedContext`: which rank this process is, and collectives of small objects.
 
-Follows `determined.core.DistributedContext`. The collectives carry any picklable object between
-the ranks of one run, over a CPU process group of their own, so that they do not occupy the
-accelerator, and with a deadline, so that a rank that never comes does not make the others wait for
-ever: they raise, and say who was missing. They are for coordination, not for tensors in a step.
+Follows `determined.core.DistributedContext`. The collectives exchange picklable objects between
+the ranks of one run. They use their own CPU process group, not the accelerator. They have a
+deadline: if a rank does not come, the others raise and name it. Use them for coordination, not for
+tensors in a training step.
 """
 
 from __future__ import annotations
@@ -17,51 +17,50 @@ import torch.distributed as dist
 
 from trial_core.errors import TrialError
 from trial_core.exchange import Exchange
+from trial_core.run.timeouts import COLLECTIVE_SECONDS
 
 DEADLINE_VARIABLE = "TRIALFLOW_COLLECTIVE_SECONDS"
-DEFAULT_DEADLINE_SECONDS = 1800.0
 
-# What torchrun and trialflow's launcher set, and what DeepSpeed's launcher calls the same.
+# First the names of torchrun and trialflow, then those of DeepSpeed's launcher.
 _LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 _CROSS_RANK = ("GROUP_RANK", "CROSS_RANK")
 _CROSS_SIZE = ("CROSS_SIZE",)
 
 _LAUNCHED = ("WORLD_SIZE", "RANK", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
-ALONE = {
+SINGLE_RANK_ENVIRONMENT = {
     "RANK": "0",
     "LOCAL_RANK": "0",
     "WORLD_SIZE": "1",
     "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "0",  # any free one
+    "MASTER_PORT": "0",  # any free port
 }
-"""What a process that no launcher has started must find in its environment, or DeepSpeed looks for
-MPI."""
+"""The environment of a process that no launcher has started. Without it, DeepSpeed tries MPI."""
 
 
 def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher has told this process which rank it is."""
+    """Whether a launcher has set this process's rank."""
     return any(name in environment for name in _LAUNCHED)
 
 
 class DistributedContext:
     """Rank information and object collectives.
 
-    A collective is called by every rank (its ``_local`` form by every rank of one machine), in the
-    same order. It needs torch.distributed to be initialised, unless there is a single rank. The
-    first one of all must be one that every rank calls, or `connect`: it sets up the groups.
+    Every rank calls a collective (its ``_local`` form: every rank of a machine), in the same order.
+    With several ranks, torch.distributed must be initialised. The first collective creates the
+    process groups, so it must not be a ``_local`` one, unless `connect` was called.
 
     Args:
-        rank: index of this process among all, 0 to `size` - 1.
-        size: number of processes, all machines together.
+        rank: index of this process, 0 to `size` - 1.
+        size: number of processes on all machines.
         local_rank: index of this process on its machine.
         local_size: number of processes on this machine.
         cross_rank: index of this machine.
         cross_size: number of machines.
-        chief_ip, pub_port, pull_port, port_offset, force_tcp: accepted as in the reference, and
-            not used: the ranks have met through torch.distributed already.
-        deadline_seconds: how long a collective waits for other ranks; by default
-            ``TRIALFLOW_COLLECTIVE_SECONDS`` of the environment, or else half an hour.
+        chief_ip, pub_port, pull_port, port_offset, force_tcp: accepted as in the reference, but
+            not used: torch.distributed has connected the ranks already.
+        deadline_seconds: how long a collective waits for other ranks. Default: the environment
+            variable ``TRIALFLOW_COLLECTIVE_SECONDS``, else half an hour.
 
     Raises:
         TrialError: the numbers contradict each other.
@@ -94,24 +93,24 @@ class DistributedContext:
         self.cross_size = cross_size
         self.chief_ip = chief_ip
         self._deadline_seconds = _deadline(deadline_seconds)
-        self._everyone: Exchange | None = None
+        self._all_ranks: Exchange | None = None
         self._machine: Exchange | None = None
 
     # ------------------------------------------------------------------------- constructors
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> DistributedContext:
-        """From the variables of whichever launcher; a single rank where there are none."""
+        """From any launcher's environment variables; a single rank if there are none."""
         if "WORLD_SIZE" not in environment:
             environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         return cls._read(environment, None, "from_environment", "torchrun")
 
     @classmethod
     def from_torch_distributed(cls, chief_ip: str | None = None) -> DistributedContext:
-        """From the variables that torchrun sets.
+        """From the environment variables of torchrun.
 
         Args:
-            chief_ip: accepted as in the reference; torch.distributed knows where to meet.
+            chief_ip: accepted as in the reference, but not used.
 
         Raises:
             TrialError: this process was not started by torchrun.
@@ -120,10 +119,10 @@ class DistributedContext:
 
     @classmethod
     def from_deepspeed(cls, chief_ip: str | None = None) -> DistributedContext:
-        """From the variables that DeepSpeed's launcher sets.
+        """From the environment variables of DeepSpeed's launcher.
 
         Args:
-            chief_ip: accepted as in the reference; torch.distributed knows where to meet.
+            chief_ip: accepted as in the reference, but not used.
 
         Raises:
             TrialError: this process was not started by ``deepspeed``.
@@ -132,14 +131,14 @@ class DistributedContext:
 
     @classmethod
     def from_horovod(cls, hvd: Any, chief_ip: str | None = None) -> NoReturn:
-        """Refused: kept so that a trial which is moved here is told what to do.
+        """Not supported; raises an error that names the alternatives.
 
         Raises:
             TrialError: always.
         """
         raise TrialError(
-            "from_horovod: Horovod is not supported, it has had no release since 2023; start the "
-            "ranks with trialflow, torchrun or deepspeed instead, and call "
+            "from_horovod: Horovod is not supported (its last release was in 2023); start the "
+            "ranks with trialflow, torchrun or deepspeed, and call "
             "DistributedContext.from_torch_distributed() or .from_deepspeed()"
         )
 
@@ -153,8 +152,8 @@ class DistributedContext:
                     return _parsed(name, environment[name])
             if default is None:
                 raise TrialError(
-                    f"{caller}: {names[0]} is not set in the environment; it is set where "
-                    f"`{launcher}` starts the script"
+                    f"{caller}: {names[0]} is not set in the environment; start the script with "
+                    f"`{launcher}`, which sets it"
                 )
             return default
 
@@ -183,16 +182,16 @@ class DistributedContext:
 
     @property
     def local_ranks(self) -> range:
-        """The ranks on this machine: every launcher numbers those of a machine in a row."""
+        """The ranks on this machine: every launcher gives them consecutive numbers."""
         first = self.rank - self.local_rank
         return range(first, first + self.local_size)
 
     def get_size(self) -> int:
-        """Number of slots that the trial runs on."""
+        """Number of slots of the trial."""
         return self.size
 
     def get_num_agents(self) -> int:
-        """Number of machines that the trial runs on."""
+        """Number of machines of the trial."""
         return self.cross_size
 
     # -------------------------------------------------------------------------- collectives
@@ -200,49 +199,49 @@ class DistributedContext:
     def connect(self) -> None:
         """Create the process groups of the collectives. Collective: every rank calls this.
 
-        The first collective does it by itself; a second call does nothing.
+        The first collective calls it; a second call does nothing.
 
         Raises:
-            TrialError: torch.distributed is not initialised, or has another number of ranks; or
-                the ranks do not agree on which machine they are.
-            DeadlineExceeded: a rank did not come.
+            TrialError: torch.distributed is not initialised, or has a different number of ranks;
+                or the ranks disagree about the machines.
+            DeadlineExceeded: a rank did not call it in time.
         """
-        if self.size == 1 or self._everyone is not None:
+        if self.size == 1 or self._all_ranks is not None:
             return
         if not dist.is_initialized():
             raise TrialError(
                 "a collective of context.distributed was called before torch.distributed was "
                 "initialised; call deepspeed.init_distributed() first (with "
-                "TRIALFLOW_MANUAL_INIT_DISTRIBUTED=1 that is the trial's own business)"
+                "TRIALFLOW_MANUAL_INIT_DISTRIBUTED=1, the trial must do it)"
             )
         if dist.get_world_size() != self.size:
             raise TrialError(
-                f"torch.distributed was initialised for {dist.get_world_size()} ranks, and the "
-                f"environment says {self.size} (WORLD_SIZE)"
+                f"torch.distributed was initialised for {dist.get_world_size()} ranks, but "
+                f"WORLD_SIZE is {self.size}; initialise it for as many ranks as were launched"
             )
-        everyone = Exchange("all", range(self.size), self.rank, self._deadline_seconds)
-        machine_of = everyone.allgather("connect", self.cross_rank)
+        all_ranks = Exchange("all", range(self.size), self.rank, self._deadline_seconds)
+        machine_of = all_ranks.allgather("connect", self.cross_rank)
         machines = {
             machine: [rank for rank in range(self.size) if machine_of[rank] == machine]
             for machine in sorted(set(machine_of))
         }
         self._check_machine(machines[self.cross_rank])
         if len(machines) == 1:
-            self._machine = everyone
+            self._machine = all_ranks
         else:
-            # Every rank takes part in creating every group: torch.distributed asks for that.
+            # torch.distributed requires that every rank takes part in creating every group.
             exchanges = {
                 machine: Exchange(f"machine {machine}", ranks, self.rank, self._deadline_seconds)
                 for machine, ranks in machines.items()
             }
             self._machine = exchanges[self.cross_rank]
-        self._everyone = everyone
+        self._all_ranks = all_ranks
 
     def allgather(self, stuff: Any) -> list[Any]:
-        """Everybody's `stuff`, in the order of ranks. Collective: every rank calls this.
+        """The `stuff` of all ranks, in their order. Collective: every rank calls this.
 
         Raises:
-            DeadlineExceeded: a rank did not come; as of every collective here.
+            DeadlineExceeded: a rank did not call it in time. Every collective raises this.
         """
         exchange = self._exchange_of_all()
         return exchange.allgather("allgather", stuff) if exchange else [stuff]
@@ -253,12 +252,12 @@ class DistributedContext:
         return exchange.allgather("allgather_local", stuff) if exchange else [stuff]
 
     def gather(self, stuff: Any) -> list[Any] | None:
-        """Everybody's `stuff` on rank 0, None elsewhere. Collective: every rank calls this."""
+        """The `stuff` of all ranks on rank 0, else None. Collective: every rank calls this."""
         exchange = self._exchange_of_all()
         return exchange.gather("gather", stuff) if exchange else [stuff]
 
     def gather_local(self, stuff: Any) -> list[Any] | None:
-        """The machine's `stuff` on its local rank 0, None elsewhere. Collective per machine."""
+        """The machine's `stuff` on its local rank 0, else None. Collective: its ranks call this."""
         exchange = self._exchange_of_machine()
         return exchange.gather("gather_local", stuff) if exchange else [stuff]
 
@@ -268,7 +267,7 @@ class DistributedContext:
         return exchange.broadcast("broadcast", stuff) if exchange else stuff
 
     def broadcast_local(self, stuff: Any = None) -> Any:
-        """The `stuff` of this machine's local rank 0. Collective: the machine's ranks call this."""
+        """The `stuff` of the machine's local rank 0. Collective: its ranks call this."""
         exchange = self._exchange_of_machine()
         return exchange.broadcast("broadcast_local", stuff) if exchange else stuff
 
@@ -276,7 +275,7 @@ class DistributedContext:
 
     def _exchange_of_all(self) -> Exchange | None:
         self.connect()
-        return self._everyone
+        return self._all_ranks
 
     def _exchange_of_machine(self) -> Exchange | None:
         if self.local_size == 1:
@@ -287,15 +286,15 @@ class DistributedContext:
     def _check_machine(self, ranks: list[int]) -> None:
         if len(ranks) != self.local_size:
             raise TrialError(
-                f"rank {self.rank} has local_size {self.local_size}, but the ranks that say they "
-                f"are on machine {self.cross_rank} are {ranks}; LOCAL_WORLD_SIZE and GROUP_RANK "
-                "must describe the same machines on every rank"
+                f"rank {self.rank} has local_size {self.local_size}, but the ranks of machine "
+                f"{self.cross_rank} are {ranks}; LOCAL_WORLD_SIZE and GROUP_RANK must be "
+                "consistent on all ranks"
             )
 
 
 def _check_within(name: str, value: int, of: str, count: int) -> None:
     if not 0 <= value < count:
-        raise TrialError(f"{name} must be 0 or more and less than {of}, got {value} of {count}")
+        raise TrialError(f"{name} must be at least 0 and less than {of}, got {value} of {count}")
 
 
 def _parsed(name: str, text: str) -> int:
@@ -307,7 +306,7 @@ def _parsed(name: str, text: str) -> int:
 
 def _deadline(seconds: float | None) -> float:
     if seconds is None:
-        text = os.environ.get(DEADLINE_VARIABLE, str(DEFAULT_DEADLINE_SECONDS))
+        text = os.environ.get(DEADLINE_VARIABLE, str(COLLECTIVE_SECONDS))
         try:
             seconds = float(text)
         except ValueError:

@@ -1,6 +1,4 @@
-"""Every error trialflow raises on purpose.
-
-Each message says what was seen, what was expected, and what to do about it::
+"""The errors of trialflow. Each message says what was seen, what was expected, and what to do::
 
     TrialflowError
     ├── ConfigError            the experiment YAML cannot be used as written
@@ -9,21 +7,20 @@ Each message says what was seen, what was expected, and what to do about it::
     │   ├── LaunchError        a slot group could not be started
     │   ├── RankFailed         a rank died, or its workload raised
     │   ├── DeadlineExceeded   ranks are alive but did not answer in time
-    │   ├── Stalled            ranks are alive but get no further
-    │   └── Stopped            the ranks were ended because the run was asked to stop
-    ├── CheckpointError        anything about stored checkpoints
+    │   ├── Stalled            ranks are alive but make no progress
+    │   └── Stopped            the ranks were killed because the run was asked to stop
+    ├── CheckpointError        an error of stored checkpoints
     │   ├── StorageError       the storage cannot be reached, read or written
-    │   ├── CheckpointNotFound no committed checkpoint answers to that name
-    │   ├── CheckpointDamaged  a file differs from what its manifest promises
+    │   ├── CheckpointNotFound no committed checkpoint has that name
+    │   ├── CheckpointDamaged  a file does not match its manifest
     │   └── CommitConflict     another writer has committed under the same name
-    │       └── Superseded     another attempt has taken the trial over
-    └── RegistryError          anything about models, their versions and aliases
-        ├── ModelNotFound      no model, or no version of it, answers to that name
-        ├── PromotionConflict  somebody else has moved the model's aliases meanwhile
-        └── PromotionRefused   the model's aliases cannot be moved so
+    │       └── Superseded     another attempt has taken over the trial
+    └── RegistryError          an error of models, their versions and aliases
+        ├── ModelNotFound      no model, or no version of it, has that name
+        ├── PromotionConflict  another process has moved the model's aliases meanwhile
+        └── PromotionRefused   the model's aliases cannot be moved like this
 
-``RankFailed`` carries what a person needs to find the cause: see its attributes. The other
-classes carry their message alone.
+``RankFailed`` and ``Stalled`` have attributes; the other classes only have a message.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from typing import Any
 
 
 class TrialflowError(Exception):
-    """Base of every error that trialflow raises on purpose."""
+    """Base of every error of trialflow."""
 
 
 class ConfigError(TrialflowError):
@@ -43,14 +40,14 @@ class ConfigError(TrialflowError):
 
 
 class TrialError(TrialflowError):
-    """The user's trial breaks a rule of the trial API. Raised on the ranks, shown by the driver."""
+    """The user's trial breaks a rule of the trial API. Raised on a rank, reported by the driver."""
 
 
 class SlotsError(TrialflowError):
     """The slot group could not be started or used."""
 
     def report(self) -> str:
-        """All that is known of it, for a log."""
+        """The message and all details, for a log."""
         return str(self)
 
 
@@ -63,10 +60,10 @@ class DeadlineExceeded(SlotsError):
 
 
 class Stalled(SlotsError):
-    """Ranks are alive but get no further; they were ended.
+    """Ranks are alive but make no progress; they were killed.
 
     Attributes:
-        stacks: where each rank's main thread was, as text, by rank.
+        stacks: the stack of each rank's main thread, as text.
     """
 
     def __init__(self, message: str, stacks: Sequence[str] = ()) -> None:
@@ -74,19 +71,21 @@ class Stalled(SlotsError):
         self.stacks = tuple(stacks)
 
     def report(self) -> str:
-        """The message, and where each rank's main thread was."""
+        """The message, and the stack of each rank's main thread."""
         return "\n".join(
             [str(self), *(f"rank {rank}:\n{stack}" for rank, stack in enumerate(self.stacks))]
         )
 
 
 class Stopped(SlotsError):
-    """The ranks were ended as they are because the run was asked to stop. What was not saved by
-    then is lost; the last committed checkpoint is not."""
+    """The ranks were killed because the run was asked to stop.
+
+    Progress since the last committed checkpoint is lost.
+    """
 
 
 class CheckpointError(TrialflowError):
-    """Anything about stored checkpoints."""
+    """An error of stored checkpoints."""
 
 
 class StorageError(CheckpointError):
@@ -94,11 +93,11 @@ class StorageError(CheckpointError):
 
 
 class CheckpointNotFound(CheckpointError):
-    """No committed checkpoint answers to that name."""
+    """No committed checkpoint has that name."""
 
 
 class CheckpointDamaged(CheckpointError):
-    """A stored file differs from what its manifest promises."""
+    """A stored file does not match its manifest."""
 
 
 class CommitConflict(CheckpointError):
@@ -106,23 +105,23 @@ class CommitConflict(CheckpointError):
 
 
 class Superseded(CommitConflict):
-    """Another attempt has taken the trial over: this one was presumed dead, and may not commit."""
+    """Another attempt has taken over the trial; this one was presumed dead and cannot commit."""
 
 
 class RegistryError(TrialflowError):
-    """Anything about models, their versions and aliases."""
+    """An error of models, their versions and aliases."""
 
 
 class ModelNotFound(RegistryError):
-    """No model, or no version of it, answers to that name."""
+    """No model, or no version of it, has that name."""
 
 
 class PromotionConflict(RegistryError):
-    """Somebody else has moved the model's aliases meanwhile: says who, when, to what."""
+    """Another process has moved the model's aliases meanwhile; the message has the details."""
 
 
 class PromotionRefused(RegistryError):
-    """The model's aliases cannot be moved so, whoever else does what."""
+    """The model's aliases cannot be moved like this, also without a conflict."""
 
 
 class RankFailed(SlotsError):
@@ -131,15 +130,15 @@ class RankFailed(SlotsError):
     Attributes:
         rank: the rank that failed first.
         host: the machine it ran on.
-        during: the workload it was running, in words.
-        exit_code: its exit code, when it exited by itself.
-        signal_name: the signal that ended it (``"SIGKILL"``), when one did.
-        error_type: the class name of the exception it raised, when it raised one.
-        is_ours: whether that exception is a `TrialflowError`: the user's classes have names too.
+        during: the name of the workload it was running.
+        exit_code: its exit code, if it exited by itself.
+        signal_name: the signal that killed it (``"SIGKILL"``), if one did.
+        error_type: the class name of the exception it raised, if it raised one.
+        is_ours: whether that exception is a `TrialflowError`; users may reuse the name.
         error_message: that exception's message.
         rank_traceback: that exception's traceback, as text.
         log_tail: the last lines of the rank's log.
-        log_path: where the whole log lies on ``host``.
+        log_path: the path of the whole log on ``host``.
     """
 
     def __init__(
@@ -171,23 +170,23 @@ class RankFailed(SlotsError):
         super().__init__(self.headline)
 
     def __reduce__(self) -> tuple[Callable[[], RankFailed], tuple[()], dict[str, Any]]:
-        """Pickle by name: an exception's own way would pass the message as the first argument."""
+        """Pickle by keyword: an exception's default passes the message as the first argument."""
         parameters = inspect.signature(RankFailed).parameters
         fields = {name: getattr(self, name) for name in parameters}
         return partial(type(self), **fields), (), vars(self)
 
     @property
     def is_trial_mistake(self) -> bool:
-        """Whether the rank refused the user's trial: starting again would end the same way."""
+        """Whether the rank refused the user's trial, so that a restart would fail the same way."""
         return self.is_ours and self.error_type == TrialError.__name__
 
     @property
     def headline(self) -> str:
-        """One sentence: which rank, where, doing what, and how it ended."""
+        """One sentence: which rank failed, on which host, how, and during which workload."""
         if self.error_type is not None:
             how = f"raised {self.error_type}: {self.error_message}"
         elif self.signal_name is not None:
-            how = f"was ended by {self.signal_name}"
+            how = f"was killed by {self.signal_name}"
         elif self.exit_code is not None:
             how = f"exited with code {self.exit_code}"
         else:
@@ -195,7 +194,7 @@ class RankFailed(SlotsError):
         return f"rank {self.rank} on {self.host} {how} (during {self.during})"
 
     def report(self) -> str:
-        """The headline, the rank's traceback or its log's last lines, and where the log is."""
+        """The headline, the rank's traceback or its log's last lines, and the log's path."""
         parts = [self.headline]
         if self.rank_traceback:
             parts.append(self.rank_traceback.rstrip())

@@ -1,4 +1,4 @@
-"""Numbers, times and other people's words, as people read them: on a terminal, in the report."""
+"""Formats numbers, times and untrusted text for terminals and reports."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def clean(text: str) -> str:
-    """Text of others without control characters: it must not move the cursor or set colours."""
+    """`text` without control characters: it cannot move the cursor or set colours."""
     return _CONTROL.sub("", _ESCAPE.sub("", text))
 
 
 def one_line(text: str) -> str:
-    """The first line that says something."""
+    """The first line that is not blank, cleaned."""
     return next((line.strip() for line in clean(text).splitlines() if line.strip()), "")
 
 
 def slug(name: str) -> str:
-    """An experiment's name as part of other names: lower case letters, digits and dashes."""
+    """A name as part of an id: lower case letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60] or "trial"
 
 
 def number(value: Any) -> str:
-    """A metric's value, short."""
+    """A metric's value with 4 significant digits."""
     return f"{value:.4g}" if isinstance(value, float) else clean(str(value))
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a metric's value is one number."""
+    """Whether a metric's value is a single number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def main_metric(metrics: Mapping[str, Any], preferred: Iterable[str]) -> tuple[str, Any] | None:
-    """The one to show where there is room for one: a preferred one, else the first number."""
+    """Name and value of one metric: the first preferred one, else the first number."""
     numbers = {name: value for name, value in metrics.items() if is_number(value)}
     for name in (*preferred, *numbers):
         if name in numbers:
@@ -45,7 +45,7 @@ def main_metric(metrics: Mapping[str, Any], preferred: Iterable[str]) -> tuple[s
 
 
 def metrics_line(metrics: Mapping[str, Any]) -> str:
-    """All metrics on a line: ``loss 0.25 · accuracy 0.91``."""
+    """All metrics on one line: ``loss 0.25 · accuracy 0.91``."""
     shown = [f"{clean(name)} {one_line(number(value))}" for name, value in metrics.items()]
     return " · ".join(shown)
 
@@ -63,7 +63,7 @@ def duration(seconds: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """``0:42``, ``12:05``, ``2:03:09``: for a time that is redrawn."""
+    """``0:42``, ``12:05``, ``2:03:09``: has a stable width, for a display that is redrawn."""
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -1,11 +1,10 @@
 """Lengths and periods of training, in batches or epochs. Pure: no torch, no I/O.
 
-A *batch* is one optimizer step's worth of samples on all ranks. An *epoch* is one pass over the
-training data, whose length in batches need not be whole: with accumulation and several ranks, a
-batch may begin in one epoch and end in the next. `EpochLength` therefore counts in micro-batches
-and rounds once, upwards: epoch *k* is over with the first batch that contains its last sample.
+An epoch need not be a whole number of batches: with gradient accumulation and several ranks, a
+batch may begin in one epoch and end in the next. So `EpochLength` counts micro-batches and rounds
+up, once: epoch *k* ends with the first batch that contains its last sample.
 
-Numbers of different units do not mix: comparing a `Batch` to an `Epoch` raises `TypeError`.
+Comparing a `Batch` to an `Epoch` raises `TypeError`.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from trial_core.errors import ConfigError
 
 @dataclass(frozen=True)
 class EpochLength:
-    """How long an epoch is.
+    """The length of an epoch.
 
     Attributes:
-        micro_batches: micro-batches in one pass over the data, all data-parallel ranks together.
-        micro_batches_per_batch: micro-batches that one batch consumes, all ranks together
+        micro_batches: micro-batches in one pass over the data, on all data-parallel ranks together.
+        micro_batches_per_batch: micro-batches in one batch, on all ranks together
             (gradient accumulation steps x data-parallel ranks).
     """
 
@@ -32,12 +31,12 @@ class EpochLength:
     def __post_init__(self) -> None:
         if self.micro_batches < 1 or self.micro_batches_per_batch < 1:
             raise ValueError(
-                f"an epoch needs at least one micro-batch, got {self.micro_batches} "
+                f"an epoch has at least one micro-batch, got {self.micro_batches} "
                 f"in batches of {self.micro_batches_per_batch}"
             )
 
     def batches_until(self, epochs: int) -> int:
-        """Batches trained when `epochs` whole epochs have been seen."""
+        """Batches trained at the end of epoch number `epochs`."""
         return -(-epochs * self.micro_batches // self.micro_batches_per_batch)
 
     def epoch_of(self, batch_idx: int) -> int:
@@ -45,7 +44,7 @@ class EpochLength:
         return batch_idx * self.micro_batches_per_batch // self.micro_batches
 
     def epochs_completed(self, batches_trained: int) -> int:
-        """Whole epochs seen after `batches_trained` batches."""
+        """Whole epochs trained after `batches_trained` batches."""
         return batches_trained * self.micro_batches_per_batch // self.micro_batches
 
 
@@ -55,7 +54,7 @@ class _TrainUnit:
     unit: str
 
     def __init__(self, value: int | Container[int]) -> None:
-        # A text is a container too, but of characters: Batch("100") is a mistake.
+        # A str is a container, too: Batch("100") is a mistake.
         if isinstance(value, (bool, str, bytes)) or not isinstance(value, (int, Container)):
             raise TypeError(
                 f"{type(self).__name__} takes a positive int or a container of ints, got {value!r}"
@@ -71,7 +70,7 @@ class _TrainUnit:
         return type(other) is type(self) and other.value == self.value
 
     def __hash__(self) -> int:
-        # Equal containers may have different representations, so only numbers tell apart.
+        # Equal containers may have different hashes, so only numbers are hashed.
         return hash((type(self), self.value if isinstance(self.value, int) else None))
 
     def __lt__(self, other: object) -> bool:
@@ -84,10 +83,10 @@ class _TrainUnit:
         return self.value < other.value
 
     def is_due(self, batches_trained: int, epoch: EpochLength | None = None) -> bool:
-        """Whether a period of this length ends exactly after `batches_trained` batches.
+        """Whether a period of this length ends exactly at `batches_trained` batches.
 
         Raises:
-            ConfigError: an epoch period, and the loader has no length.
+            ConfigError: the period is in epochs, but the loader has no length.
         """
         counts = self._counts_at(batches_trained, epoch)
         if isinstance(self.value, int):
@@ -101,13 +100,13 @@ class _TrainUnit:
     def next_due(
         self, batches_trained: int, until: int, epoch: EpochLength | None = None
     ) -> int | None:
-        """The first batch after `batches_trained`, and not past `until`, at which this is due."""
+        """The first due batch after `batches_trained` and up to `until`; None if there is none."""
         candidates: Iterable[int] = range(batches_trained + 1, until + 1)
         return next((b for b in candidates if self.is_due(b, epoch)), None)
 
 
 class Batch(_TrainUnit):
-    """A number of batches: ``Batch(100)`` is every 100, ``Batch([5, 30])`` is after 5 and 30."""
+    """A number of batches: ``Batch(100)`` is every 100, ``Batch([5, 30])`` after 5 and after 30."""
 
     unit = "batches"
 
@@ -124,13 +123,13 @@ class Batch(_TrainUnit):
 
 
 class Epoch(_TrainUnit):
-    """A number of epochs: ``Epoch(1)`` is after each, ``Epoch([2, 7])`` after the 2nd and 7th."""
+    """A number of epochs: ``Epoch(1)`` is every epoch, ``Epoch([2, 7])`` after the 2nd and 7th."""
 
     unit = "epochs"
 
     def _counts_at(self, batches_trained: int, epoch: EpochLength | None) -> range:
         # Several counts when epochs are shorter than a batch.
-        epoch = _known(epoch, self)
+        epoch = _require(epoch, self)
         before = epoch.epochs_completed(max(batches_trained - 1, 0))
         return range(before + 1, epoch.epochs_completed(batches_trained) + 1)
 
@@ -139,7 +138,7 @@ class Epoch(_TrainUnit):
     ) -> int | None:
         if not isinstance(self.value, int):
             return super().next_due(batches_trained, until, epoch)
-        epoch = _known(epoch, self)
+        epoch = _require(epoch, self)
         done = epoch.epochs_completed(batches_trained)
         due = epoch.batches_until((done // self.value + 1) * self.value)
         return due if due <= until else None
@@ -148,10 +147,10 @@ class Epoch(_TrainUnit):
 TrainUnit = Batch | Epoch
 
 
-def _known(epoch: EpochLength | None, unit: _TrainUnit) -> EpochLength:
+def _require(epoch: EpochLength | None, unit: _TrainUnit) -> EpochLength:
     if epoch is None:
         raise ConfigError(
-            f"{unit!r} needs to know how long an epoch is, but the training loader has no length; "
+            f"{unit!r} needs the length of an epoch, but the training loader has no length; "
             "give the period in batches, or return a loader that has a len()"
         )
     return epoch
@@ -161,11 +160,11 @@ def in_batches(length: TrainUnit, epoch: EpochLength | None) -> int:
     """A maximum length as a number of batches.
 
     Raises:
-        ConfigError: a length in epochs, and the loader has no length.
-        TypeError: a length that is a container.
+        ConfigError: the length is in epochs, but the loader has no length.
+        TypeError: the length is a container.
     """
     if not isinstance(length.value, int):
-        raise TypeError(f"a length is one number, got {length!r}")
+        raise TypeError(f"a maximum length must be one number, got {length!r}")
     if isinstance(length, Batch):
         return length.value
-    return _known(epoch, length).batches_until(length.value)
+    return _require(epoch, length).batches_until(length.value)

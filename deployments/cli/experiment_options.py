@@ -86,7 +86,7 @@ def moved(place: StorageConfig, url: str) -> StorageConfig:
     """
     from pydantic import ValidationError
 
-    from trial_core.config import StorageConfig, explain
+    from trial_core.config import StorageConfig, error_lines
 
     given: dict[str, Any] = place.model_dump(exclude={"url", "options"}, exclude_none=True)
     given["url"] = url
@@ -95,7 +95,7 @@ def moved(place: StorageConfig, url: str) -> StorageConfig:
     try:
         return StorageConfig.model_validate(given)
     except ValidationError as error:
-        lines = [line.removeprefix("url: ") for line in explain(error)]
+        lines = [line.removeprefix("url: ") for line in error_lines(error)]
         raise ConfigError("\n".join(f"--storage: {line}" for line in lines)) from None
 
 

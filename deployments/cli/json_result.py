@@ -98,7 +98,7 @@ class JsonResult:
 
     def _known_fields(self) -> dict[str, Any]:
         """The fields of a `TrialResult` that the flow did not return, as far as they are known."""
-        from trial_core.config import home_folder
+        from trial_core.run.run_dirs import home_folder
 
         run_dir = home_folder() / self.trial if self.trial else None
         report = run_dir / "report.md" if run_dir else None

@@ -17,8 +17,8 @@ from prefect.logging import get_run_logger
 
 from trial_core.config import ExperimentConfig
 from trial_core.errors import LaunchError
-from trial_core.slots.accelerators import count_accelerators, slots_to_launch
-from trial_core.slots.device_locks import devices_of_its_own
+from trial_core.slots.accelerators import count_accelerators, resolve_slot_count
+from trial_core.slots.device_locks import reserve_devices
 from trialflow.flows.lifecycle.leases import concurrency_slots
 from trialflow.flows.lifecycle.requeue import requeue_if_stopped
 
@@ -49,11 +49,11 @@ def _acquire(config: ExperimentConfig, held: ExitStack) -> dict[str, str]:
     variables = {**os.environ, **config.environment.environment_variables}
     if count_accelerators(variables) == 0:
         return {}
-    count = slots_to_launch(config.resources.slots_per_trial, variables)
+    count = resolve_slot_count(config.resources.slots_per_trial, variables)
     if not _has_limit(count):
         return {}
     held.enter_context(concurrency_slots(GPU_LIMIT, count, LEASE_LABEL))
-    return held.enter_context(devices_of_its_own(count, variables, _log_waiting))
+    return held.enter_context(reserve_devices(count, variables, _log_waiting))
 
 
 def _log_waiting() -> None:

@@ -27,7 +27,7 @@ from prefect.states import Cancelled
 
 from trial_core.errors import Stopped, Superseded
 from trial_core.run.observer import current_observer
-from trial_core.run.stop_request import Stopping, Why
+from trial_core.run.stop_request import StopHandler, StopReason
 from trialflow.flows.lifecycle.detached_engine import has_lost_supervisor, ignore_broken_output
 from trialflow.flows.lifecycle.requeue import has_queue, requeue
 
@@ -56,7 +56,7 @@ class StopMonitor:
         time_budget_seconds: None: no limit.
     """
 
-    def __init__(self, stopping: Stopping, time_budget_seconds: float | None) -> None:
+    def __init__(self, stopping: StopHandler, time_budget_seconds: float | None) -> None:
         self._stopping = stopping
         self._budget_seconds = time_budget_seconds
         self._flow_run_id = UUID(str(runtime.flow_run.id))
@@ -116,8 +116,8 @@ class StopMonitor:
         try:
             result = work()
         except Exception as failure:
-            if self._stopping.asked is not None:
-                self._logger.error("%s, and saving failed: %s", self._stopping.asked, failure)
+            if self._stopping.request is not None:
+                self._logger.error("%s, and saving failed: %s", self._stopping.request, failure)
             if (state := self.final_state(failure)) is not None:
                 return state
             raise
@@ -137,7 +137,7 @@ class StopMonitor:
             Stopped: as Abort, in a subflow.
             BaseException: what Prefect raises for the signal that stopped the run.
         """
-        request = self._stopping.asked
+        request = self._stopping.request
         if request is None:
             run = self._try_read_run() if isinstance(failure, Superseded) else None
             if run is not None and self._is_other_attempt(run):
@@ -154,11 +154,11 @@ class StopMonitor:
             raise Pause(f"suspended: {reason}", state=state)
         if state is not None and state.type in _CANCEL_STATES:
             return Cancelled(message=f"Stopped: {reason}")
-        if request.why == "time budget":
+        if request.reason == "time budget":
             return None
         if state is not None and state.type != StateType.RUNNING:
             raise self._keep_state(f"{reason}: it stays {state.name}")
-        can_requeue = state is not None and self._has_queue and request.why == "preempted"
+        can_requeue = state is not None and self._has_queue and request.reason == "preempted"
         if can_requeue and requeue(reason):
             raise Abort(f"{reason}: scheduled again")
         if self._signal is not None:
@@ -172,11 +172,11 @@ class StopMonitor:
         now = time.monotonic()
         if self._signal is None:
             self._signal, self._signalled_at = number, now
-            why: Why = "preempted" if self._has_queue else "interrupted"
+            why: StopReason = "preempted" if self._has_queue else "interrupted"
             self._stopping.ask(why, _SIGNALS[signal.Signals(number)])
             current_observer().stopping(_SIGNALS[signal.Signals(number)])
         elif now - self._signalled_at >= SAME_REQUEST_SECONDS:
-            self._stopping.at_once()
+            self._stopping.kill_now()
             # If the run still does not end, its ranks are not the cause: a third is Prefect's.
             self._restore_handlers()
 
@@ -190,8 +190,8 @@ class StopMonitor:
             pause = POLL_SECONDS
             if has_lost_supervisor() and not has_lost_worker:
                 has_lost_worker = True
-                if self._stopping.asked is not None:  # the second request, as with signals
-                    self._stopping.at_once()
+                if self._stopping.request is not None:  # the second request, as with signals
+                    self._stopping.kill_now()
                 self._stopping.ask("preempted", "its worker was stopped")
             try:
                 self._check_state()
@@ -214,7 +214,7 @@ class StopMonitor:
         elif self._is_other_attempt(run):
             # This attempt was presumed dead. It could not commit a checkpoint any more.
             self._stopping.ask("cancelled", "another attempt at its flow run has started")
-            self._stopping.at_once()
+            self._stopping.kill_now()
         elif state is not None and state.type in _CANCEL_STATES:
             self._stopping.ask("cancelled", "in Prefect")
         elif state is not None and state.type == StateType.PAUSED:

@@ -15,7 +15,7 @@ from prefect.logging import get_run_logger
 
 from trial_core.errors import RegistryError, Stopped, StorageError, Superseded
 from trial_core.models.journal import PromotionDecision, StageRecord
-from trial_core.run.stop_request import Stopping
+from trial_core.run.stop_request import StopHandler
 from trialflow.tasks.report.retraining_report import FILE, RetrainingFacts, publish
 from trialflow.tasks.retrain import CallbackFailed, RetrainingRun, run_callback, send_event
 
@@ -66,7 +66,7 @@ class RetrainResult:
 
 
 def retrain_result(
-    facts: RetrainingFacts, run_id: str, report: Path, stopping: Stopping
+    facts: RetrainingFacts, run_id: str, report: Path, stopping: StopHandler
 ) -> RetrainResult:
     """The result of the run so far."""
     champion, challenger, outcome = facts.champion_result, facts.challenger, facts.outcome
@@ -83,14 +83,14 @@ def retrain_result(
         trial=facts.plan.trial,
         scheduled_time=facts.plan.scheduled_at,
         data=facts.plan.data,
-        stop_reason=str(stopping.asked) if outcome is None else None,
+        stop_reason=str(stopping.request) if outcome is None else None,
         report_path=str(report),
         flow_run_id=run_id,
     )
 
 
 def notify(
-    retraining: RetrainingRun, facts: RetrainingFacts, result: RetrainResult, stopping: Stopping
+    retraining: RetrainingRun, facts: RetrainingFacts, result: RetrainResult, stopping: StopHandler
 ) -> None:
     """Send the event and call the callbacks, unless an earlier attempt has.
 
@@ -156,10 +156,10 @@ def publish_report(facts: RetrainingFacts, retraining: RetrainingRun) -> Path:
 
 
 @contextmanager
-def ending_at_time_budget(stopping: Stopping) -> Iterator[None]:
+def ending_at_time_budget(stopping: StopHandler) -> Iterator[None]:
     """Leave the block without an error if the time budget stopped it, in whichever stage."""
     try:
         yield
     except Stopped:
-        if stopping.asked is None or stopping.asked.why != "time budget":
+        if stopping.request is None or stopping.request.reason != "time budget":
             raise

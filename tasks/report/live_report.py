@@ -23,8 +23,8 @@ from trial_core.config import ExperimentConfig
 from trial_core.errors import Stopped, TrialflowError
 from trial_core.run.observer import MetricsKind, Observer
 from trial_core.run.run_status import UPLOAD
-from trial_core.run.stop_request import Stopping
-from trial_core.slots.log_pump import ALARMING
+from trial_core.run.stop_request import StopHandler
+from trial_core.slots.log_pump import WARNING_PATTERN
 from trialflow.tasks.rank_logs import LogLimits, StoredLogs
 from trialflow.tasks.report.artifact import ReportArtifact
 from trialflow.tasks.report.history import ReportHistory, SavedCheckpoint
@@ -62,7 +62,7 @@ class Report(Observer):
         run_dir: Path,
         observer: Observer,
         store: CheckpointStore | None = None,
-        stopping: Stopping | None = None,
+        stopping: StopHandler | None = None,
     ) -> None:
         place = config.checkpoint_storage
         store = store or CheckpointStore(place.url, place.options)
@@ -172,7 +172,7 @@ class Report(Observer):
         self._observer.checkpoint_deleted(uuid)
 
     def rank_logged(self, rank: int, line: str) -> None:
-        is_alarming = ALARMING.search(line) is not None
+        is_alarming = WARNING_PATTERN.search(line) is not None
         if self._log_limits.allows(rank, is_alarming):
             self._log_dropped_lines()
             log = self._logger.warning if is_alarming else self._logger.info
@@ -272,7 +272,7 @@ class Report(Observer):
 
     @property
     def _stop_request(self) -> str | None:
-        asked = self._stopping.asked if self._stopping is not None else None
+        asked = self._stopping.request if self._stopping is not None else None
         return None if asked is None else str(asked)
 
     def _read_history(self) -> ReportHistory | None:

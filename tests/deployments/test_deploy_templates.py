@@ -14,7 +14,7 @@ from prefect.utilities.templating import apply_values
 from prefect.workers.process import ProcessJobConfiguration
 
 from trial_core.config.stopping_section import StoppingConfig
-from trial_core.slots.device_locks import LOCKS
+from trial_core.slots.device_locks import LOCKS_VARIABLE
 from trialflow.deployments.desired_state import PoolType, deployments, job_template
 
 POOL_TYPES = get_args(PoolType)
@@ -103,7 +103,7 @@ def test_docker_runs_of_a_host_lock_gpus_in_one_place() -> None:
     template = rendered("docker", volumes=["/data:/data:ro"])
     (mount,) = template["container_create_kwargs"]["mounts"]
     assert mount == {
-        "Type": "volume", "Source": "trialflow-devices", "Target": template["env"][LOCKS]
+        "Type": "volume", "Source": "trialflow-devices", "Target": template["env"][LOCKS_VARIABLE]
     }  # fmt: skip
     dockerfile = Path(__file__).parents[2].joinpath("Dockerfile").read_text()
     assert f"mkdir --mode=1777 {mount['Target']}\n" in dockerfile

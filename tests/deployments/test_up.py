@@ -22,7 +22,7 @@ from tests.support.cli import TRIALFLOW, environment_in, trialflow
 from tests.support.prefect import isolated
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines, toy_config
-from tests.support.waiting import PATIENCE_SECONDS, until
+from tests.support.waiting import WAIT_SECONDS, until
 from trial_core.checkpoint.store import CheckpointStore
 from trialflow.deployments.resources import lease_problem
 
@@ -45,7 +45,7 @@ class Up:
         """Send a signal, and wait until no process is left."""
         started = descendants(self.process.pid)
         self.process.send_signal(number)
-        self.process.wait(PATIENCE_SECONDS)
+        self.process.wait(WAIT_SECONDS)
         assert wait_until_gone(started, 10) == []
 
 

@@ -19,7 +19,7 @@ from tests.support.prefect import PrefectServer, process_worker
 from tests.support.prefect_worker import Scene, assert_closed
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines, toy_config
-from tests.support.waiting import PATIENCE_SECONDS, until
+from tests.support.waiting import WAIT_SECONDS, until
 from tests.support.ways_to_stop import cleared
 from trial_core.checkpoint.store import CheckpointStore
 from trialflow.deployments.automations import CRASH_SILENT, crash_lost_starts
@@ -138,7 +138,7 @@ def test_a_stopped_worker_requeues_its_run(deployed: Scene, attempts: int) -> No
             deployed.until_trained(before + 15)
             started = descendants(worker.pid)
             worker.send_signal(signal.SIGTERM)
-            worker.wait(PATIENCE_SECONDS)
+            worker.wait(WAIT_SECONDS)
         finally:
             worker.kill()
         assert worker.returncode == 143

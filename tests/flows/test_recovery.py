@@ -13,7 +13,7 @@ from tests.support.flow import breaking, one_slot, resumption, stages, train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import lines
 from trial_core.errors import RankFailed, Stalled, TrialflowError
-from trial_core.run.run_dirs import run_folder
+from trial_core.run.run_dirs import locked_run_dir
 from trialflow.flows.lifecycle.restarts import Restarts
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
@@ -102,7 +102,7 @@ def test_a_repeated_exception_is_not_retried(here: Path) -> None:
 
 def test_two_drivers_do_not_train_one_trial(here: Path) -> None:
     """The second one launches no ranks, and its error names the first one."""
-    with run_folder("toy-0000beef") as run_dir:
+    with locked_run_dir("toy-0000beef") as run_dir:
         with pytest.raises(TrialflowError, match="toy-0000beef is being trained by process"):
             train(one_slot(here, 4), "toy-0000beef")
         assert not (run_dir / "logs").exists()

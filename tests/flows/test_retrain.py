@@ -13,7 +13,7 @@ import trialflow.flows.retrain
 from tests.support.slots import toy_config
 from trial_core.errors import RankFailed, Stalled
 from trial_core.models.journal import RetrainingPlan
-from trial_core.run.stop_request import Stopping
+from trial_core.run.stop_request import StopHandler
 from trialflow.flows.evaluate import EvaluateResult
 from trialflow.flows.retrain import RetrainingAttempt, describe_lateness, evaluate_with_restarts
 from trialflow.tasks.retrain import RetrainingRun
@@ -61,7 +61,7 @@ def test_the_champion_is_evaluated_again(
         trialflow.flows.retrain, "get_run_logger", lambda: logging.getLogger("test")
     )
     config = toy_config(tmp_path, max_restarts=2, retraining={})
-    attempt = RetrainingAttempt(RetrainingRun(config, "run-1"), PLAN, None, Stopping(1.0), {})
+    attempt = RetrainingAttempt(RetrainingRun(config, "run-1"), PLAN, None, StopHandler(1.0), {})
     if raised is None:
         assert evaluate_with_restarts(attempt, config, "uuid").metrics == {"loss": 0.5}
     else:

@@ -21,7 +21,7 @@ import psutil
 from tests.support.prefect import ROOT, STANDSTILL_SECONDS, PrefectServer
 from tests.support.processes import wait_until_gone
 from tests.support.slots import lines, toy_config
-from tests.support.waiting import PATIENCE_SECONDS, ask, patiently, until
+from tests.support.waiting import WAIT_SECONDS, ask, retry_while_busy, until
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trialflow.deployments.automations import TAG
@@ -182,7 +182,7 @@ class Scene:
         what = f"more than {batches} batches"
         until(lambda: len(self.seen()) > batches, what, instead=self.shown)
 
-    def until_state(self, name: str, patience_seconds: float = PATIENCE_SECONDS) -> None:
+    def until_state(self, name: str, patience_seconds: float = WAIT_SECONDS) -> None:
         """Wait until the flow run has that state."""
         until(lambda: self.state() == name, name, patience_seconds, self.shown)
 
@@ -206,7 +206,7 @@ class Scene:
     def delete(self) -> None:
         """As the UI's Delete does: the flow run does not exist any more."""
         url = f"{self.server.api_url}/flow_runs/{self.run_id}"
-        patiently(lambda: httpx.delete(url, timeout=STANDSTILL_SECONDS).raise_for_status())
+        retry_while_busy(lambda: httpx.delete(url, timeout=STANDSTILL_SECONDS).raise_for_status())
         self.run_id = ""
 
     def signal_driver(self, number: signal.Signals) -> None:

@@ -1,4 +1,4 @@
-"""Watching processes that a test has started."""
+"""Checks whether processes still run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import psutil
 
 
 def alive(pids: Iterable[int]) -> list[int]:
-    """Those of `pids` that still run (a zombie does not)."""
+    """The `pids` that still run; a zombie does not."""
     return [pid for pid in pids if _runs(pid)]
 
 
 def wait_until_gone(pids: Iterable[int], timeout_seconds: float) -> list[int]:
-    """Wait until none of `pids` runs; those that still do when time is up."""
+    """Wait until none of `pids` runs; returns those that still do at the deadline."""
     deadline = time.monotonic() + timeout_seconds
     left = alive(pids)
     while left and time.monotonic() < deadline:
@@ -24,7 +24,7 @@ def wait_until_gone(pids: Iterable[int], timeout_seconds: float) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes that `pid` has started, and those that they have."""
+    """All children of `pid`, and their children."""
     try:
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
     except psutil.NoSuchProcess:

@@ -1,27 +1,51 @@
-"""Plain processes as the ranks of torch.distributed, the way torchrun or deepspeed starts them."""
+"""Starts processes as ranks of torch.distributed, with the environment of torchrun."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 300
+
+# Forks all ranks after one import of torch, which takes seconds.
+LAUNCHER = """
+import json, os, sys, traceback
+import torch.distributed
+
+program, ranks = json.load(sys.stdin)
+for environment, output, errors in ranks:
+    if os.fork() == 0:
+        os.environ.update(environment)
+        for number, path in ((1, output), (2, errors)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+        try:
+            exec(compile(program, "<rank>", "exec"), {"__name__": "__main__"})
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+for _ in ranks:
+    os.wait()
+"""
 
 
 def run_ranks(
     program: str, world_size: int, local_size: int | None = None, **environment: str
 ) -> list[dict[str, Any]]:
-    """Run a Python program on every rank; what each printed last, as JSON, in the order of ranks.
+    """Run a Python program on every rank; returns the last lines they print, parsed as JSON.
 
     Args:
-        local_size: ranks a machine; fewer than `world_size` pretends that there are several.
-        environment: more variables, on every rank.
+        local_size: ranks per machine; less than `world_size` simulates several machines.
+        environment: additional variables for every rank.
     """
     local_size = local_size or world_size
     with socket.socket() as probe:
@@ -32,30 +56,31 @@ def run_ranks(
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(local_size), **environment,
     }  # fmt: skip
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", program],
-            env={
-                **base,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank % local_size),
-                "GROUP_RANK": str(rank // local_size),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        outputs = [process.communicate(timeout=TIMEOUT_SECONDS) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    said = []
-    for rank, (output, errors) in enumerate(outputs):
-        lines = output.strip().splitlines()
-        assert lines, f"rank {rank} printed nothing:\n{errors}"
-        said.append(json.loads(lines[-1]))
-    return said
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            (
+                {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank % local_size),
+                    "GROUP_RANK": str(rank // local_size),
+                },
+                f"{folder}/{rank}.out",
+                f"{folder}/{rank}.err",
+            )
+            for rank in range(world_size)
+        ]
+        with subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", LAUNCHER],
+            env=base, stdin=subprocess.PIPE, text=True, start_new_session=True,
+        ) as launcher:  # fmt: skip
+            try:
+                launcher.communicate(json.dumps([program, ranks]), timeout=TIMEOUT_SECONDS)
+            except BaseException:
+                os.killpg(launcher.pid, signal.SIGKILL)
+                raise
+        results = []
+        for rank, (_, output, errors) in enumerate(ranks):
+            lines = Path(output).read_text().strip().splitlines()
+            assert lines, f"rank {rank} printed nothing:\n{Path(errors).read_text()}"
+            results.append(json.loads(lines[-1]))
+    return results

@@ -27,7 +27,7 @@ from trial_core.config import ExperimentConfig
 from trial_core.models.records import Move
 from trial_core.models.registry import Registry
 from trial_core.run.sequencer import Progress
-from trial_core.run.stop_request import Stopping
+from trial_core.run.stop_request import StopHandler
 from trial_core.transfer.upload import upload_files
 from trialflow.flows.evaluate import EvaluateResult
 from trialflow.flows.server.embedded import flush
@@ -67,7 +67,7 @@ class RetrainHarness:
         self.registry = Registry(self.store)
         self.challenger_loss: float | None = 0.5
         self.champion_loss = 0.7
-        self.on_train: Callable[[Stopping], object] = lambda stopping: None
+        self.on_train: Callable[[StopHandler], object] = lambda stopping: None
         self.finishes_despite_stop = False
         self.validation_errors: list[Exception] = []
         self.trained: list[ExperimentConfig] = []
@@ -78,12 +78,12 @@ class RetrainHarness:
         monkeypatch.setattr(trialflow.flows.retrain, "train_trial", self._train)
         monkeypatch.setattr(trialflow.flows.retrain, "evaluate_checkpoint", self._evaluate)
 
-    def _train(self, config: Any, trial: str, stopping: Stopping, devices: Any) -> TrialResult:
+    def _train(self, config: Any, trial: str, stopping: StopHandler, devices: Any) -> TrialResult:
         self.trained.append(config)
         if not self.store.list(trial):
             self.save_checkpoint(trial, self.challenger_loss)
         self.on_train(stopping)
-        is_early = stopping.asked is not None and not self.finishes_despite_stop
+        is_early = stopping.request is not None and not self.finishes_despite_stop
         return TrialResult(trial, batches_trained=7, stopped_early=is_early)
 
     def _evaluate(
@@ -236,7 +236,7 @@ class RetrainHarness:
         return dict(artifact)
 
 
-def stop_with(stopping: Stopping, why: Any, detail: str) -> None:
+def stop_with(stopping: StopHandler, why: Any, detail: str) -> None:
     """Request a stop, and wait until it is seen."""
     stopping.ask(why, detail)
     assert stopping.wait(WAIT_SECONDS)

@@ -1,7 +1,7 @@
-"""Warm ranks for tests, and a driver for them that needs no Prefect.
+"""Warm ranks for tests, and a driver for them without Prefect.
 
-Starting ranks costs seconds (they import torch), so tests share groups of 1, 2 and 4: each test
-builds its own trial on them. A test that breaks its ranks takes a group of its own.
+Ranks need seconds to start, because they import torch. So tests share groups of 1, 2 and 4 ranks,
+and each test builds its own trial on them. A test that kills ranks starts its own group.
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ from trial_core.units import EpochLength
 ONE_TWO_FOUR = [
     pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long),
 ]  # fmt: skip
-"""Numbers of ranks for products in which two do by default."""
+"""World sizes: two ranks by default, one and four in the long tests."""
 
 TOY = Path(__file__).with_name("toy")
 
 
 def toy_config(folder: Path, batches: int = 10, **changes: Any) -> ExperimentConfig:
-    """An experiment that trains the toy trial for some batches, all it writes below `folder`.
+    """An experiment that trains the toy trial and writes only below `folder`.
 
-    Keyword arguments change fields of the experiment; `hyperparameters` add to the toy's own.
+    Args:
+        changes: other fields of the experiment.
     """
     fields: dict[str, Any] = {
         "name": "toy",
@@ -74,7 +75,7 @@ def toy_config(folder: Path, batches: int = 10, **changes: Any) -> ExperimentCon
 
 @dataclass
 class Driven:
-    """What a run has said of itself."""
+    """The progress, stages, metrics and checkpoints of a run."""
 
     progress: Progress
     topology: Topology | None = None
@@ -106,12 +107,13 @@ def drive(
     resume: Driven | None = None,
     persist: bool = False,
 ) -> Driven:
-    """Carry out a whole schedule, hooks included, as the flow does, with neither Prefect nor
-    manifests. Uploads end before training goes on, so that every hook has one place.
+    """Run a whole schedule with all hooks like the flow, but without Prefect and manifests.
+
+    An upload ends before training continues, so the order of hooks is fixed.
 
     Args:
-        resume: an earlier run; goes on from its last checkpoint, which was persisted.
-        persist: upload what is saved.
+        resume: an earlier run; continue from its last checkpoint, which must be persisted.
+        persist: whether to upload checkpoints.
     """
     built = build(slots, config, run_dir)
     driver = _Driver(slots, config, built.hooks, persist)
@@ -131,7 +133,7 @@ def drive(
 
 
 class _Driver:
-    """The stages of a run, and what came of them."""
+    """Runs the stages of a run and records their results."""
 
     def __init__(
         self, slots: SlotGroup, config: ExperimentConfig, hooks: Iterable[str], persist: bool
@@ -144,7 +146,7 @@ class _Driver:
         self._persist = persist
 
     def start(self, resume: Driven | None) -> EpochLength | None:
-        """Restore what `resume` has left, build the loaders; how long an epoch is."""
+        """Fetch the checkpoint of `resume` and build the loaders; the length of an epoch."""
         begin, uuid_to_restore = self.run.progress.batches_trained, None
         if resume is not None:
             uuid_to_restore = resume.checkpoints[-1]
@@ -164,16 +166,16 @@ class _Driver:
         results = self._slots.request(TrainBatches(until=until), Trained)
         self.run.training.append(results[0].metrics)
         reached = {result.batches_trained for result in results}
-        assert len(reached) == 1, "ranks have ended after different batches"
+        assert len(reached) == 1, "ranks ended after different batches"
         self.run.stages.append(f"train [{trained}→{until}]")
         self.run.progress = self.run.progress.after_training(reached.pop())
-        self._heed(results)
-        self.stop_requested |= self.run.progress.batches_trained < until  # it was told to
+        self._note_stop_requests(results)
+        self.stop_requested |= self.run.progress.batches_trained < until  # a stop was requested
         self.hook("on_training_workload_end")
 
     def validate(self) -> None:
         results = self._slots.request(RunValidation(), Validated)
-        self._heed(results)
+        self._note_stop_requests(results)
         if results[0].is_broken_off:
             self.stop_requested = True
             return
@@ -199,23 +201,25 @@ class _Driver:
         self.run.progress = self.run.progress.after_checkpoint()
 
     def hook(self, name: str, **arguments: Any) -> None:
-        """Run one hook on every rank, if any callback overrides it."""
+        """Run a hook on every rank if a callback overrides it."""
         if name in self._hooks:
-            self._heed(self._slots.request(RunHook(hook=name, arguments=arguments), HookDone))
+            self._note_stop_requests(
+                self._slots.request(RunHook(hook=name, arguments=arguments), HookDone)
+            )
 
-    def _heed(self, results: Sequence[Trained | Validated | HookDone]) -> None:
+    def _note_stop_requests(self, results: Sequence[Trained | Validated | HookDone]) -> None:
         self.stop_requested |= any(result.stop_requested for result in results)
 
 
 def lines(folder: Path, name: str, rank: int) -> list[Any]:
-    """What a rank of the toy trial has recorded."""
+    """The records that a rank of the toy trial has written."""
     path = folder / f"{name}-{rank}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 @pytest.fixture(scope="session")
 def warm_slots() -> Iterator[Callable[[int], SlotGroup]]:
-    """Warm groups by number of ranks, each started when first asked for."""
+    """Warm groups by number of ranks, each started on first use."""
     groups: dict[int, SlotGroup] = {}
 
     def group(world_size: int) -> SlotGroup:

@@ -1,4 +1,4 @@
-"""Waiting for what a test expects of a server and of other processes."""
+"""Waiting for a condition of a server or another process."""
 
 from __future__ import annotations
 
@@ -10,30 +10,35 @@ import httpx
 
 from tests.support.prefect import PrefectServer
 
-PATIENCE_SECONDS = 120.0
+WAIT_SECONDS = 120.0
 
 
 def until(
     is_so: Callable[[], Any],
     what: str,
-    patience_seconds: float = PATIENCE_SECONDS,
+    timeout_seconds: float = WAIT_SECONDS,
     instead: Callable[[], Any] = lambda: "",
 ) -> Any:
-    """Wait until it is so; what it then is. `instead` is what a failure shows."""
-    deadline = time.monotonic() + patience_seconds
+    """Wait until `is_so` returns a true value, and return it.
+
+    Args:
+        what: the awaited condition, for the failure's message.
+        instead: what was seen instead, for the failure's message.
+    """
+    deadline = time.monotonic() + timeout_seconds
     while not (found := is_so()):
-        assert time.monotonic() < deadline, f"never: {what}; instead: {instead()}"
+        assert time.monotonic() < deadline, f"timeout: {what}; instead: {instead()}"
         time.sleep(0.1)
     return found
 
 
 def ask(server: PrefectServer, path: str, body: dict[str, Any] | None = None) -> Any:
-    """What the server answers, when it can."""
-    return patiently(lambda: server.query(path, body))
+    """The server's answer to a query."""
+    return retry_while_busy(lambda: server.query(path, body))
 
 
-def patiently(call: Callable[[], Any]) -> Any:
-    """Call the server until it can answer: SQLite may be locked for a while on a busy machine."""
+def retry_while_busy(call: Callable[[], Any]) -> Any:
+    """Repeat `call` while the server answers 503: SQLite may be locked on a busy machine."""
 
     def answered() -> list[Any]:
         try:

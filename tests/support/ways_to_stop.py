@@ -18,7 +18,7 @@ from typing import Any
 from tests.support.prefect import ROOT, PrefectServer, process_worker
 from tests.support.prefect_worker import GONE_SECONDS, Scene, kill
 from tests.support.processes import descendants, wait_until_gone
-from tests.support.waiting import PATIENCE_SECONDS, ask, until
+from tests.support.waiting import WAIT_SECONDS, ask, until
 
 SCRIPTS = Path(__file__).with_name("scripts")
 # Periodic checkpoints, for runs that cannot save at their end.
@@ -182,7 +182,7 @@ def orphan(stage: Stage) -> Iterator[Scene]:
     ):
         scene.until_trained()
         os.kill(pid, signal.SIGKILL)
-        assert wait_until_gone([pid], PATIENCE_SECONDS) == []
+        assert wait_until_gone([pid], WAIT_SECONDS) == []
         with process_worker(stage.server, pool):
             scene.until_trained(len(scene.seen()) + 100)
             yield scene

@@ -11,7 +11,7 @@ from tests.support.manifests import new_manifest
 from tests.support.slots import toy_config
 from trial_core.models.journal import RetrainingPlan
 from trial_core.models.records import Version
-from trial_core.run.stop_request import Stopping
+from trial_core.run.stop_request import StopHandler
 from trialflow.tasks.retrain import RetrainingRun, grace_timer
 
 PLAN = RetrainingPlan(
@@ -58,7 +58,7 @@ def test_the_source_of_a_challenger(tmp_path: Path, start: str, weights_only: bo
 
 def test_a_callback_is_cancelled_after_any_stop_request() -> None:
     """When the grace period is over, also for requests without a deadline."""
-    with Stopping(3600) as stopping:
+    with StopHandler(3600) as stopping:
         assert not grace_timer(stopping, 0.0)()
         stopping.ask("suspended", "in Prefect")
         assert stopping.wait(10)

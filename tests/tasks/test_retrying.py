@@ -16,7 +16,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import CheckpointError, StorageError
 from trial_core.run.observer import Observer
-from trial_core.run.stop_request import Stopping
+from trial_core.run.stop_request import StopHandler
 from trialflow.tasks.retrying import STORAGE_RETRY_SECONDS, storage_failed
 from trialflow.tasks.run import TrialRun
 
@@ -32,7 +32,7 @@ def stage_of(run: TrialRun) -> Iterator[None]:
         yield
 
 
-def run_of(config: ExperimentConfig, folder: Path, stopping: Stopping) -> TrialRun:
+def run_of(config: ExperimentConfig, folder: Path, stopping: StopHandler) -> TrialRun:
     store = CheckpointStore(config.checkpoint_storage.url)
     return TrialRun(config, "trial", folder, store, Observer(), stopping)
 
@@ -53,7 +53,7 @@ def test_a_retry_must_begin_within_the_grace_period(
 ) -> None:
     """Once the run is asked to stop."""
     config = toy_config(tmp_path)
-    with Stopping(grace) as stopping, stage_of(run_of(config, tmp_path, stopping)):
+    with StopHandler(grace) as stopping, stage_of(run_of(config, tmp_path, stopping)):
         assert storage_failed(None, None, FAILED)
         stopping.ask("cancelled")
         assert stopping.wait(20)

@@ -1,4 +1,4 @@
-"""What a trial's context answers and refuses, without ranks."""
+"""A trial's context, without ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXPERIMENT = {
 }
 
 
-def alone() -> DistributedContext:
+def single_rank() -> DistributedContext:
     return DistributedContext.from_environment({})
 
 
@@ -39,11 +39,11 @@ def info(tmp_path: Path) -> RunInfo:
 
 @pytest.fixture
 def context(info: RunInfo) -> DeepSpeedTrialContext:
-    return DeepSpeedTrialContext(info, alone())
+    return DeepSpeedTrialContext(info, single_rank())
 
 
-def test_the_experiment(context: TrialContext) -> None:
-    """Configuration, data, hyperparameters and ids, as the experiment has them."""
+def test_the_context_returns_the_experiment(context: TrialContext) -> None:
+    """Configuration, data, hyperparameters and ids."""
     assert context.get_experiment_config() == EXPERIMENT
     assert context.get_data_config() == {"folder": "/data"}
     assert context.get_hparams() == {"lr": 0.1, "layers": [4, 5]}
@@ -52,10 +52,10 @@ def test_the_experiment(context: TrialContext) -> None:
     assert isinstance(context.get_experiment_id(), int)
 
 
-def test_the_experiments_id_is_that_of_its_name(info: RunInfo) -> None:
-    """Runs of one experiment share it; another experiment has another."""
+def test_the_experiment_id_depends_on_its_name(info: RunInfo) -> None:
+    """Runs of one experiment share it."""
     ids = {
-        TrialContext(RunInfo(trial, {"name": name}), alone()).get_experiment_id()
+        TrialContext(RunInfo(trial, {"name": name}), single_rank()).get_experiment_id()
         for trial, name in [("a-1", "gpt"), ("b-2", "gpt"), ("c-3", "bert")]
     }
     assert len(ids) == 2
@@ -70,10 +70,10 @@ def test_the_experiments_id_is_that_of_its_name(info: RunInfo) -> None:
         lambda context: context.get_data_config().clear(),
     ],
 )
-def test_what_is_handed_out_is_a_copy(
+def test_returned_configuration_is_a_copy(
     context: TrialContext, change: Callable[[TrialContext], None]
 ) -> None:
-    """A trial that changes what it gets changes nothing for anybody else."""
+    """A change to it does not change the experiment."""
     change(context)
     assert context.get_experiment_config() == {
         "name": "gpt",
@@ -82,8 +82,8 @@ def test_what_is_handed_out_is_a_copy(
     }
 
 
-def test_where_training_is(info: RunInfo, context: TrialContext) -> None:
-    """An epoch of 10 micro-batches at 4 a batch: batches 0, 3, 5 begin one, 2, 4 and 7 end one."""
+def test_starts_and_ends_of_epochs(info: RunInfo, context: TrialContext) -> None:
+    """With epochs of 2.5 batches, batches 0, 3 and 5 begin one, and 2, 4 and 7 end one."""
     info.epoch = EpochLength(10, 4)
     starts, ends = [], []
     for info.batches_trained in range(8):
@@ -96,8 +96,8 @@ def test_where_training_is(info: RunInfo, context: TrialContext) -> None:
     assert ends == [2, 4, 7]
 
 
-def test_stop_requested(context: TrialContext) -> None:
-    """A flag that the trial can set and take back."""
+def test_a_stop_can_be_requested_and_withdrawn(context: TrialContext) -> None:
+    """The flag is false at first."""
     assert context.get_stop_requested() is False
     context.set_stop_requested(True)
     assert context.get_stop_requested() is True
@@ -127,8 +127,7 @@ def unit() -> ModelParallelUnit:
         ),
         (
             lambda context: context.is_epoch_start(),
-            "is_epoch_start() needs to know how long an epoch is, but the training loader has no "
-            "length",
+            "is_epoch_start() needs the length of an epoch, but the training loader has no length",
         ),
         (
             lambda context: context.set_mpu(unit()),
@@ -144,10 +143,10 @@ def unit() -> ModelParallelUnit:
         ),
     ],
 )
-def test_refusals(
+def test_invalid_calls_are_refused(
     context: DeepSpeedTrialContext, wrong: Callable[[Any], None], message: str
 ) -> None:
-    """Each says what was seen and what is wanted."""
+    """The message says what was seen and what was expected."""
     with pytest.raises(TrialError, match=re.escape(message)):
         wrong(context)
 
@@ -158,8 +157,8 @@ def events(folder: Path) -> Any:
     return EventAccumulator(str(folder)).Reload()
 
 
-def test_one_tensorboard_writer(context: TrialContext, info: RunInfo) -> None:
-    """Asked for twice it is the same one; what it writes is in the path given."""
+def test_there_is_one_tensorboard_writer(context: TrialContext, info: RunInfo) -> None:
+    """Every call returns the same one; it writes to the context's folder."""
     writer = context.get_tensorboard_writer()
     assert context.get_tensorboard_writer() is writer
     writer.add_scalar("mine", 2.5, 7)
@@ -171,7 +170,7 @@ def test_one_tensorboard_writer(context: TrialContext, info: RunInfo) -> None:
 def test_reported_metrics_are_written_for_a_trial_with_a_writer(
     context: TrialContext, info: RunInfo
 ) -> None:
-    """Numbers only: an array or a text is no curve."""
+    """Only numbers are written, not arrays or text."""
     context.get_tensorboard_writer()
     info.instruments.report("validation", 12, {"loss": 0.5, "confusion": [[1, 2], [3, 4]]})
     info.instruments.finish()
@@ -180,16 +179,16 @@ def test_reported_metrics_are_written_for_a_trial_with_a_writer(
     assert [(event.step, event.value) for event in seen.Scalars("validation/loss")] == [(12, 0.5)]
 
 
-def test_tensorboard_is_touched_only_when_asked_for(info: RunInfo, tmp_path: Path) -> None:
-    """A trial that never mentions TensorBoard has no event files and nothing to upload."""
+def test_without_tensorboard_calls_no_file_is_written(info: RunInfo, tmp_path: Path) -> None:
+    """And there is nothing to upload."""
     info.instruments.report("training", 1, {"loss": 1.0})
     info.instruments.finish()
     assert not info.instruments.has_files_to_upload
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tensorboard_switched_on(context: TrialContext, info: RunInfo) -> None:
-    """Reported metrics are written without a writer being asked for."""
+def test_tensorboard_logging_can_be_switched_on(context: TrialContext, info: RunInfo) -> None:
+    """Reported metrics are written although the trial has no writer."""
     context.set_enable_tensorboard_logging(True)
     info.instruments.report("training", 3, {"loss": 1.5})
     info.instruments.finish()
@@ -197,8 +196,8 @@ def test_tensorboard_switched_on(context: TrialContext, info: RunInfo) -> None:
     assert info.instruments.has_files_to_upload
 
 
-def test_tensorboard_switched_off(context: TrialContext, info: RunInfo) -> None:
-    """The trial's own files stay on this machine, and no metric is added to them."""
+def test_tensorboard_logging_can_be_switched_off(context: TrialContext, info: RunInfo) -> None:
+    """The trial's files are not uploaded, and reported metrics are not written."""
     assert context.get_enable_tensorboard_logging() is True
     context.get_tensorboard_writer().add_scalar("mine", 1.0, 1)
     context.set_enable_tensorboard_logging(False)
@@ -209,19 +208,17 @@ def test_tensorboard_switched_off(context: TrialContext, info: RunInfo) -> None:
     assert not info.instruments.has_files_to_upload
 
 
-def test_without_tensorboard_installed(
+def test_a_missing_tensorboard_is_an_error(
     context: TrialContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message has the line that installs it."""
+    """The message has the command that installs it."""
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(TrialError, match=re.escape("pip install 'trialflow[tensorboard]'")):
         context.get_tensorboard_writer()
 
 
-def test_a_profiler_is_stepped_and_its_trace_is_where_tensorboard_looks(
-    context: TrialContext, info: RunInfo
-) -> None:
-    """wait 1, warm up 1, record 1: only the third batch is in the trace."""
+def test_the_profiler_steps_after_every_batch(context: TrialContext, info: RunInfo) -> None:
+    """With wait=1, warmup=1, active=1, only the third batch is in the trace."""
     import torch
 
     context.set_profiler(
@@ -240,7 +237,7 @@ def test_a_profiler_is_stepped_and_its_trace_is_where_tensorboard_looks(
 
 
 def test_a_profiler_cannot_be_replaced_while_it_runs(context: TrialContext, info: RunInfo) -> None:
-    """The message says where to call it."""
+    """The message says where to call set_profiler."""
     context.set_profiler()
     info.instruments.start()
     try:
@@ -251,7 +248,7 @@ def test_a_profiler_cannot_be_replaced_while_it_runs(context: TrialContext, info
 
 
 def test_from_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An experiment as a dictionary is enough, with Determined's constants and no name."""
+    """A dictionary is enough, also with Determined's constants and without a name."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     config = {"hyperparameters": {"lr": {"type": "const", "val": 0.3}}, "data": {"n": 1}}
@@ -264,10 +261,10 @@ def test_from_config(monkeypatch: pytest.MonkeyPatch) -> None:
     os.rmdir(context.get_tensorboard_path())
 
 
-def test_from_config_refuses_a_range_to_search() -> None:
-    """A trial needs a value for everything."""
+def test_from_config_refuses_a_search_range() -> None:
+    """A hyperparameter needs one value."""
     config = {"hyperparameters": {"lr": {"type": "log", "minval": -4, "maxval": -1}}}
-    with pytest.raises(ConfigError, match="hyperparameters: lr: is a range to search"):
+    with pytest.raises(ConfigError, match="hyperparameters: lr: is a search range"):
         TrialContext.from_config(config)
 
 
@@ -284,25 +281,25 @@ context = DeepSpeedTrialContext.from_config({{"hyperparameters": {{"micro_batch_
 trial = ToyTrial(context)
 batches = iter(trial.build_training_data_loader().get_data_loader())
 losses = [float(trial.train_batch(batches, 0, i)["loss"]) for i in range(3)]
-refusals = []
+errors = []
 unit = ModelParallelUnit(0, 1, True, True)
 context.set_mpu(unit)
 for wrong in (lambda: context.set_mpu(unit), lambda: context.wrap_model_engine(trial.engine)):
     try:
         wrong()
     except TrialError as error:
-        refusals.append(str(error))
-print(json.dumps({{"steps": trial.engine.global_steps, "losses": losses, "refusals": refusals}}))
+        errors.append(str(error))
+print(json.dumps({{"steps": trial.engine.global_steps, "losses": losses, "errors": errors}}))
 """
 
 
 @pytest.mark.slots
 def test_debugging_a_trial_in_plain_python() -> None:
-    """The reference's example: a context from a dictionary, a trial, and batches by hand."""
-    (said,) = run_ranks(DEBUGGING, 1)
-    assert said["steps"] == 3
-    assert len(set(said["losses"])) == 3
-    assert said["refusals"] == [
+    """Determined's example: create a context and a trial, then train batches."""
+    (result,) = run_ranks(DEBUGGING, 1)
+    assert result["steps"] == 3
+    assert len(set(result["losses"])) == 3
+    assert result["errors"] == [
         "set_mpu was called twice; a trial has one ModelParallelUnit",
         "wrap_model_engine was called twice with the same engine; wrap each engine once",
     ]

@@ -1,4 +1,4 @@
-"""`DistributedContext` on real ranks: collectives, machines, deadlines, and how it is built."""
+"""`DistributedContext` on real ranks: construction, collectives, machines, deadlines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import run_ranks
+from tests.support.slots import ONE_TWO_FOUR
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
 
@@ -25,7 +26,7 @@ if d.size > 1:
     dist.init_process_group("gloo")
 stuff = {"rank": d.rank}
 print(json.dumps({
-    "who": [d.get_rank(), d.get_size(), d.get_local_rank(), d.get_num_agents()],
+    "getters": [d.get_rank(), d.get_size(), d.get_local_rank(), d.get_num_agents()],
     "attributes": [d.rank, d.size, d.local_rank, d.local_size, d.cross_rank, d.cross_size],
     "allgather": d.allgather(stuff),
     "gather": d.gather(stuff),
@@ -36,23 +37,21 @@ print(json.dumps({
 }))
 """
 
-BAD_COMPANY = """
-import json, os, time, torch.distributed as dist
+FAILING_COLLECTIVE = """
+import json, os, torch.distributed as dist
 from trial_core.distributed import DistributedContext
 from trial_core.errors import SlotsError
 
 d = DistributedContext.from_torch_distributed()
 dist.init_process_group("gloo")
-d.allgather("so far so good")
-began = time.monotonic()
-said = {"error": None}
+d.allgather("connected")
+seen = {"error": None}
 try:
-    WHAT_HAPPENS
+    STATEMENT
 except SlotsError as error:
-    said = {"error": type(error).__name__, "message": str(error)}
-said["seconds"] = time.monotonic() - began
-print(json.dumps(said), flush=True)
-# A rank that leaves would be noticed at once: all stay until all have noticed by the deadline.
+    seen = {"error": type(error).__name__, "message": str(error)}
+print(json.dumps(seen), flush=True)
+# The others notice a rank that exits at once, so all stay until every deadline is over.
 store = dist.distributed_c10d._get_default_store()
 store.set(f"over {d.rank}", "")
 store.wait([f"over {rank}" for rank in range(d.size)])
@@ -60,95 +59,88 @@ os._exit(0)
 """
 
 
-def of(*ranks: int) -> list[dict[str, int]]:
+def stuff_of(*ranks: int) -> list[dict[str, int]]:
     return [{"rank": rank} for rank in ranks]
 
 
 @pytest.mark.slots
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", ONE_TWO_FOUR)
 def test_collectives_on_one_machine(world_size: int) -> None:
-    """Every rank gets everybody's, only the chief gathers, and a machine is all there is."""
-    everybody = of(*range(world_size))
-    for rank, said in enumerate(run_ranks(EVERY_COLLECTIVE, world_size)):
-        assert said["who"] == [rank, world_size, rank, 1]
-        assert said["attributes"] == [rank, world_size, rank, world_size, 0, 1]
-        assert said["allgather"] == said["allgather_local"] == everybody
-        expected = everybody if rank == 0 else None
-        assert said["gather"] == said["gather_local"] == expected
-        assert said["broadcast"] == said["broadcast_local"] == {"rank": 0}
+    """All ranks are on one machine, so local collectives equal the others."""
+    expected_all = stuff_of(*range(world_size))
+    for rank, result in enumerate(run_ranks(EVERY_COLLECTIVE, world_size)):
+        assert result["getters"] == [rank, world_size, rank, 1]
+        assert result["attributes"] == [rank, world_size, rank, world_size, 0, 1]
+        assert result["allgather"] == result["allgather_local"] == expected_all
+        expected = expected_all if rank == 0 else None
+        assert result["gather"] == result["gather_local"] == expected
+        assert result["broadcast"] == result["broadcast_local"] == {"rank": 0}
 
 
 @pytest.mark.slots
 def test_collectives_on_two_machines() -> None:
-    """Two machines of two ranks: local forms stay on the machine, with its first rank as chief."""
-    for rank, said in enumerate(run_ranks(EVERY_COLLECTIVE, 4, local_size=2)):
+    """Local collectives stay on a machine; its first rank gathers and broadcasts."""
+    for rank, result in enumerate(run_ranks(EVERY_COLLECTIVE, 4, local_size=2)):
         first = rank // 2 * 2
-        assert said["who"] == [rank, 4, rank % 2, 2]
-        assert said["attributes"] == [rank, 4, rank % 2, 2, rank // 2, 2]
-        assert said["allgather"] == of(0, 1, 2, 3)
-        assert said["allgather_local"] == of(first, first + 1)
-        assert said["gather"] == (of(0, 1, 2, 3) if rank == 0 else None)
-        assert said["gather_local"] == (of(first, first + 1) if rank % 2 == 0 else None)
-        assert said["broadcast"] == {"rank": 0}
-        assert said["broadcast_local"] == {"rank": first}
+        assert result["getters"] == [rank, 4, rank % 2, 2]
+        assert result["attributes"] == [rank, 4, rank % 2, 2, rank // 2, 2]
+        assert result["allgather"] == stuff_of(0, 1, 2, 3)
+        assert result["allgather_local"] == stuff_of(first, first + 1)
+        assert result["gather"] == (stuff_of(0, 1, 2, 3) if rank == 0 else None)
+        assert result["gather_local"] == (stuff_of(first, first + 1) if rank % 2 == 0 else None)
+        assert result["broadcast"] == {"rank": 0}
+        assert result["broadcast_local"] == {"rank": first}
 
 
 @pytest.mark.slots
-def test_two_machines_of_one_rank_need_no_one_for_local_collectives() -> None:
-    """Alone on its machine, a rank's local collectives are its own."""
-    for rank, said in enumerate(run_ranks(EVERY_COLLECTIVE, 2, local_size=1)):
-        assert said["allgather_local"] == said["gather_local"] == of(rank)
-        assert said["broadcast_local"] == {"rank": rank}
-        assert said["allgather"] == of(0, 1)
+@pytest.mark.long
+def test_local_collectives_of_a_single_rank_per_machine() -> None:
+    """They return the rank's own object."""
+    for rank, result in enumerate(run_ranks(EVERY_COLLECTIVE, 2, local_size=1)):
+        assert result["allgather_local"] == result["gather_local"] == stuff_of(rank)
+        assert result["broadcast_local"] == {"rank": rank}
+        assert result["allgather"] == stuff_of(0, 1)
 
 
-def bad_company(what_happens: str, world_size: int) -> list[dict[str, Any]]:
-    program = BAD_COMPANY.replace("WHAT_HAPPENS", what_happens)
+def run_failing(statement: str, world_size: int) -> list[dict[str, Any]]:
+    program = FAILING_COLLECTIVE.replace("STATEMENT", statement)
     return run_ranks(program, world_size, TRIALFLOW_COLLECTIVE_SECONDS="3")
 
 
 @pytest.mark.slots
-def test_a_rank_that_never_comes_is_named_within_the_deadline() -> None:
-    """Rank 2 of 4 stays away: the others raise, say what they waited for, and for whom."""
-    said = bad_company("d.rank == 2 or d.allgather(d.rank)", 4)
-    assert said[2]["error"] is None
-    for rank in (0, 1, 3):
-        assert said[rank]["message"].startswith(
+def test_a_missing_rank_is_named_within_the_deadline() -> None:
+    """Rank 2 of 3 does not call the collective: the others raise and name it."""
+    results = run_failing("d.rank == 2 or d.allgather(d.rank)", 3)
+    assert results[2]["error"] is None
+    for rank in (0, 1):
+        assert results[rank]["message"].startswith(
             f"context.distributed.allgather (all) on rank {rank}"
         )
-        assert "rank 2 did not come" in said[rank]["message"]
-        assert said[rank]["seconds"] < 10
-    waited = next(each for each in said if each["error"] == "DeadlineExceeded")
-    assert "waited 3 s: rank 2 did not come. Every rank must call it" in waited["message"]
+        assert "rank 2 did not come" in results[rank]["message"]
+    waited = next(each for each in results if each["error"] == "DeadlineExceeded")
+    assert "waited 3 s: rank 2 did not come. Every rank must call" in waited["message"]
     assert "TRIALFLOW_COLLECTIVE_SECONDS" in waited["message"]
 
 
 @pytest.mark.slots
-def test_a_rank_that_never_connects_is_named_too() -> None:
-    """The same when the groups are being set up."""
+@pytest.mark.long
+def test_a_rank_that_does_not_connect_is_named() -> None:
+    """The same while the process groups are created."""
     setup = "d = DistributedContext.from_torch_distributed(); d.rank == 1 or d.connect()"
-    said = bad_company(setup, 2)
-    assert said[0]["error"] == "DeadlineExceeded"
-    assert "context.distributed.connect (all) on rank 0 waited 3 s" in said[0]["message"]
-    assert "rank 1 did not come" in said[0]["message"]
+    results = run_failing(setup, 2)
+    assert results[0]["error"] == "DeadlineExceeded"
+    assert "context.distributed.connect (all) on rank 0 waited 3 s" in results[0]["message"]
+    assert "rank 1 did not come" in results[0]["message"]
 
 
 @pytest.mark.slots
-def test_a_rank_that_calls_something_else_is_named() -> None:
-    """Rank 1 waits for a broadcast while rank 0 gathers from it: each says what the other does."""
-    said = bad_company("d.gather(0) if d.rank == 0 else d.allgather(0)", 2)
-    assert "rank 1 called allgather instead" in said[0]["message"]
-
-
-@pytest.mark.slots
-def test_a_rank_that_is_lost_is_noticed_before_the_deadline() -> None:
-    """Rank 0 ends, and the ranks' meeting point with it."""
+def test_a_dead_rank_is_noticed_before_the_deadline() -> None:
+    """Rank 0 exits, and with it the ranks' store."""
     leave = "(print('{}', flush=True), os._exit(0)) if d.rank == 0 else d.allgather(0)"
-    said = bad_company(leave, 2)
-    assert said[1]["error"] == "SlotsError"
-    assert said[1]["seconds"] < 2.5
+    results = run_failing(leave, 2)
+    assert results[1]["error"] == "SlotsError"
     message = "context.distributed.allgather (all) on rank 1 failed after "
-    assert said[1]["message"].startswith(message)
+    assert results[1]["message"].startswith(message)
 
 
 def built(monkeypatch: pytest.MonkeyPatch, how: str, **variables: str) -> DistributedContext:
@@ -160,31 +152,37 @@ def built(monkeypatch: pytest.MonkeyPatch, how: str, **variables: str) -> Distri
     return context
 
 
-def test_from_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variables of torchrun."""
-    context = built(
-        monkeypatch, "from_torch_distributed", RANK="5", WORLD_SIZE="6", LOCAL_RANK="2",
-        LOCAL_WORLD_SIZE="3", GROUP_RANK="1",
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "local_size", "cross_rank", "cross_size"),
+    [
+        ("from_torch_distributed", "LOCAL_WORLD_SIZE", "GROUP_RANK", None),
+        ("from_deepspeed", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"),
+    ],
+)
+def test_the_variables_of_a_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+    local_size: str,
+    cross_rank: str,
+    cross_size: str | None,
+) -> None:
+    """torchrun and DeepSpeed use different names, and torchrun sets no number of machines."""
+    variables = {
+        "RANK": "5",
+        "WORLD_SIZE": "6",
+        "LOCAL_RANK": "2",
+        local_size: "3",
+        cross_rank: "1",
+    }
+    context = built(monkeypatch, how, **variables, **({cross_size: "2"} if cross_size else {}))
     assert (context.rank, context.size) == (5, 6)
     assert (context.local_rank, context.local_size) == (2, 3)
     assert (context.cross_rank, context.cross_size) == (1, 2)
     assert context.chief_ip == "10.0.0.1"
 
 
-def test_from_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variables of DeepSpeed's launcher."""
-    context = built(
-        monkeypatch, "from_deepspeed", RANK="4", WORLD_SIZE="6", LOCAL_RANK="1",
-        LOCAL_SIZE="3", CROSS_RANK="1", CROSS_SIZE="2",
-    )  # fmt: skip
-    assert (context.rank, context.size) == (4, 6)
-    assert (context.local_rank, context.local_size) == (1, 3)
-    assert (context.cross_rank, context.cross_size) == (1, 2)
-
-
 def test_from_environment_without_a_launcher_is_a_single_rank() -> None:
-    """Plain python is one rank, whose collectives need nobody."""
+    """Its collectives return its own object."""
     context = DistributedContext.from_environment({})
     assert (context.get_rank(), context.get_size(), context.get_num_agents()) == (0, 1, 1)
     assert context.allgather(7) == context.gather_local(7) == [7]
@@ -196,14 +194,14 @@ def test_from_environment_without_a_launcher_is_a_single_rank() -> None:
         (
             "from_torch_distributed",
             {},
-            "from_torch_distributed: RANK is not set in the environment; it is set where "
-            "`torchrun` starts the script",
+            "from_torch_distributed: RANK is not set in the environment; start the script "
+            "with `torchrun`, which sets it",
         ),
         (
             "from_deepspeed",
             {"RANK": "0", "WORLD_SIZE": "2"},
-            "from_deepspeed: LOCAL_RANK is not set in the environment; it is set where "
-            "`deepspeed` starts the script",
+            "from_deepspeed: LOCAL_RANK is not set in the environment; start the script with "
+            "`deepspeed`, which sets it",
         ),
         (
             "from_deepspeed",
@@ -213,27 +211,27 @@ def test_from_environment_without_a_launcher_is_a_single_rank() -> None:
         (
             "from_torch_distributed",
             {"RANK": "3", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
-            "rank must be 0 or more and less than size, got 3 of 2",
+            "rank must be at least 0 and less than size, got 3 of 2",
         ),
     ],
 )
-def test_an_environment_that_no_launcher_made(
+def test_an_invalid_environment_is_refused(
     monkeypatch: pytest.MonkeyPatch, how: str, variables: dict[str, str], message: str
 ) -> None:
-    """The message names the variable and who would set it."""
+    """The message names the variable, and the launcher that sets it."""
     with pytest.raises(TrialError, match=re.escape(message)):
         built(monkeypatch, how, **variables)
 
 
-def test_from_horovod_says_what_to_use_instead() -> None:
-    """Horovod's day is over."""
-    message = "Horovod is not supported, it has had no release since 2023; start the ranks with"
+def test_from_horovod_names_the_alternatives() -> None:
+    """Horovod is not supported."""
+    message = r"Horovod is not supported \(its last release was in 2023\); start the ranks with"
     with pytest.raises(TrialError, match=message):
         DistributedContext.from_horovod(object())
 
 
-def test_a_collective_before_torch_distributed() -> None:
-    """Says what to call first."""
+def test_a_collective_before_init_process_group_is_refused() -> None:
+    """The message names the function to call first."""
     context = DistributedContext(
         rank=0, size=2, local_rank=0, local_size=2, cross_rank=0, cross_size=1
     )
@@ -245,7 +243,7 @@ def test_a_collective_before_torch_distributed() -> None:
 def test_a_deadline_must_be_a_positive_number(
     monkeypatch: pytest.MonkeyPatch, seconds: str
 ) -> None:
-    """Waiting for ever is not on offer."""
+    """A collective cannot wait without limit."""
     monkeypatch.setenv("TRIALFLOW_COLLECTIVE_SECONDS", seconds)
     with pytest.raises(TrialError, match=rf"positive number of seconds, got '{seconds}'"):
         DistributedContext.from_environment({})
@@ -268,9 +266,9 @@ except TrialError as error:
 
 
 @pytest.mark.slots
-def test_ranks_that_disagree_about_machines() -> None:
-    """A LOCAL_WORLD_SIZE that is not true is found before a collective goes wrong."""
-    said = run_ranks(DISAGREEMENT, 2)
-    assert said[0]["error"].startswith(
-        "rank 0 has local_size 1, but the ranks that say they are on machine 0 are [0, 1]; "
+def test_ranks_that_disagree_about_machines_are_refused() -> None:
+    """A wrong LOCAL_WORLD_SIZE is reported before any collective."""
+    results = run_ranks(DISAGREEMENT, 2)
+    assert results[0]["error"].startswith(
+        "rank 0 has local_size 1, but the ranks of machine 0 are [0, 1]; "
     )

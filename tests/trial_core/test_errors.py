@@ -1,4 +1,4 @@
-"""The errors that trialflow raises on purpose."""
+"""The errors of trialflow."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FIELDS: dict[str, Any] = {
 
 @pytest.mark.parametrize("error_class", CLASSES)
 def test_errors_survive_a_pickle(error_class: type[TrialflowError]) -> None:
-    """Prefect stores what a task failed of; read back it says the same, attributes included."""
+    """Prefect stores a task's error; after loading, message and attributes are the same."""
     error = RankFailed(**FIELDS) if error_class is RankFailed else error_class("what was seen")
     error.__notes__ = ["a note"]
     copy = pickle.loads(pickle.dumps(error))
@@ -41,8 +41,8 @@ def test_errors_survive_a_pickle(error_class: type[TrialflowError]) -> None:
     assert (str(copy), copy.args, vars(copy)) == (str(error), error.args, vars(error))
 
 
-def test_a_failed_rank_tells_all_it_was_told() -> None:
-    """Every argument is an attribute of that name."""
+def test_rank_failed_keeps_all_its_arguments() -> None:
+    """Every argument is an attribute."""
     assert {name: vars(RankFailed(**FIELDS))[name] for name in FIELDS} == FIELDS
 
 
@@ -50,10 +50,10 @@ def test_a_failed_rank_tells_all_it_was_told() -> None:
     ("error_type", "is_ours", "is_trial_mistake"),
     [("TrialError", True, True), ("TrialError", False, False), ("ConfigError", True, False)],
 )
-def test_a_trial_mistake_is_our_own_error(
+def test_only_our_own_trial_error_is_a_trial_mistake(
     error_type: str, is_ours: bool, is_trial_mistake: bool
 ) -> None:
-    """A user's class that happens to be called TrialError is an exception like any other."""
+    """A user's class named TrialError is an ordinary exception."""
     failure = RankFailed(
         rank=0, host="h", during="BuildTrial", error_type=error_type, is_ours=is_ours
     )

@@ -1,4 +1,4 @@
-"""The names that a Determined user's imports become."""
+"""The public names of the library."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ import trial_core.pytorch
         for name in module.__all__
     ],
 )
-def test_names_resolve(module: object, name: str) -> None:
-    """Every exported name is there, and listed by dir()."""
+def test_every_exported_name_exists(module: object, name: str) -> None:
+    """Every exported name exists, and `dir` lists it."""
     assert getattr(module, name) is not None
     assert name in dir(module)
 
 
 @pytest.mark.parametrize("module", [trial_core, trial_core.deepspeed])
 def test_unknown_names_are_refused(module: object) -> None:
-    """As of any module."""
+    """An unknown name raises AttributeError."""
     with pytest.raises(AttributeError, match="has no attribute 'Estimator'"):
         module.Estimator  # type: ignore[attr-defined]  # noqa: B018
 
@@ -42,12 +42,12 @@ from trial_core.deepspeed import overwrite_deepspeed_config
 """
 
 
-def test_the_references_imports_with_the_name_changed() -> None:
-    """Determined's import lines, changed to ``trial_core``, in an interpreter of their own."""
+def test_determineds_import_lines_work() -> None:
+    """With ``determined`` replaced by ``trial_core``, in a fresh interpreter."""
     subprocess.run([sys.executable, "-W", "ignore", "-c", REFERENCE_LINES], check=True)
 
 
-def test_the_store_is_had_without_torch() -> None:
-    """Looking after checkpoints needs no training machine."""
+def test_the_checkpoint_store_does_not_import_torch() -> None:
+    """So it can be used on a machine without torch."""
     look = "import sys, trial_core; trial_core.CheckpointStore; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-W", "ignore", "-c", look], check=True)

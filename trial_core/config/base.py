@@ -1,7 +1,7 @@
-"""A section of the experiment file: a pydantic model that says in plain words what is wrong.
+"""A section of the experiment file: a pydantic model with plain error messages.
 
-Every section translates its own errors, so they read the same wherever they surface: in
-`explain`, in ``str(ValidationError)``, and in what Prefect makes of them.
+Every section replaces pydantic's messages when it is validated. So `error_lines`,
+``str(ValidationError)`` and Prefect show the same text.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing_extensions import Self
 
 from trial_core.config.error_text import (
     Problem,
+    closest_match,
     did_you_mean,
-    in_words,
-    kind,
-    nearest,
-    refusal,
-    refusals,
-    shown,
+    error_message,
+    format_value,
+    type_name,
+    validation_error,
+    validation_errors,
     warn_ignored,
 )
 
 
 class Section(BaseModel):
-    """A part of the experiment file, which refuses fields it does not know.
+    """A part of the experiment file; refuses unknown fields.
 
     Attributes:
-        at: the section's path in the file.
+        yaml_path: the section's path in the file.
         ignored: fields of Determined that have no effect here, each with the reason.
         refused: fields of Determined that cannot be ignored, each with the reason.
         holds_secrets: whether its errors must not show values.
@@ -39,34 +39,35 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
-    at: ClassVar[str] = ""
+    yaml_path: ClassVar[str] = ""
     ignored: ClassVar[Mapping[str, str]] = {}
     refused: ClassVar[Mapping[str, str]] = {}
     holds_secrets: ClassVar[bool] = False
 
     @model_validator(mode="wrap")
     @classmethod
-    def _validate_in_words(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _validate_with_plain_errors(
+        cls, data: Any, handler: ModelWrapValidatorHandler[Self]
+    ) -> Self:
         if isinstance(data, cls):
             return handler(data)
-        prepared = cls.prepared(data)
+        prepared = cls.prepare(data)
         try:
             return handler(prepared)
         except ValidationError as error:
-            raise refusals(cls._problems(error.errors(include_url=False))) from None
+            raise validation_errors(cls._problems(error.errors(include_url=False))) from None
 
     @classmethod
-    def prepared(cls, data: Any) -> dict[str, Any]:
-        """The section as pydantic validates it: no ignored fields, and a null only where it says
-        something else than nothing does."""
+    def prepare(cls, data: Any) -> dict[str, Any]:
+        """The section as pydantic validates it: without ignored fields and meaningless nulls."""
         if not isinstance(data, Mapping):
-            raise refusal(f"expected a mapping, got {cls._show(data)}")
+            raise validation_error(f"expected a mapping, got {cls._format(data)}")
         given: dict[str, Any] = {}
         for key, value in data.items():
             name = str(key)
             if name in cls.ignored:
                 if value is not None:
-                    path = f"{cls.at}.{name}" if cls.at else name
+                    path = f"{cls.yaml_path}.{name}" if cls.yaml_path else name
                     warn_ignored(f"{path}: ignored: {cls.ignored[name]}")
             elif value is not None or cls._takes_null(name):
                 given[name] = value
@@ -74,26 +75,25 @@ class Section(BaseModel):
 
     @classmethod
     def _takes_null(cls, name: str) -> bool:
-        """Whether a null is to be validated. Elsewhere it is as good as absent: Determined's files
-        are full of them."""
+        """Whether null differs from absent; else it is dropped: Determined's files have many."""
         field = cls.model_fields.get(name)
         if field is None:
-            return name not in cls.refused  # unknown: to be refused
+            return name not in cls.refused  # keep an unknown field: validation refuses it
         return type(None) in get_args(field.annotation) and field.default is not None
 
     @classmethod
     def hint(cls, unknown: str) -> str:
-        """What to say after ``unknown field``: the name meant, where one is near."""
+        """The text after ``unknown field``: a similar name, if there is one."""
         return did_you_mean(unknown, list(cls.model_fields))
 
     @classmethod
-    def _show(cls, value: object) -> str:
-        return kind(value) if cls.holds_secrets else shown(value)
+    def _format(cls, value: object) -> str:
+        return type_name(value) if cls.holds_secrets else format_value(value)
 
     @classmethod
     def _problems(cls, errors: Sequence[ErrorDetails]) -> list[Problem]:
         unknown = [str(line["loc"][0]) for line in errors if line["type"] == "extra_forbidden"]
-        misspelt = {nearest(name, list(cls.model_fields)) for name in unknown}
+        misspelt = {closest_match(name, list(cls.model_fields)) for name in unknown}
         return [
             (line["loc"], cls._problem(line))
             for line in errors
@@ -103,7 +103,7 @@ class Section(BaseModel):
 
     @classmethod
     def _problem(cls, details: ErrorDetails) -> str:
-        message = in_words(details, cls._show)
+        message = error_message(details, cls._format)
         if len(details["loc"]) != 1:
             return message
         name = str(details["loc"][0])

@@ -1,6 +1,7 @@
-"""Where checkpoints are kept: a fsspec URL and its options, or one of Determined's forms.
+"""The section `checkpoint_storage`: where checkpoints are stored, and which are kept.
 
-And which are kept: Determined's rules, and one more.
+The place is a fsspec URL with options, or one of Determined's forms. The retention rules are
+Determined's, and `keep_every`.
 """
 
 from __future__ import annotations
@@ -14,21 +15,16 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field
 
 from trial_core.config.base import Section
-from trial_core.config.error_text import did_you_mean, refusal, shown
+from trial_core.config.error_text import did_you_mean, format_value, validation_error
 from trial_core.config.lengths import Period
 from trial_core.config.values import Count, PlainMapping, Text
 from trial_core.retention.policy import RetentionPolicy
+from trial_core.run.run_dirs import home_folder
 from trial_core.storage.credentials import without_credentials
 
-# What the others are as soon as one of them is given, which are Determined's defaults.
-_KEPT = RetentionPolicy()
+# The values of the other rules if at least one is set: Determined's defaults.
+_DEFAULT_RULES = RetentionPolicy()
 _RETENTION = ("save_trial_best", "save_trial_latest", "save_experiment_best", "keep_every")
-
-
-def home_folder() -> Path:
-    """Where runs are kept: ``$TRIALFLOW_HOME``, else ``./trialflow-runs``; absolute."""
-    named = os.environ.get("TRIALFLOW_HOME") or "trialflow-runs"
-    return Path(os.path.abspath(os.path.expanduser(named)))
 
 
 def _default_url() -> str:
@@ -36,91 +32,90 @@ def _default_url() -> str:
 
 
 def _absolute_url(text: str) -> str:
-    """A URL; a plain path becomes ``file://`` and absolute, seen from the current folder."""
+    """A URL; a plain path becomes an absolute ``file://`` URL, relative to the current folder."""
     scheme, separator, rest = text.partition("://")
     scheme = scheme.lower()
     if not separator:
-        _refuse_half_a_url(text)
+        _check_is_path(text)
         scheme, rest = "file", text
     _check_protocol(scheme, text)
     if scheme in ("file", "local"):
-        # Not `Path.as_uri`: it would quote characters, which fsspec takes literally.
+        # Not `Path.as_uri`: it quotes characters, but fsspec does not unquote them.
         return f"file://{os.path.abspath(os.path.expanduser(rest))}"
     if not rest.strip("/") and scheme != "memory":
-        raise refusal(f'expected a place in the storage, such as "{scheme}://bucket/prefix"')
+        raise validation_error(
+            f'expected a bucket after {scheme}://, such as "{scheme}://bucket/prefix"'
+        )
     return f"{scheme}://{rest.rstrip('/')}"
 
 
 def _protocols() -> list[str]:
-    from fsspec.registry import available_protocols  # late: not every user of config needs it
+    from fsspec.registry import available_protocols  # late: only some users of config need it
 
     return list(available_protocols())
 
 
-def _refuse_half_a_url(path: str) -> None:
+def _check_is_path(path: str) -> None:
     scheme, colon, _ = path.partition(":")
     if colon and scheme in _protocols():
-        raise refusal(f"expected a folder or a URL, which begins with {scheme}://")
+        raise validation_error(f"expected a folder or a URL that begins with {scheme}://")
 
 
 def _check_protocol(scheme: str, url: str) -> None:
     if scheme not in _protocols():
-        raise refusal(
-            f"unknown kind of storage {shown(scheme)} in {shown(without_credentials(url))}"
-            + did_you_mean(scheme, _protocols())
+        raise validation_error(
+            f"unknown storage type {format_value(scheme)} in "
+            f"{format_value(without_credentials(url))}" + did_you_mean(scheme, _protocols())
         )
 
 
 class StorageConfig(Section):
-    """Where checkpoints are kept, and which.
+    """Where checkpoints are stored, and which are kept: all, unless a rule is set."""
 
-    As long as none of the rules is given, every checkpoint stays.
-    """
-
-    at: ClassVar[str] = "checkpoint_storage"
+    yaml_path: ClassVar[str] = "checkpoint_storage"
     holds_secrets: ClassVar[bool] = True
 
     url: Annotated[Text, AfterValidator(_absolute_url)] = Field(
         default_factory=_default_url,
         title="URL",
         description="A folder, or a fsspec URL such as s3://bucket/prefix. "
-        "Default: checkpoints in the folder of runs.",
+        "Default: checkpoints, in the folder of runs.",
         examples=["s3://bucket/prefix"],
     )
     options: PlainMapping = Field(
         default={},
         title="Options",
-        description="Options of the fsspec file system; for S3 endpoint_url, key and secret.",
+        description="Options of the fsspec file system; for S3, endpoint_url, key and secret.",
     )
 
     save_trial_best: Count | None = Field(
         default=None,
         title="Keep the best of a trial",
-        description="How many of the best checkpoints of each trial to keep. With none of the "
-        f"rules given all are kept; with another one, {_KEPT.save_trial_best}.",
+        description="Keep the N best checkpoints of each trial. Default: "
+        f"{_DEFAULT_RULES.save_trial_best} if any rule is set, else all.",
     )
     save_trial_latest: Count | None = Field(
         default=None,
         title="Keep the latest of a trial",
-        description="How many of the latest checkpoints of each trial to keep. With none of the "
-        f"rules given all are kept; with another one, {_KEPT.save_trial_latest}.",
+        description="Keep the N latest checkpoints of each trial. Default: "
+        f"{_DEFAULT_RULES.save_trial_latest} if any rule is set, else all.",
     )
     save_experiment_best: Count | None = Field(
         default=None,
         title="Keep the best of the experiment",
-        description="How many of the best checkpoints of all trials together to keep. With none "
-        f"of the rules given all are kept; with another one, {_KEPT.save_experiment_best}.",
+        description="Keep the N best checkpoints of all trials together. Default: "
+        f"{_DEFAULT_RULES.save_experiment_best} if any rule is set, else all.",
     )
     keep_every: Period = Field(
         default=None,
-        title="Keep one in so many",
-        description="Of each trial keep the first checkpoint at or after each multiple of this.",
+        title="Keep one per period",
+        description="Keep each trial's first checkpoint at or after every multiple of this period.",
     )
 
     def retention(self, metric: str | None, smaller_is_better: bool) -> RetentionPolicy | None:
-        """Which checkpoints stay, where `metric` says what is best; None: all.
+        """Which checkpoints are kept; None: all. `metric` decides which is best.
 
-        The rules that are not given have Determined's defaults, once one of them is given.
+        If one rule is set, the others have Determined's defaults.
         """
         given = {name: value for name in _RETENTION if (value := getattr(self, name)) is not None}
         if not given:
@@ -128,39 +123,42 @@ class StorageConfig(Section):
         return RetentionPolicy(**given, metric=metric, smaller_is_better=smaller_is_better)
 
     @classmethod
-    def prepared(cls, data: Any) -> dict[str, Any]:
-        """Text is a URL; Determined's forms, known by their type, become URL and options."""
+    def prepare(cls, data: Any) -> dict[str, Any]:
+        """Text is a URL; Determined's forms, which have a `type`, become URL and options."""
         if isinstance(data, (str, Path)):
             return {"url": str(data)}
-        given = super().prepared(data)
+        given = super().prepare(data)
         rules = {name: given.pop(name) for name in _RETENTION if name in given}
-        return {**cls._place(given), **rules}
+        return {**cls._url_and_options(given), **rules}
 
     @classmethod
-    def _place(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """URL and options."""
-        kind = given.pop("type", None)
-        if kind is None:
+    def _url_and_options(cls, given: dict[str, Any]) -> dict[str, Any]:
+        type_ = given.pop("type", None)
+        if type_ is None:
             return given
         if "url" in given or "options" in given:
-            raise refusal("give either type and what belongs to it, or url and options; not both")
-        form = _FORMS.get(str(kind))
+            raise validation_error(
+                "expected either type with its fields, or url and options; got both"
+            )
+        form = _FORMS.get(str(type_))
         if form is None:
             known = ", ".join(f'"{name}"' for name in _FORMS)
-            raise refusal(f"expected one of {known}, got {shown(kind)}; or give a url", "type")
+            raise validation_error(
+                f"expected one of {known}, got {format_value(type_)}; or give a url", "type"
+            )
         return form.model_validate(given).as_url_and_options()
 
     def __repr_args__(self) -> list[tuple[str | None, Any]]:
-        """Names of options without their values, of which some are credentials."""
-        shown = dict(super().__repr_args__())
+        """Names of options without values: some are credentials."""
+        fields = dict(super().__repr_args__())
         hidden = dict.fromkeys(self.options, "***")
-        return [*{**shown, "url": without_credentials(self.url), "options": hidden}.items()]
+        return [*{**fields, "url": without_credentials(self.url), "options": hidden}.items()]
 
 
 class _Form(Section):
-    """One of Determined's kinds of storage."""
+    """One of Determined's storage types."""
 
-    at: ClassVar[str] = StorageConfig.at
+    yaml_path: ClassVar[str] = StorageConfig.yaml_path
     holds_secrets: ClassVar[bool] = True
 
     def as_url_and_options(self) -> dict[str, Any]:
@@ -168,14 +166,14 @@ class _Form(Section):
 
     @classmethod
     def hint(cls, unknown: str) -> str:
-        """Also knows the rules, which stand beside."""
+        """Also suggests retention rules, which are fields of the same mapping."""
         return did_you_mean(unknown, [*cls.model_fields, *_RETENTION])
 
 
 class _SharedFs(_Form):
     ignored: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("container_path", "propagation", "checkpoint_path", "tensorboard_path"),
-        "host_path and storage_path say where checkpoints are kept",
+        "host_path and storage_path decide where checkpoints are stored",
     )
     host_path: Text = Field(examples=["/mnt/shared"])
     storage_path: Text = "."
@@ -238,7 +236,9 @@ def _azure_account(account_url: str) -> dict[str, str]:
     host = urlsplit(account_url).hostname or ""
     name, _, domain = host.partition(".")
     if not domain:
-        raise refusal("expected a URL such as https://NAME.blob.core.windows.net", "account_url")
+        raise validation_error(
+            "expected a URL such as https://NAME.blob.core.windows.net", "account_url"
+        )
     return {"account_name": name, "account_host": host}
 
 

@@ -1,4 +1,4 @@
-"""What Determined's experiment files may say that trialflow says otherwise, or not at all."""
+"""Determined's forms and fields that trialflow reads differently, ignores or refuses."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from typing import Any
 from trial_core.config.error_text import (
     Location,
     Problem,
-    kind,
-    refusal,
-    refusals,
-    shown,
+    format_value,
+    type_name,
+    validation_error,
+    validation_errors,
     warn_ignored,
 )
-from trial_core.config.values import as_plain
+from trial_core.config.values import to_plain_data
 
-_CLUSTER = "there is no cluster to choose or divide; work pools and queues do that"
-_CONTAINER = "a slot is a process of its machine, not a container"
+_CLUSTER = "trialflow manages no cluster; use Prefect's work pools and queues"
+_CONTAINER = "a slot is a process on its machine, not a container"
 _SERVER = "it belongs to Determined's server"
-_OTHER_SEARCHER = "only searchers of several trials use it"
+_OTHER_SEARCHER = "only searchers that run several trials use it"
 
 IGNORED = {
-    "bind_mounts": "a slot is a process of its machine and sees that machine's folders",
+    "bind_mounts": "a slot is a process on its machine and sees that machine's folders",
     "data_layer": _SERVER,
     "debug": _SERVER,
     "integrations": _SERVER,
     "internal": _SERVER,
     "log_pattern_policies": _SERVER,
     "log_policies": _SERVER,
-    "optimizations": "give gradient accumulation, clipping and precision in the DeepSpeed config",
+    "optimizations": "set gradient accumulation, clipping and precision in the DeepSpeed config",
     "pbs": _CLUSTER,
     "preemption_timeout": _SERVER,
-    "profiling": "there is no profiler of this kind",
+    "profiling": "trialflow has no such profiler; a trial may call context.set_profiler",
     "project": _SERVER,
-    "records_per_epoch": "an epoch is as long as the training loader says",
+    "records_per_epoch": "the training loader decides how long an epoch is",
     "retention_policy": _SERVER,
     "security": _SERVER,
     "slurm": _CLUSTER,
-    "tensorboard_storage": "TensorBoard files are not collected",
+    "tensorboard_storage": "TensorBoard files are stored with the checkpoints",
     "webhooks": _SERVER,
     "workspace": _SERVER,
 }
@@ -54,7 +54,7 @@ IGNORED_RESOURCES = {
     "priority": _CLUSTER,
     "resource_pool": _CLUSTER,
     "shm_size": _CONTAINER,
-    "slots": "slots_per_trial says how many slots there are",
+    "slots": "slots_per_trial sets the number of slots",
     "weight": _CLUSTER,
 }
 
@@ -91,28 +91,30 @@ IGNORED_SEARCHER = dict.fromkeys(
     _OTHER_SEARCHER,
 )
 
-# To ignore a warm start would train something else than was asked for.
+# Ignoring a warm start would train a different model from the one that was asked for.
 REFUSED_SEARCHER = {
-    "source_trial_id": "Determined's server knew a trial's last checkpoint by that number; give "
-    "the checkpoint itself: source_checkpoint_uuid",
+    "source_trial_id": "only Determined's server can find a checkpoint by a trial's number; give "
+    "source_checkpoint_uuid instead",
 }
 
 ENTRYPOINT_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
 
 
 def entrypoint(value: Any) -> str:
-    """``module:Class``, also out of a launcher's command line that names it after ``--trial``."""
+    """``module:Class``, or the value of ``--trial`` in a launcher's command line."""
     words = _words(value)
     if len(words) == 1 and re.match(ENTRYPOINT_PATTERN, words[0]):
         if ".py:" in words[0]:
-            raise refusal(f'{_expected(value)}; did you mean "{words[0].replace(".py:", ":")}"?')
+            raise validation_error(
+                f'{_expected(value)}; did you mean "{words[0].replace(".py:", ":")}"?'
+            )
         return words[0]
     named = _after_trial_option(words)
     if named is None or not re.match(ENTRYPOINT_PATTERN, named):
-        advice = "" if len(words) < 2 else "; a command is understood only if it says --trial"
-        raise refusal(_expected(value) + advice)
+        advice = "" if len(words) < 2 else "; in a command line, --trial must give it"
+        raise validation_error(_expected(value) + advice)
     warn_ignored(
-        f"entrypoint: of this command only --trial {named} is used; trialflow starts the ranks"
+        f"entrypoint: only --trial {named} is used of this command; trialflow starts the ranks"
     )
     return named
 
@@ -121,15 +123,15 @@ def _words(value: Any) -> list[str]:
     if isinstance(value, list) and value and all(isinstance(word, str) for word in value):
         return list(value)
     if not isinstance(value, str):
-        raise refusal(_expected(value))
+        raise validation_error(_expected(value))
     try:
         return shlex.split(value)
     except ValueError:  # an open quote
-        raise refusal(_expected(value)) from None
+        raise validation_error(_expected(value)) from None
 
 
 def _expected(value: Any) -> str:
-    seen = shown(" ".join(map(str, value)) if isinstance(value, list) else value)
+    seen = format_value(" ".join(map(str, value)) if isinstance(value, list) else value)
     return f'expected "module:Class", such as "model_def:MyTrial", got {seen}'
 
 
@@ -143,17 +145,17 @@ def _after_trial_option(words: list[str]) -> str | None:
 
 
 def hyperparameters(value: Any) -> Any:
-    """Plain values: ``{type: const, val: x}`` is x, and a range to search is refused."""
+    """Plain values: ``{type: const, val: x}`` becomes x; a search range is refused."""
     problems: list[Problem] = []
-    values = as_plain(_one_value_each(value, (), problems), (), problems)
+    values = to_plain_data(_constants_resolved(value, (), problems), (), problems)
     if problems:
-        raise refusals(problems)
+        raise validation_errors(problems)
     return values
 
 
-def _one_value_each(value: Any, path: Location, problems: list[Problem]) -> Any:
+def _constants_resolved(value: Any, path: Location, problems: list[Problem]) -> Any:
     if isinstance(value, (list, tuple)):
-        return [_one_value_each(inner, (*path, i), problems) for i, inner in enumerate(value)]
+        return [_constants_resolved(inner, (*path, i), problems) for i, inner in enumerate(value)]
     if not isinstance(value, Mapping):
         return value
     type_ = value.get("type")
@@ -163,40 +165,42 @@ def _one_value_each(value: Any, path: Location, problems: list[Problem]) -> Any:
         problems.append(
             (
                 path,
-                f'is a range to search (type "{type_}"), but a run trains one trial: give a value',
+                f'is a search range (type "{type_}"), but a run trains one trial; give one value',
             )
         )
-    return {key: _one_value_each(inner, (*path, key), problems) for key, inner in value.items()}
+    return {key: _constants_resolved(inner, (*path, key), problems) for key, inner in value.items()}
 
 
 _DEVICES = ("cpu", "rocm", "gpu", "cuda")
 
 
 def environment_variables(value: Any) -> Any:
-    """Names and values, out of a mapping, a list of ``NAME=VALUE``, or such lists by device.
+    """Names and values from a mapping, a list of ``NAME=VALUE``, or such lists by device.
 
-    Lists by device are joined, as the config is made before anybody knows where it runs; where
-    they differ, an accelerator's value wins over the CPU's, with a warning.
+    Lists by device are merged, because the device is not known yet. If they differ, the
+    accelerator's value overrides the CPU's, with a warning.
     """
     if isinstance(value, list):
         return _assignments(value, ())
     if not isinstance(value, Mapping):
-        raise refusal(f"expected a mapping or a list of NAME=VALUE, got {kind(value)}")
+        raise validation_error(
+            f"expected a mapping or a list of NAME=VALUE, got {type_name(value)}"
+        )
     if value and all(k in _DEVICES and isinstance(v, (list, type(None))) for k, v in value.items()):
-        return _joined(value)
+        return _merged(value)
     problems: list[Problem] = []
     variables = {str(name): _variable(str(name), text, problems) for name, text in value.items()}
     if problems:
-        raise refusals(problems)
+        raise validation_errors(problems)
     return variables
 
 
 def _variable(name: str, value: Any, problems: list[Problem]) -> str:
     if not name or "=" in name or "\0" in name:
-        problems.append(((name,), "is no name of an environment variable"))
+        problems.append(((name,), "is not a valid name of an environment variable"))
     elif isinstance(value, bool) or not isinstance(value, (int, str)):
         advice = "; put it in quotes" if isinstance(value, (bool, float)) else ""
-        problems.append(((name,), f"expected text, got {kind(value)}{advice}"))
+        problems.append(((name,), f"expected text, got {type_name(value)}{advice}"))
     return str(value)
 
 
@@ -205,25 +209,25 @@ def _assignments(items: list[Any], path: Location) -> dict[str, str]:
     problems: list[Problem] = []
     for i, item in enumerate(items):
         if not isinstance(item, str) or item.find("=") < 1:
-            # The item is not shown: it may be a secret whose name was forgotten.
-            seen = "text without a name and =" if isinstance(item, str) else kind(item)
+            # Do not show the item: it may be a secret without its name.
+            seen = "text without a name and =" if isinstance(item, str) else type_name(item)
             problems.append(((*path, i), f"expected NAME=VALUE, got {seen}"))
             continue
         name, _, value = item.partition("=")
         variables[name] = value
     if problems:
-        raise refusals(problems)
+        raise validation_errors(problems)
     return variables
 
 
-def _joined(by_device: Mapping[str, list[Any] | None]) -> dict[str, str]:
-    joined: dict[str, str] = {}
+def _merged(by_device: Mapping[str, list[Any] | None]) -> dict[str, str]:
+    merged: dict[str, str] = {}
     for device in _DEVICES:
         for name, value in _assignments(by_device.get(device) or [], (device,)).items():
-            if joined.get(name, value) != value:
+            if merged.get(name, value) != value:
                 warn_ignored(
                     f"environment.environment_variables: {name} differs between devices; "
                     f"the value for {device} is used"
                 )
-            joined[name] = value
-    return joined
+            merged[name] = value
+    return merged

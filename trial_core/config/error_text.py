@@ -1,6 +1,6 @@
-"""Saying in plain words what is wrong: its path, what was expected, what was seen.
+"""Messages of validation errors: the path, what was expected, what was seen.
 
-Values never travel inside an error: it carries its message alone.
+An error carries only its message, never the value: values may be secrets.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 Location = tuple[Any, ...]
-"""Where something is: names of fields and indices of lists, from the outside in."""
+"""A path in the file: names of fields and indices of lists, from the outside in."""
 Problem = tuple[Location, str]
-"""Where something is wrong, and what."""
+"""A path, and what is wrong there."""
 
 
 class IgnoredFieldWarning(UserWarning):
-    """A field that Determined knows and that has no effect here; the message says its path."""
+    """A field of Determined that has no effect here; the message begins with its path."""
 
 
 def warn_ignored(message: str) -> None:
-    """Warns that something in the experiment has no effect."""
-    # Explicitly, as the stack is pydantic's: no level of it would point to the experiment.
+    """Warn that a field of the experiment has no effect."""
+    # `warn_explicit`, because no stack level points to the experiment: the stack is pydantic's.
     warnings.warn_explicit(message, IgnoredFieldWarning, filename="<experiment>", lineno=1)
 
 
-def shown(value: object) -> str:
-    """A value as an error message shows it: short, and never the inside of a collection."""
+def format_value(value: object) -> str:
+    """A value for an error message: short, and without the contents of a collection."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):
@@ -40,11 +40,11 @@ def shown(value: object) -> str:
         return repr(value)
     if isinstance(value, str):
         return json.dumps(value if len(value) <= 60 else value[:57] + "...", ensure_ascii=False)
-    return kind(value)
+    return type_name(value)
 
 
-def kind(value: object) -> str:
-    """What sort of value it is, for messages that must not show the value itself."""
+def type_name(value: object) -> str:
+    """The type of a value, for messages that must not show the value."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):
@@ -60,13 +60,13 @@ def kind(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def refusal(message: str, *path: str | int) -> ValidationError:
-    """What a validator raises to refuse its value, or the part of it that lies at `path`."""
-    return refusals([(path, message)])
+def validation_error(message: str, *path: str | int) -> ValidationError:
+    """The error with which a validator refuses its value, or the part of it at `path`."""
+    return validation_errors([(path, message)])
 
 
-def refusals(problems: Sequence[Problem]) -> ValidationError:
-    """What a validator raises to refuse several parts of its value at once."""
+def validation_errors(problems: Sequence[Problem]) -> ValidationError:
+    """The error with which a validator refuses several parts of its value."""
     details = [
         InitErrorDetails(type=PydanticCustomError("config", message), loc=path, input=None)
         for path, message in problems
@@ -74,29 +74,29 @@ def refusals(problems: Sequence[Problem]) -> ValidationError:
     return ValidationError.from_exception_data("config", details, hide_input=True)
 
 
-def dotted(path: Location) -> str:
-    """A path as a person writes it: ``labels[1]``, ``searcher.max_length.batches``."""
+def format_path(path: Location) -> str:
+    """A path as text: ``labels[1]``, ``searcher.max_length.batches``."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return text.removeprefix(".")
 
 
-def explain(error: ValidationError) -> list[str]:
-    """One line for each problem: its path, what was expected, what was seen."""
+def error_lines(error: ValidationError) -> list[str]:
+    """One line per problem: its path, what was expected, what was seen."""
     lines = []
     for details in error.errors(include_url=False):
-        path = dotted(details["loc"])
-        message = in_words(details)
+        path = format_path(details["loc"])
+        message = error_message(details)
         lines.append(f"{path}: {message}" if path else message)
     return lines
 
 
-def in_words(details: ErrorDetails, show: Callable[[object], str] = shown) -> str:
-    """Pydantic's error in plain words; the section's own errors are so already."""
+def error_message(details: ErrorDetails, show: Callable[[object], str] = format_value) -> str:
+    """The plain message for pydantic's error; a section's own message is kept."""
     seen = show(details["input"])
-    words: dict[str, Callable[[], str]] = {
+    messages: dict[str, Callable[[], str]] = {
         "missing": lambda: "missing",
         "extra_forbidden": lambda: "unknown field",
-        "string_type": lambda: f"expected text, got {seen}{_quote_it(details['input'])}",
+        "string_type": lambda: f"expected text, got {seen}{_quotes_hint(details['input'])}",
         "string_too_short": lambda: "expected text, got nothing",
         "path_type": lambda: f"expected the path of a folder, got {seen}",
         "bool_type": lambda: f"expected true or false, got {seen}",
@@ -106,20 +106,20 @@ def in_words(details: ErrorDetails, show: Callable[[object], str] = shown) -> st
             f"expected {details['ctx']['expected'].replace(chr(39), chr(34))}, got {seen}"
         ),
     }
-    word = words.get(details["type"])
-    return word() if word else details["msg"]
+    message = messages.get(details["type"])
+    return message() if message else details["msg"]
 
 
-def _quote_it(value: object) -> str:
+def _quotes_hint(value: object) -> str:
     return " (text needs quotes here)" if isinstance(value, (bool, int, float)) else ""
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
-    """``; did you mean "metric"?`` where `name` nearly is one of `names`, else nothing."""
-    near = nearest(name, names)
+    """``; did you mean "metric"?`` if one of `names` is similar to `name`, else nothing."""
+    near = closest_match(name, names)
     return f'; did you mean "{near}"?' if near else ""
 
 
-def nearest(name: str, names: Sequence[str]) -> str | None:
-    """The one of `names` that was probably meant, if any."""
+def closest_match(name: str, names: Sequence[str]) -> str | None:
+    """The one of `names` that is most similar to `name`, if any is similar enough."""
     return next(iter(get_close_matches(name.lower(), names, n=1)), None)

@@ -1,4 +1,4 @@
-"""`ExperimentConfig`, the whole experiment, and reading it from its file."""
+"""`ExperimentConfig`, the whole experiment, and `load_config`, which reads it from a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trial_core.config import determined
 from trial_core.config.base import Section
 from trial_core.config.checkpoint_storage import StorageConfig
 from trial_core.config.checkpointing_section import CheckpointingConfig
-from trial_core.config.error_text import explain
+from trial_core.config.error_text import error_lines
 from trial_core.config.lengths import Period
 from trial_core.config.parsing import override, read_mapping
 from trial_core.config.retraining_section import RetrainingConfig
@@ -34,13 +34,13 @@ from trial_core.run.sequencer import CheckpointPolicy, Schedule
 from trial_core.text_format import slug
 from trial_core.units import Batch
 
-_NOT_WHAT_IS_TRAINED = {
+_NOT_IN_DIGEST = {
     "code", "checkpoint_storage", "checkpointing", "stopping", "retraining", "environment"
 }  # fmt: skip
 
 
 def _absolute(folder: str | Path) -> Path:
-    # Not `Path.expanduser`, which raises where there is no such user.
+    # Not `Path.expanduser`, which raises if there is no such user.
     return Path(os.path.abspath(os.path.expanduser(folder)))
 
 
@@ -52,10 +52,10 @@ class ExperimentConfig(Section):
     name: Annotated[str, Strict()] = Field(
         default="",
         title="Name",
-        description="Run names and checkpoints begin with it. Default: the code folder's name.",
+        description="Runs and checkpoints are named after it. Default: the code folder's name.",
     )
-    description: str = Field(default="", title="Description", description="For people to read.")
-    labels: list[Text] = Field(default=[], title="Labels", description="For people to find it by.")
+    description: str = Field(default="", title="Description", description="Free text.")
+    labels: list[Text] = Field(default=[], title="Labels", description="For finding runs.")
     entrypoint: Annotated[str, BeforeValidator(determined.entrypoint)] = Field(
         title="Entrypoint",
         description="The trial class, as module:Class.",
@@ -65,31 +65,33 @@ class ExperimentConfig(Section):
     code: Annotated[Path, AfterValidator(_absolute)] = Field(
         default_factory=Path.cwd,
         title="Code folder",
-        description="The folder that holds the entrypoint's module, on the machine that trains. "
-        "Default: the folder of the experiment file, else the current one.",
+        description="The folder of the entrypoint's module, on the machine that trains. Default: "
+        "the folder of the experiment file, else the current folder.",
     )
     hyperparameters: Annotated[dict[str, Any], BeforeValidator(determined.hyperparameters)] = Field(
-        default={}, title="Hyperparameters", description="What the trial asks its context for."
+        default={}, title="Hyperparameters", description="The trial reads them from its context."
     )
     data: PlainMapping = Field(
-        default={}, title="Data", description="Where the trial's data is, in the trial's terms."
+        default={},
+        title="Data",
+        description="Where the trial's data is; the trial reads it from its context.",
     )
     resources: ResourcesConfig = Field(default_factory=ResourcesConfig, title="Resources")
     searcher: SearcherConfig = Field(title="Searcher")
     scheduling_unit: Positive = Field(
         default=100,
         title="Scheduling unit",
-        description="Batches in one train-workload: training metrics are reported as often.",
+        description="Batches in one train-workload; each one reports training metrics.",
     )
     min_validation_period: Period = Field(
         default=None,
         title="Validation period",
-        description="How often to validate, besides at the end.",
+        description="How often to validate, in addition to the end.",
     )
     min_checkpoint_period: Period = Field(
         default=None,
         title="Checkpoint period",
-        description="How often to save, besides at the end.",
+        description="How often to save, in addition to the end.",
     )
     perform_initial_validation: Flag = Field(
         default=False,
@@ -113,20 +115,20 @@ class ExperimentConfig(Section):
     max_restarts: Count = Field(
         default=5,
         title="Restarts",
-        description="How often to start again from the last checkpoint when a rank fails.",
+        description="How many times to restart from the last checkpoint after a rank has failed.",
     )
     stopping: StoppingConfig = Field(default_factory=StoppingConfig, title="Stopping")
     retraining: RetrainingConfig | None = Field(
         default=None,
         title="Retraining",
-        description="How the flow `retrain` keeps a model of this experiment up to date.",
+        description="How the flow `retrain` keeps this experiment's model up to date.",
     )
     environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig, title="Environment")
 
     @classmethod
-    def prepared(cls, data: Any) -> dict[str, Any]:
-        """Fills in the names, and an empty searcher so that what is missing in it is named."""
-        given = super().prepared(data)
+    def prepare(cls, data: Any) -> dict[str, Any]:
+        """Fills in the names, and an empty searcher, so that its missing fields are reported."""
+        given = super().prepare(data)
         given.setdefault("searcher", {})
         if given.get("name") in (None, ""):
             code = given.get("code")
@@ -139,28 +141,31 @@ class ExperimentConfig(Section):
 
     @classmethod
     def hint(cls, unknown: str) -> str:
-        """Also knows the fields of the sections, for one that was written a level too high."""
+        """Also suggests a section's field that was written one level too high."""
         for name, field in cls.model_fields.items():
-            kinds = (field.annotation, *get_args(field.annotation))  # a section, or one or None
-            if any(unknown in getattr(kind, "model_fields", {}) for kind in kinds):
+            types = (
+                field.annotation,
+                *get_args(field.annotation),
+            )  # a section, or `section | None`
+            if any(unknown in getattr(each, "model_fields", {}) for each in types):
                 return f'; did you mean "{name}.{unknown}"?'
         return super().hint(unknown)
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], source: str = "") -> Self:
-        """The experiment that a mapping describes.
+        """The experiment in a mapping.
 
         Args:
-            source: where the mapping came from; every line of an error begins with it.
+            source: the mapping's origin; every line of an error begins with it.
 
         Raises:
-            ConfigError: everything that is wrong, one line each.
+            ConfigError: one line per mistake.
         """
         try:
             return cls.model_validate(mapping)
         except ValidationError as error:
-            before = f"{source}: " if source else ""
-            raise ConfigError("\n".join(before + line for line in explain(error))) from None
+            prefix = f"{source}: " if source else ""
+            raise ConfigError("\n".join(prefix + line for line in error_lines(error))) from None
 
     def schedule(self) -> Schedule:
         """When a run of this experiment reports, validates, saves and ends."""
@@ -175,38 +180,38 @@ class ExperimentConfig(Section):
         )
 
     def retention(self) -> RetentionPolicy | None:
-        """Which of this experiment's checkpoints stay; None: all."""
+        """Which of this experiment's checkpoints are kept; None: all."""
         searcher = self.searcher
         return self.checkpoint_storage.retention(searcher.metric, searcher.smaller_is_better)
 
-    def retrained(self) -> RetrainingConfig:
-        """How it is retrained: by its section `retraining`, else by that one's defaults."""
+    def effective_retraining(self) -> RetrainingConfig:
+        """The section `retraining`, or its defaults; the model's name is filled in."""
         section = self.retraining or RetrainingConfig()
         return section if section.model else section.model_copy(update={"model": slug(self.name)})
 
     def digest(self) -> str:
-        """``sha256:…`` of what is trained and how.
+        """``sha256:…`` of the fields that decide what is trained and how.
 
-        Where the code and the checkpoints lie, how these are taken, when a run stops by itself,
-        when and against what it is retrained, and what the ranks' environment holds are left out,
-        and with them every credential: the same experiment has the same digest on every machine.
+        The same experiment has the same digest on every machine: the code folder, storage,
+        checkpointing, stopping, retraining and the ranks' environment are left out, and with them
+        every credential.
         """
-        content = self.model_dump(mode="json", exclude=_NOT_WHAT_IS_TRAINED)
+        content = self.model_dump(mode="json", exclude=_NOT_IN_DIGEST)
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> ExperimentConfig:
-    """Reads an experiment file.
+    """Read an experiment file.
 
-    A `code` folder is seen from the file's own folder, and is that folder unless given. Folders in
-    `checkpoint_storage` are seen from the current one.
+    `code` is relative to the file's folder, and defaults to it. Folders in `checkpoint_storage` are
+    relative to the current folder.
 
     Args:
-        overrides: ``"a.b.c=value"``, applied in turn before anything is checked; values are YAML.
+        overrides: ``"a.b.c=value"``, applied in turn before validation; values are YAML.
 
     Raises:
-        ConfigError: everything that is wrong, one line each.
+        ConfigError: one line per mistake.
     """
     path = Path(path)
     mapping = override(read_mapping(path), overrides)

@@ -1,4 +1,4 @@
-"""How lengths and periods of training are written: ``{batches: n}`` or ``{epochs: n}``."""
+"""Lengths and periods in the experiment file: ``{batches: n}`` or ``{epochs: n}``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer, PlainValidator, WithJsonSchema
 
-from trial_core.config.error_text import did_you_mean, refusal, shown
+from trial_core.config.error_text import did_you_mean, format_value, validation_error
 from trial_core.units import Batch, Epoch, TrainUnit
 
 _UNITS: dict[str, type[Batch] | type[Epoch]] = {"batches": Batch, "epochs": Epoch}
@@ -19,24 +19,30 @@ def _length(value: Any) -> TrainUnit:
     if isinstance(value, int):
         value = {"batches": value}
     if not isinstance(value, Mapping):
-        raise refusal(f"expected {{batches: n}} or {{epochs: n}}, got {shown(value)}")
+        raise validation_error(
+            f"expected {{batches: n}} or {{epochs: n}}, got {format_value(value)}"
+        )
     value = {unit: number for unit, number in value.items() if number is not None}
     for unit in value:
         if unit == "records":
-            raise refusal("lengths are not counted in records; give batches or epochs", unit)
+            raise validation_error(
+                "lengths are not counted in records; give batches or epochs", unit
+            )
         if unit not in _UNITS:
-            raise refusal(f"unknown field{did_you_mean(str(unit), list(_UNITS))}", str(unit))
+            raise validation_error(
+                f"unknown field{did_you_mean(str(unit), list(_UNITS))}", str(unit)
+            )
     if len(value) != 1:
         given = " and ".join(value) or "neither"
-        raise refusal(f"expected either batches or epochs, got {given}")
+        raise validation_error(f"expected either batches or epochs, got {given}")
     ((unit, number),) = value.items()
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise refusal(f"expected a positive integer, got {shown(number)}", unit)
+        raise validation_error(f"expected a positive integer, got {format_value(number)}", unit)
     return _UNITS[unit](number)
 
 
 def _none_for_zero(value: Any) -> Any:
-    # Determined's default for a period, {batches: 0}, means that there is none.
+    # Determined's default for a period, {batches: 0}, means no period.
     numbers = list(value.values()) if isinstance(value, Mapping) else [value]
     return None if len(numbers) == 1 and type(numbers[0]) is int and numbers[0] == 0 else value
 

@@ -1,7 +1,7 @@
 """Reading the experiment file, and overriding parts of it.
 
-Plain scalars are read as YAML 1.2 does, and Determined with it: ``1e-5`` is a number, ``no`` and
-``2024-01-01`` are text. A key given twice is an error, where YAML libraries let the last one win.
+Plain scalars are those of YAML 1.2, as in Determined: ``1e-5`` is a number, ``no`` and
+``2024-01-01`` are text. A duplicate key is an error; YAML libraries silently use the last one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import yaml
 from yaml.constructor import ConstructorError
 from yaml.nodes import MappingNode, ScalarNode, SequenceNode
 
-from trial_core.config.error_text import shown
+from trial_core.config.error_text import format_value
 from trial_core.errors import ConfigError
 
 _LENGTHS = (("searcher", "max_length"), ("min_validation_period",), ("min_checkpoint_period",))
@@ -39,7 +39,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-_Loader.yaml_implicit_resolvers = {}  # all of YAML 1.1's go, to be taught anew below
+_Loader.yaml_implicit_resolvers = {}  # drops those of YAML 1.1; the ones of 1.2 follow below
 _Loader.yaml_constructors = {None: yaml.SafeLoader.construct_undefined}
 
 
@@ -52,15 +52,15 @@ def _float(text: str) -> float:
     return float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
 
 
-def _teach(name: str, pattern: str, first: str, convert: Callable[[str], Any]) -> None:
-    """Makes the loader read the plain scalars that match `pattern` with `convert`."""
+def _add_scalar(name: str, pattern: str, first: str, convert: Callable[[str], Any]) -> None:
+    """Have the loader read plain scalars that match `pattern` with `convert`."""
 
     def construct(loader: _Loader, node: Any) -> Any:
         text = loader.construct_scalar(node)
         try:
             return convert(text)
         except (ValueError, KeyError):  # an explicit tag, such as `!!int ten`
-            problem = f"{shown(text)} is no {name}"
+            problem = f"{format_value(text)} is no {name}"
             raise ConstructorError(None, None, problem, node.start_mark) from None
 
     tag = f"tag:yaml.org,2002:{name}"
@@ -69,11 +69,11 @@ def _teach(name: str, pattern: str, first: str, convert: Callable[[str], Any]) -
 
 
 _BOOLS = {"true": True, "false": False}
-_teach("bool", "true|True|TRUE|false|False|FALSE", "tTfF", lambda text: _BOOLS[text.lower()])
-_teach("null", "~|null|Null|NULL", "~nN", lambda _: None)
-_teach("null", "", "", lambda _: None)
-_teach("int", r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789", _integer)
-_teach(
+_add_scalar("bool", "true|True|TRUE|false|False|FALSE", "tTfF", lambda text: _BOOLS[text.lower()])
+_add_scalar("null", "~|null|Null|NULL", "~nN", lambda _: None)
+_add_scalar("null", "", "", lambda _: None)
+_add_scalar("int", r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789", _integer)
+_add_scalar(
     "float",
     r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?"
     r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
@@ -84,7 +84,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile("^<<$"), ["<
 
 
 def _construct_mapping(loader: _Loader, node: MappingNode) -> dict[Any, Any]:
-    # Whole, not lazily as SafeLoader does: a collection that contains itself is then an error.
+    # Not lazily like SafeLoader: a collection that contains itself is then an error.
     return loader.construct_mapping(node, deep=True)
 
 
@@ -102,22 +102,22 @@ _Loader.add_constructor("tag:yaml.org,2002:str", _construct_text)
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The plain data written in `text`.
+    """The plain data in `text`.
 
     Raises:
-        ConfigError: no valid YAML; the message begins with `source` and says line and column.
+        ConfigError: not valid YAML; the message has `source`, line and column.
     """
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
-        raise ConfigError(f"{source}: {_in_words(error)}") from None
+        raise ConfigError(f"{source}: {_yaml_error_message(error)}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise ConfigError(f"{source}: not valid YAML: nested too deeply") from None
 
 
-def _in_words(error: yaml.MarkedYAMLError) -> str:
+def _yaml_error_message(error: yaml.MarkedYAMLError) -> str:
     mark = error.problem_mark or error.context_mark
     place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
     problem = ", ".join(part for part in (error.context, error.problem) if part)
@@ -126,15 +126,15 @@ def _in_words(error: yaml.MarkedYAMLError) -> str:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """The mapping that a YAML file holds.
+    """The mapping in a YAML file.
 
     Raises:
-        ConfigError: no such file, unreadable, no valid YAML, or no mapping.
+        ConfigError: there is no such file, it cannot be read, or it is not a YAML mapping.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file{_neighbour(path)}") from None
+        raise ConfigError(f"{path}: no such file{_similar_file_hint(path)}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}: is a folder; give the YAML file in it") from None
     except UnicodeDecodeError:
@@ -147,12 +147,12 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(
             f"{path}: expected a mapping of fields such as entrypoint and searcher, "
-            f"got {shown(data)}"
+            f"got {format_value(data)}"
         )
     return data
 
 
-def _neighbour(path: Path) -> str:
+def _similar_file_hint(path: Path) -> str:
     try:
         names = os.listdir(path.parent)
     except OSError:
@@ -166,15 +166,14 @@ def override(
 ) -> dict[str, Any]:
     """`mapping` with each ``"a.b.c=value"`` applied in turn; the value is YAML.
 
-    Mappings on the way that do not exist are created. Naming a length's unit replaces the length,
-    so ``searcher.max_length.epochs=1`` works whatever unit was given before.
+    Missing mappings on the path are created. Setting a length's unit replaces the whole length, so
+    ``searcher.max_length.epochs=1`` works whatever unit the file uses.
 
     Args:
-        option: which option they were given by, for errors.
+        option: the option's name, for errors.
 
     Raises:
-        ConfigError: an override that cannot be read, or that leads through something else than a
-            mapping.
+        ConfigError: an override has no key or value, or its path leads through a non-mapping.
     """
     result = dict(mapping)
     for text in overrides:
@@ -193,20 +192,20 @@ def _with(
     mapping: Mapping[str, Any],
     path: tuple[str, ...],
     value: Any,
-    before: tuple[str, ...],
+    parents: tuple[str, ...],
     option: str,
 ) -> dict[str, Any]:
-    """A copy with `value` at `path`: what YAML aliases share must not change elsewhere."""
+    """A copy with `value` at `path`. A copy, because a YAML alias may share the mapping."""
     name, rest = path[0], path[1:]
     if not rest:
         return {**mapping, name: value}
-    here = (*before, name)
+    here = (*parents, name)
     inner = mapping.get(name)
     if inner is None or (here in _LENGTHS and rest[0] in _UNITS):
         inner = {}
     if not isinstance(inner, Mapping):
         raise ConfigError(
-            f"{option} {'.'.join((*before, *path))}: {'.'.join(here)} is not a mapping, so "
+            f"{option} {'.'.join((*parents, *path))}: {'.'.join(here)} is not a mapping, so "
             f"{rest[0]} cannot be set in it"
         )
     return {**mapping, name: _with(inner, rest, value, here, option)}

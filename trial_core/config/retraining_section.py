@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from trial_core.checkpoint.layout import is_name
 from trial_core.config.base import Section
-from trial_core.config.error_text import refusal, shown
+from trial_core.config.error_text import format_value, validation_error
 from trial_core.config.values import Flag, Text
 
 Start = Literal["scratch", "warm", "continue"]
@@ -19,9 +19,9 @@ _TEN_YEARS_SECONDS = 10 * 365 * 86400
 
 def _model(value: Any) -> Any:
     if isinstance(value, str) and value and not is_name(value):
-        raise refusal(
+        raise validation_error(
             "expected letters and digits, with dots, dashes and underscores between them, "
-            f"got {shown(value)}"
+            f"got {format_value(value)}"
         )
     return value
 
@@ -30,14 +30,16 @@ def _callback(value: Any) -> Any:
     module, colon, function = value.partition(":") if isinstance(value, str) else ("", "", "")
     parts = [*module.split("."), *function.split(".")]
     if not colon or not all(part.isidentifier() for part in parts):
-        raise refusal(f'expected "module:function" of the code folder, got {shown(value)}')
+        raise validation_error(
+            f'expected "module:function" of the code folder, got {format_value(value)}'
+        )
     return value
 
 
 class ScheduleConfig(Section):
     """When the deployment runs: at calendar times, or at an interval."""
 
-    at: ClassVar[str] = "retraining.schedule"
+    yaml_path: ClassVar[str] = "retraining.schedule"
 
     cron: Text | None = Field(
         default=None,
@@ -61,21 +63,21 @@ class ScheduleConfig(Section):
     )
 
     @classmethod
-    def prepared(cls, data: Any) -> dict[str, Any]:
+    def prepare(cls, data: Any) -> dict[str, Any]:
         """Requires exactly one of cron and interval_seconds."""
-        given = super().prepared(data)
+        given = super().prepare(data)
         if ("cron" in given) == ("interval_seconds" in given):
             seen = "both" if "cron" in given else "neither"
-            raise refusal(f"expected either cron or interval_seconds, got {seen}")
+            raise validation_error(f"expected either cron or interval_seconds, got {seen}")
         if "timezone" in given and "cron" not in given:
-            raise refusal("has no effect without cron", "timezone")
+            raise validation_error("has no effect without cron", "timezone")
         return given
 
 
 class RetrainingConfig(Section):
     """Settings of the flow `retrain`."""
 
-    at: ClassVar[str] = "retraining"
+    yaml_path: ClassVar[str] = "retraining"
 
     model: Annotated[str, BeforeValidator(_model)] = Field(
         default="",

@@ -9,31 +9,33 @@ from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from trial_core.config import determined
 from trial_core.config.base import Section
-from trial_core.config.error_text import refusal, shown
+from trial_core.config.error_text import format_value, validation_error
 from trial_core.config.lengths import Length
 from trial_core.config.values import Flag, Seed, Text
 
 
 def _slots(value: Any) -> int | str:
     if value == "auto" or (type(value) is int and value > 0):
-        return value  # type: ignore[no-any-return]  # just narrowed
+        return value  # type: ignore[no-any-return]  # narrowed by the condition
     advice = "; a slot is a CPU process where there is no accelerator" if value == 0 else ""
-    raise refusal(f'expected a positive integer or "auto", got {shown(value)}{advice}')
+    raise validation_error(
+        f'expected a positive integer or "auto", got {format_value(value)}{advice}'
+    )
 
 
 def _single(value: Any) -> Any:
     if value != "single":
-        raise refusal(
-            f'expected "single" (a run trains one trial), got {shown(value)}; '
+        raise validation_error(
+            f'expected "single" (a run trains one trial), got {format_value(value)}; '
             "give every hyperparameter one value"
         )
     return value
 
 
 class ResourcesConfig(Section):
-    """What a run trains on."""
+    """The machines' resources that a run uses."""
 
-    at: ClassVar[str] = "resources"
+    yaml_path: ClassVar[str] = "resources"
     ignored: ClassVar[Mapping[str, str]] = determined.IGNORED_RESOURCES
 
     slots_per_trial: Annotated[
@@ -45,28 +47,30 @@ class ResourcesConfig(Section):
     ] = Field(
         default=1,
         title="Slots per trial",
-        description='Rank processes, each with one accelerator where there are some; "auto" is '
-        "one for every accelerator of the machine.",
+        description='Rank processes, each with one accelerator if the machine has any. "auto": one '
+        "per accelerator.",
     )
 
 
 class SearcherConfig(Section):
-    """How long to train, and which metric says what is best."""
+    """How long to train, and which metric decides which checkpoint is best."""
 
-    at: ClassVar[str] = "searcher"
+    yaml_path: ClassVar[str] = "searcher"
     ignored: ClassVar[Mapping[str, str]] = determined.IGNORED_SEARCHER
     refused: ClassVar[Mapping[str, str]] = determined.REFUSED_SEARCHER
 
     name: Annotated[Literal["single"], BeforeValidator(_single)] = Field(
-        default="single", title="Searcher", description="Always single: one trial a run."
+        default="single", title="Searcher", description="Always single: one trial per run."
     )
     metric: Text = Field(
         title="Metric",
-        description="The validation metric that says which checkpoint is best.",
+        description="The validation metric that decides which checkpoint is best.",
         examples=["validation_loss"],
     )
     smaller_is_better: Flag = Field(
-        default=True, title="Smaller is better", description="Which way the metric improves."
+        default=True,
+        title="Smaller is better",
+        description="Whether a smaller value of the metric is better.",
     )
     max_length: Length = Field(
         title="Length of training",
@@ -76,21 +80,21 @@ class SearcherConfig(Section):
     source_checkpoint_uuid: Text | None = Field(
         default=None,
         title="Source checkpoint",
-        description="The checkpoint that a new trial starts from, at batch 0, with its weights and "
-        "optimizer state: its uuid, or how that begins. It lies in the same storage.",
+        description="UUID, or its beginning, of the checkpoint whose weights and optimizer state a "
+        "new trial starts with, at batch 0. It must be in the same storage.",
     )
     source_weights_only: Flag = Field(
         default=False,
         title="Source: weights only",
-        description="Whether to take the models' weights alone from the source checkpoint.",
+        description="Whether to load only the models' weights from the source checkpoint.",
     )
 
     @classmethod
-    def prepared(cls, data: Any) -> dict[str, Any]:
-        """Refuses a way of starting from a checkpoint that is not named."""
-        given = super().prepared(data)
+    def prepare(cls, data: Any) -> dict[str, Any]:
+        """Refuses `source_weights_only` without a source checkpoint."""
+        given = super().prepare(data)
         if given.get("source_weights_only") is True and "source_checkpoint_uuid" not in given:
-            raise refusal(
+            raise validation_error(
                 "has no effect without source_checkpoint_uuid; name the checkpoint",
                 "source_weights_only",
             )
@@ -98,9 +102,9 @@ class SearcherConfig(Section):
 
 
 class ReproducibilityConfig(Section):
-    """What makes a run repeatable."""
+    """Settings that make a run repeatable."""
 
-    at: ClassVar[str] = "reproducibility"
+    yaml_path: ClassVar[str] = "reproducibility"
 
     experiment_seed: Seed = Field(
         default=0,
@@ -110,9 +114,9 @@ class ReproducibilityConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    """What the rank processes find in their environment."""
+    """The environment of the rank processes."""
 
-    at: ClassVar[str] = "environment"
+    yaml_path: ClassVar[str] = "environment"
     ignored: ClassVar[Mapping[str, str]] = determined.IGNORED_ENVIRONMENT
     holds_secrets: ClassVar[bool] = True
 
@@ -121,9 +125,9 @@ class EnvironmentConfig(Section):
     ] = Field(
         default={},
         title="Environment variables",
-        description="Set in every rank process, over those it inherits.",
+        description="Set in every rank process; they override inherited ones.",
     )
 
     def __repr_args__(self) -> list[tuple[str | None, Any]]:
-        """Names without values, of which some are credentials."""
+        """Names without values: some are credentials."""
         return [("environment_variables", dict.fromkeys(self.environment_variables, "***"))]

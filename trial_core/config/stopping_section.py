@@ -1,4 +1,4 @@
-"""When a run stops by itself, and how long it may take to."""
+"""The section `stopping`: when a run stops by itself, and how long it may take."""
 
 from __future__ import annotations
 
@@ -7,45 +7,46 @@ from typing import ClassVar
 from pydantic import Field
 
 from trial_core.config.base import Section
+from trial_core.run.timeouts import RANK_STALL_SECONDS
 
-SHORTEST_SILENCE_SECONDS = 1800.0
+MIN_IDLE_TIMEOUT_SECONDS = 1800.0
 
 
 class StoppingConfig(Section):
-    """When a run stops by itself, and how long it may take to."""
+    """When a run stops by itself, and how long it may take."""
 
-    at: ClassVar[str] = "stopping"
+    yaml_path: ClassVar[str] = "stopping"
 
     grace_seconds: float = Field(
         default=25.0,
         ge=0,
-        title="Grace",
-        description="How long a run that is asked to stop (Cancel, SIGTERM, Ctrl-C) may take to "
-        "save; then its ranks are ended as they are. Prefect's workers kill after 30.",
+        title="Grace period",
+        description="Seconds that a run may take to save after Cancel, SIGTERM or Ctrl-C; then its "
+        "ranks are killed. Prefect's workers kill after 30.",
     )
     time_budget_seconds: float | None = Field(
         default=None,
         gt=0,
         title="Time budget",
-        description="Seconds after which a run saves and ends, to be resumed. Default: no limit.",
+        description="Seconds after which a run saves and ends; resume it later. Default: no limit.",
     )
     stall_timeout_seconds: float | None = Field(
-        default=1800.0,
+        default=RANK_STALL_SECONDS,
         gt=0,
         title="Stall timeout",
         description="Seconds without a trained or validated batch after which the ranks count as "
-        "hung: their stacks are logged, and they are started again. Where no batches are due "
-        "(building, fetching, saving, callbacks) it is so long, and half an hour at least, "
-        "without anything that they write to logs or disks. null: they may take for ever. An "
-        "evaluate_full_dataset counts as one batch.",
+        "hung: their stacks are logged, and they are restarted. Stages without batches (building, "
+        "fetching, saving, callbacks) count as hung after as long, and at least half an hour, "
+        "without a write to a log or disk. An evaluate_full_dataset counts as one batch. null: no "
+        "limit.",
     )
 
     @property
-    def silence_seconds(self) -> float | None:
-        """How long ranks may write nothing where no batches are due; None: for ever.
+    def idle_timeout_seconds(self) -> float | None:
+        """How long ranks may write nothing in a stage without batches; None: no limit.
 
-        Never less than half an hour: who knows how long batches take does not know that of a
-        build that downloads, or of callbacks.
+        At least half an hour: the timeout is chosen by the length of a batch, which says nothing
+        about a build that downloads, or a callback.
         """
         stall = self.stall_timeout_seconds
-        return None if stall is None else max(stall, SHORTEST_SILENCE_SECONDS)
+        return None if stall is None else max(stall, MIN_IDLE_TIMEOUT_SECONDS)

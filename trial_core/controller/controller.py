@@ -55,7 +55,7 @@ from trial_core.messages import (
     Validated,
 )
 from trial_core.pytorch.callback import HOOKS, overridden_hooks
-from trial_core.slots.stop_barrier import Brake
+from trial_core.slots.stop_barrier import StopBarrier
 
 T = TypeVar("T")
 
@@ -82,9 +82,9 @@ class Controller:
         build_engine: constructs a trial, for `build_trial`.
         emit: gets progress messages during workloads, on rank 0.
         distributed: this rank's place among all; by default from the environment.
-        brake: asked before each batch whether it may begin.
+        stop_barrier: asked before each batch whether it may begin.
         on_stop_requested: called when the trial requests a stop during a train-workload; must make
-            all ranks brake. None: the train-workload is finished first.
+            all ranks stop_barrier. None: the train-workload is finished first.
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class Controller:
         build_engine: EngineBuilder,
         emit: Callable[[BatchesTrained | BatchesValidated], None],
         distributed: DistributedContext | None = None,
-        brake: Brake | None = None,
+        stop_barrier: StopBarrier | None = None,
         on_stop_requested: Callable[[], None] | None = None,
     ) -> None:
         self._build_engine = build_engine
         self._emit = emit
         self._on_stop_requested = on_stop_requested
         self._has_requested_stop = False
-        self._brake = brake or Brake()
+        self._stop_barrier = stop_barrier or StopBarrier()
         self._distributed = distributed or DistributedContext.from_environment()
         self._attached: _AttachedTrial | None = None
         self._loaders: Loaders | None = None
@@ -134,7 +134,7 @@ class Controller:
 
     def build_trial(self, request: BuildTrial) -> TrialBuilt:
         """Construct the user's trial, in place of an earlier one. Collective."""
-        self._brake.release()
+        self._stop_barrier.reset()
         self.close()
         self._attached = self._rng = None  # frees the earlier trial before the next is built
         run_dir = Path(request.run_dir)
@@ -221,7 +221,7 @@ class Controller:
             request.until,
             self._distributed,
             self._progress(BatchesTrained),
-            self._brake,
+            self._stop_barrier,
             self._request_stop,
         )
         info.instruments.report("training", info.batches_trained, outcome.avg_metrics)
@@ -244,7 +244,7 @@ class Controller:
         self._restore_rng()
         began, rng = time.monotonic(), capture_rng(engine)
         progress = self._progress(BatchesValidated)
-        metrics = validate(engine, loaders, self._distributed, progress, self._brake)
+        metrics = validate(engine, loaders, self._distributed, progress, self._stop_barrier)
         if metrics is None:
             restore_rng(rng, engine)  # the resumed run repeats this validation
         else:
@@ -320,7 +320,7 @@ class Controller:
         if self._on_stop_requested is None or self._has_requested_stop:
             return
         self._has_requested_stop = True
-        self._brake.hold_here()  # first: this rank must not begin another batch meanwhile
+        self._stop_barrier.pause_self()  # first: this rank must not begin another batch meanwhile
         self._on_stop_requested()
 
     def _progress(self, message: type[BatchesTrained] | type[BatchesValidated]) -> ProgressReporter:

@@ -26,7 +26,7 @@ from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
 from trial_core.pytorch.reducer import BatchMetrics, Reducer
-from trial_core.slots.stop_barrier import Brake
+from trial_core.slots.stop_barrier import StopBarrier
 
 
 class _Interrupted(Exception):
@@ -38,7 +38,7 @@ def validate(
     loaders: Loaders,
     distributed: DistributedContext,
     progress: ProgressReporter,
-    brake: Brake,
+    stop_barrier: StopBarrier,
 ) -> dict[str, Any] | None:
     """Validate on the whole set; metrics reduced over all ranks. Collective: every rank calls this.
 
@@ -49,7 +49,7 @@ def validate(
 
     Args:
         progress: reports how many batches this rank has validated.
-        brake: may end the validation early on every rank; the result is then None.
+        stop_barrier: may end the validation early on every rank; the result is then None.
 
     Raises:
         TrialError: the set is empty or too small for a pipeline, or the trial took more
@@ -59,7 +59,7 @@ def validate(
         callback.on_validation_start()
     for callback in engine.callbacks.values():
         callback.on_validation_epoch_start()
-    brake.begin_workload()
+    stop_barrier.begin_workload()
     engine.reducers.reset(for_validation=True)
     engine.set_training(False)
     contribution = None
@@ -71,9 +71,9 @@ def validate(
                 reducers = Reducer.AVG  # of a single value: the trial has reduced the metrics
             else:
                 metrics, contribution = _evaluate_batches(
-                    engine, loaders.validation, distributed, progress, brake
+                    engine, loaders.validation, distributed, progress, stop_barrier
                 )
-        if not brake.lets_end():
+        if not stop_barrier.may_finish_workload():
             return None
     except _Interrupted:
         return None
@@ -99,14 +99,14 @@ def _evaluate_batches(
     validation: ValidationSet,
     distributed: DistributedContext,
     progress: ProgressReporter,
-    brake: Brake,
+    stop_barrier: StopBarrier,
 ) -> tuple[BatchMetrics, list[Any] | None]:
     """The metrics, and the custom reducers' values before the first batch that does not count."""
     metrics = BatchMetrics("evaluate_batch")
     contribution = None
     batches = validation.begin()
     for batch_idx, counts in enumerate(validation.evaluations(batches, distributed)):
-        if not brake.lets_begin():
+        if not stop_barrier.may_begin_step():
             raise _Interrupted
         if not counts and contribution is None:
             contribution = engine.reducers.contribution("validation")

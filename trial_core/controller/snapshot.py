@@ -16,7 +16,6 @@ from typing import Any
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.config.checkpointing_section import STALL_TIMEOUT_SECONDS
 from trial_core.controller.rank_remap import RankRemap, read_remapped_state
 from trial_core.controller.rank_state import (
     rank_state,
@@ -28,6 +27,7 @@ from trial_core.controller.safe_load import Reader
 from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
 from trial_core.run.run_dirs import KEPT
+from trial_core.run.timeouts import TRANSFER_STALL_SECONDS
 from trial_core.transfer.fetch import fetch_files
 from trial_core.transfer.memory_files import GIB, MemoryFiles, default_limit_bytes, is_memory_file
 from trial_core.transfer.persister import Persister
@@ -57,7 +57,7 @@ class Snapshots:
         self._memory_gib = settings.get("memory_gib_per_rank")
         self._reader = Reader(bool(settings.get("trusted")), engine.checkpoint_classes)
         self._memory: MemoryFiles | None = None
-        self._persister = Persister(settings.get("stall_timeout_seconds", STALL_TIMEOUT_SECONDS))
+        self._persister = Persister(settings.get("stall_timeout_seconds", TRANSFER_STALL_SECONDS))
 
     def staging(self, uuid: str) -> Path:
         """This rank's staging folder for checkpoint `uuid`."""

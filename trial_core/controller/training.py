@@ -25,7 +25,7 @@ from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
 from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.pytorch.reducer import BatchMetrics
-from trial_core.slots.stop_barrier import Brake
+from trial_core.slots.stop_barrier import StopBarrier
 from trial_core.units import EpochLength
 
 REPORT_SECONDS = 0.2
@@ -66,21 +66,21 @@ def train_batches(
     until: int,
     distributed: DistributedContext,
     progress: ProgressReporter,
-    brake: Brake,
+    stop_barrier: StopBarrier,
     on_stop_requested: Callable[[], None],
 ) -> TrainOutcome:
     """Train from `info.batches_trained` up to `until`. Collective: every rank calls this.
 
     Args:
-        brake: may end the workload early, after the same batch on every rank.
+        stop_barrier: may end the workload early, after the same batch on every rank.
         on_stop_requested: called after each batch while this rank's trial requests a stop.
     """
     first_batch = info.batches_trained
-    brake.begin_workload()
+    stop_barrier.begin_workload()
     metrics = BatchMetrics()
     engine.reducers.reset(for_training=True)
     engine.set_training(True)
-    while info.batches_trained < until and brake.lets_begin():
+    while info.batches_trained < until and stop_barrier.may_begin_step():
         batch_idx = info.batches_trained
         epoch_idx = _begin_epochs(engine.callbacks, info.epoch, batch_idx)
         calls = engine.train_batch(micro_batches, epoch_idx, batch_idx)

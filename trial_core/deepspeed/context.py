@@ -19,7 +19,7 @@ from trial_core.deepspeed.mpu import (
     make_data_parallel_mpu,
     make_deepspeed_mpu,
 )
-from trial_core.distributed import ALONE, DistributedContext, is_launched
+from trial_core.distributed import SINGLE_RANK_ENVIRONMENT, DistributedContext, is_launched
 from trial_core.errors import TrialError
 from trial_core.pytorch.reducer import FunctionReducer, MetricReducer, ReducerRegistry
 from trial_core.pytorch.to_device import to_device
@@ -65,7 +65,7 @@ class DeepSpeedTrialContext(TrialContext):
         a single rank, which ``deepspeed.initialize`` needs.
         """
         if not is_launched():
-            os.environ.update(ALONE)
+            os.environ.update(SINGLE_RANK_ENVIRONMENT)
         return super().from_config(config)
 
     def wrap_model_engine(self, model: DeepSpeedEngine) -> DeepSpeedEngine:

@@ -1,11 +1,10 @@
-"""What the driver and the ranks say to each other: plain data, encoded as MessagePack.
+"""The messages between driver and ranks: plain data, encoded as MessagePack.
 
-The driver sends every rank the same `Request`; each rank replies with one `Answer`. Events flow
-from ranks to the driver unasked; where a workload shall end early, both agree on its last step.
-Nothing here is ever a pickle: a message can carry only what its type declares, and a message that
-does not fit its type is refused on arrival.
+The driver sends every rank the same `Request`, and each rank replies with one `Answer`. Ranks also
+send events. To end a workload early, both agree on its last step. No message is a pickle: the
+receiver refuses a message that does not match its type.
 
-`workloads` has the requests and their results, `envelopes` what carries them.
+`workloads` has the requests and results, `envelopes` the other messages and their encoding.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from trial_core.messages.envelopes import (
     Envelope,
     FromDriver,
     FromRank,
-    Held,
     Hello,
-    Hold,
     LogLines,
+    PauseSteps,
     Peer,
-    Proceed,
     RankError,
+    ResumeUntil,
+    StepsPaused,
     StopRequested,
     decode_from_driver,
     decode_from_rank,
@@ -76,9 +75,9 @@ __all__ = [
     "FinishRunFiles",
     "FromDriver",
     "FromRank",
-    "Held",
+    "StepsPaused",
     "Hello",
-    "Hold",
+    "PauseSteps",
     "HookDone",
     "Lane",
     "LoadersBuilt",
@@ -88,7 +87,7 @@ __all__ = [
     "PersistCheckpoint",
     "Persisted",
     "Ping",
-    "Proceed",
+    "ResumeUntil",
     "RankError",
     "ReleaseStaging",
     "Request",

@@ -1,4 +1,4 @@
-"""How requests and results travel: the handshake, envelopes, events, and all of them as bytes."""
+"""The handshake, the envelopes of requests and results, the events, and their encoding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trial_core.messages.workloads import AnyRequest, AnyResult, Message
 
 
 class Hello(Message):
-    """A rank's first words, once both sides have proved that they know the secret."""
+    """A rank's first message, after both ends have proved that they know the secret."""
 
     rank: int
     pid: int
@@ -18,7 +18,7 @@ class Hello(Message):
 
 
 class Envelope(Message):
-    """A request on its way to a rank, with the number its answer will carry."""
+    """A request, and the number that its answer will have."""
 
     number: int
     request: AnyRequest
@@ -28,8 +28,8 @@ class RankError(Message):
     """An exception that a workload raised on a rank.
 
     Attributes:
-        error_type: its class's name; a class of the user's may bear any name, also one of ours.
-        is_ours: whether it is a `TrialflowError`, so that its message says all.
+        error_type: the name of its class.
+        is_ours: whether it is a `TrialflowError`; a user's class may have the same name.
         message, traceback: of the exception, as text.
     """
 
@@ -40,7 +40,7 @@ class RankError(Message):
 
 
 class Answer(Message):
-    """A rank's reply to the request with that number: a result, or an error."""
+    """A rank's reply to request `number`: a result or an error."""
 
     number: int
     result: AnyResult | None = None
@@ -48,53 +48,53 @@ class Answer(Message):
 
 
 class BatchesTrained(Message):
-    """Rank 0 has trained this far; sent a few times a second at most."""
+    """Rank 0's progress in training; sent at most a few times a second."""
 
     batches: int
 
 
 class BatchesValidated(Message):
-    """Rank 0 has come this far in a validation; sent a few times a second at most."""
+    """Rank 0's progress in a validation; sent at most a few times a second."""
 
     batches: int
 
 
-class Hold(Message):
-    """Begin no further step, and say how far you are; see `trial_core.slots.stop_barrier`."""
+class PauseSteps(Message):
+    """Begin no further step, and report your position; see `trial_core.slots.stop_barrier`."""
 
 
-class Held(Message):
-    """A rank's reply to `Hold`: how many workloads it has begun, and how much of the last."""
+class StepsPaused(Message):
+    """A rank's reply to `PauseSteps`: the workloads it has begun, and the steps of the last one."""
 
     workload: int
     steps: int
 
 
-class Proceed(Message):
-    """All ranks hold: go on to so many steps of that workload, and end there."""
+class ResumeUntil(Message):
+    """All ranks are paused: continue to this step of this workload, and end there."""
 
     workload: int
     steps: int
 
 
 class StopRequested(Message):
-    """The trial has asked, on this rank, to save and end; the rank begins no further batch until
-    all have agreed on the last one."""
+    """The trial on this rank has requested a stop. The rank begins no batch before all have agreed
+    on the last one."""
 
 
 class LogLines(Message):
-    """New lines of a rank's output."""
+    """New lines of a rank's log."""
 
     lines: list[str]
 
 
-FromRank = Answer | BatchesTrained | BatchesValidated | Held | StopRequested | LogLines
-FromDriver = Envelope | Hold | Proceed
+FromRank = Answer | BatchesTrained | BatchesValidated | StepsPaused | StopRequested | LogLines
+FromDriver = Envelope | PauseSteps | ResumeUntil
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A rank that has joined."""
+    """A rank that has joined the channel."""
 
     rank: int
     pid: int
@@ -108,22 +108,22 @@ _hello = msgspec.msgpack.Decoder(Hello)
 
 
 def encode(message: Message) -> bytes:
-    """A message as bytes."""
+    """The bytes of a message."""
     return _encoder.encode(message)
 
 
 def decode_from_rank(data: bytes) -> FromRank:
-    """What a rank has sent. Raises msgspec.ValidationError when it is no such message."""
+    """A message from a rank. Raises msgspec.ValidationError if it is invalid."""
     message: FromRank = _from_rank.decode(data)
     return message
 
 
 def decode_from_driver(data: bytes) -> FromDriver:
-    """What the driver has sent. Raises msgspec.ValidationError when it is no such message."""
+    """A message from the driver. Raises msgspec.ValidationError if it is invalid."""
     message: FromDriver = _from_driver.decode(data)
     return message
 
 
 def decode_hello(data: bytes) -> Hello:
-    """A rank's first words. Raises msgspec.ValidationError when they are something else."""
+    """A rank's first message. Raises msgspec.ValidationError if it is invalid."""
     return _hello.decode(data)

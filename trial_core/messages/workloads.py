@@ -1,6 +1,6 @@
-"""What the driver asks of the ranks, and what they hand back.
+"""The driver's requests and the ranks' results.
 
-Every rank gets the same `Request`, and hands back the `Result` that follows it here, or `Done`.
+Every rank gets the same `Request` and returns the `Result` that follows it here, or `Done`.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ Lane = Literal["compute", "io"]
 
 
 class Message(msgspec.Struct, tag=True, kw_only=True):
-    """Base of everything that travels; the tag is the class's name."""
+    """Base of all messages; the tag is the class's name."""
 
 
 class Request(Message):
-    """A workload for all ranks. `lane` says which of a rank's two lanes runs it."""
+    """A workload for all ranks. `lane` is the lane of the rank that runs it."""
 
     lane: ClassVar[Lane] = "compute"
 
 
 class Result(Message):
-    """What a rank hands back for a request that it has carried out."""
+    """What a rank returns for a request."""
 
 
 class Done(Result):
-    """Carried out; nothing to report."""
+    """The request is done; there is nothing else to report."""
 
 
 class Ping(Request):
-    """Do nothing, and say so. Measures the channel."""
+    """Do nothing, and reply. Measures the channel."""
 
 
 class BuildTrial(Request):
@@ -44,9 +44,9 @@ class BuildTrial(Request):
 
     Attributes:
         trial: the trial's id.
-        experiment: the checked experiment configuration, as plain data.
-        run_dir: a folder on the rank's machine for logs, staging and restored files.
-        storage: where checkpoints go.
+        experiment: the validated experiment configuration, as plain data.
+        run_dir: the run's folder on the rank's machine: logs, staging, restored files.
+        storage: where checkpoints are stored.
     """
 
     trial: str
@@ -61,8 +61,8 @@ class TrialBuilt(Result):
     Attributes:
         hooks: the callback hooks that some callback of the trial overrides.
         topology: how the ranks divide the work.
-        batch_samples: samples in one batch, all ranks together (`train_batch_size`).
-        versions: versions of what the rank runs on.
+        batch_samples: samples in one batch on all ranks (`train_batch_size`).
+        versions: versions of the libraries that the rank uses.
     """
 
     hooks: list[str]
@@ -72,13 +72,13 @@ class TrialBuilt(Result):
 
 
 class FetchCheckpoint(Request):
-    """Bring a checkpoint's files to this machine, each verified; the machine's ranks share them.
+    """Download and verify a checkpoint's files; the ranks of a machine share them.
 
     Attributes:
-        files: all of the checkpoint's.
-        saved_by: how the ranks that saved it divided the work: then only those files are fetched
-            that this machine's ranks need. None: all.
-        restore: how much of it will be restored.
+        files: all files of the checkpoint.
+        saved_by: the topology that saved it; only the files that this machine's ranks need are
+            downloaded. None: all files.
+        restore: which parts will be restored.
     """
 
     lane: ClassVar[Lane] = "io"
@@ -89,11 +89,11 @@ class FetchCheckpoint(Request):
 
 
 class Fetched(Result):
-    """The files are here, unless one of these says why not.
+    """The files are on this machine, unless `damage` or `problem` is set.
 
     Attributes:
-        damage: how they differ from what the manifest promises.
-        problem: how the storage failed; asking again may help.
+        damage: how the files differ from the manifest.
+        problem: how the storage failed; a retry may succeed.
     """
 
     damage: str | None = None
@@ -101,14 +101,14 @@ class Fetched(Result):
 
 
 class BuildLoaders(Request):
-    """Build the data loaders, and restore from `checkpoint` when there is one.
+    """Build the data loaders, and restore `checkpoint` if there is one.
 
     Attributes:
-        batches_trained: where training begins (or goes on).
-        checkpoint: uuid of a checkpoint that was fetched before.
-        restore: how much of it is restored.
-        saved_by: how the ranks that saved it divided the work; None: as these do.
-        validation_limit: `evaluate_batch` calls after which a validation ends; None: no limit.
+        batches_trained: where training begins or continues.
+        checkpoint: uuid of a checkpoint that has been fetched.
+        restore: which parts are restored.
+        saved_by: the topology that saved it; None: the same as now.
+        validation_limit: maximum `evaluate_batch` calls per validation; None: no limit.
     """
 
     batches_trained: int
@@ -122,27 +122,27 @@ class LoadersBuilt(Result):
     """The loaders exist and the rank is ready to train.
 
     Attributes:
-        epoch: how long an epoch is; None when the training loader has no length.
+        epoch: the length of an epoch; None if the training loader has no length.
     """
 
     epoch: EpochLength | None
 
 
 class TrainBatches(Request):
-    """Train until `until` batches have been trained in all."""
+    """Train until batch `until` of the trial."""
 
     until: int
 
 
 class Trained(Result):
-    """A train-workload is over.
+    """A train-workload has ended.
 
     Attributes:
-        batches_trained: in all; fewer than asked for if the run was asked to stop.
+        batches_trained: of the trial; less than `until` if a stop was requested.
         metrics: averaged over the workload's batches and all ranks; the same on every rank.
         seconds: wall time of the workload on this rank.
-        stop_requested: whether the trial asked to save and end.
-        data_seconds: for how much of it this rank has waited for its data.
+        stop_requested: whether the trial requested a stop.
+        data_seconds: how long this rank waited for data.
     """
 
     batches_trained: int
@@ -157,13 +157,13 @@ class RunValidation(Request):
 
 
 class Validated(Result):
-    """A validation is over.
+    """A validation has ended.
 
     Attributes:
         metrics: reduced over all ranks, the same on every rank.
         seconds: wall time of the validation on this rank.
-        stop_requested: whether the trial asked to save and end.
-        is_broken_off: whether it ended early, without metrics, because the run was asked to stop.
+        stop_requested: whether the trial requested a stop.
+        is_broken_off: whether it ended early, without metrics, because of a stop request.
     """
 
     metrics: dict[str, Any]
@@ -179,12 +179,12 @@ class SaveCheckpoint(Request):
 
 
 class Saved(Result):
-    """The rank's state is staged; training may go on.
+    """The rank's state is staged; training may continue.
 
     Attributes:
-        staging: the folder it is staged in.
-        writes_run_files: whether the rank writes files for TensorBoard, to upload with the run.
-        stop_requested: whether the trial has asked, on this rank, to save and end.
+        staging: the staging folder.
+        writes_run_files: whether the rank has TensorBoard files to upload.
+        stop_requested: whether the trial on this rank requested a stop.
     """
 
     staging: str
@@ -194,18 +194,18 @@ class Saved(Result):
 
 
 class PersistCheckpoint(Request):
-    """Upload what this rank has staged for checkpoint `uuid`, and what it wrote for TensorBoard."""
+    """Upload this rank's staged files of checkpoint `uuid`, and its TensorBoard files."""
 
     lane: ClassVar[Lane] = "io"
     uuid: str
 
 
 class Persisted(Result):
-    """The rank's files are stored whole, unless one of these says why not.
+    """The rank's files are stored, unless `problem` or `mistake` is set.
 
     Attributes:
-        problem: how the storage failed; asking again may help: what was staged is still there.
-        mistake: why they cannot be a checkpoint's files; asking again would not help.
+        problem: how the storage failed; a retry may succeed, since the staged files still exist.
+        mistake: why the files cannot be part of a checkpoint; a retry would fail the same way.
     """
 
     files: list[FileEntry]
@@ -215,7 +215,7 @@ class Persisted(Result):
 
 
 class ReleaseStaging(Request):
-    """Checkpoint `uuid` is committed: drop what was staged for it."""
+    """Delete the staged files of checkpoint `uuid`, which is committed."""
 
     lane: ClassVar[Lane] = "io"
     uuid: str
@@ -224,8 +224,8 @@ class ReleaseStaging(Request):
 class RunHook(Request):
     """Call `hook` on every callback of the trial.
 
-    `arguments` are those that the driver knows; a rank adds those that only it knows (metrics of
-    the last workload, its own staging folder).
+    `arguments` are those that the driver knows; the rank adds the others (metrics of the last
+    workload, its staging folder).
     """
 
     hook: str
@@ -239,15 +239,15 @@ class HookDone(Result):
 
 
 class FinishRunFiles(Request):
-    """Training is over: stop the profiler, and upload what is left of the files for TensorBoard."""
+    """Stop the profiler and upload the remaining TensorBoard files, at the end of training."""
 
 
 class RunFilesStored(Result):
-    """The rank's files for TensorBoard are stored.
+    """The rank's TensorBoard files are stored, unless `problem` is set.
 
     Attributes:
-        files: how many were new or had changed.
-        problem: why they could not be stored, when they could not.
+        files: how many were new or changed.
+        problem: why they could not be stored.
     """
 
     files: int

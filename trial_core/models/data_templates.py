@@ -22,9 +22,9 @@ from zoneinfo import ZoneInfo
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from trial_core.config.error_text import Problem, dotted, shown
+from trial_core.config.error_text import Problem, format_path, format_value
 from trial_core.config.parsing import override
-from trial_core.config.values import as_plain
+from trial_core.config.values import to_plain_data
 from trial_core.errors import ConfigError
 
 _TEMPLATE_MARKS = ("{{", "{%", "{#")
@@ -66,9 +66,11 @@ def check_plain_data(data: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: a value cannot be stored as JSON; one line for each, with its path.
     """
     problems: list[Problem] = []
-    plain: dict[str, Any] = as_plain(data, ("data",), problems)
+    plain: dict[str, Any] = to_plain_data(data, ("data",), problems)
     if problems:
-        raise ConfigError("\n".join(f"{dotted(path)}: {message}" for path, message in problems))
+        raise ConfigError(
+            "\n".join(f"{format_path(path)}: {message}" for path, message in problems)
+        )
     return plain
 
 
@@ -109,7 +111,7 @@ def _render(
         return _jinja.from_string(value).render(scheduled_time=scheduled_time)
     except _TEMPLATE_ERRORS as error:
         problems.append(
-            f"{dotted(path)}: the template {shown(value)} cannot be rendered: "
+            f"{format_path(path)}: the template {format_value(value)} cannot be rendered: "
             f"{error or type(error).__name__}; available names: scheduled_time (a datetime, UTC), "
             "timedelta and ZoneInfo"
         )

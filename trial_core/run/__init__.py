@@ -1,1 +1,1 @@
-"""A run in the making: what comes next, how far it is, who watches it, how it is asked to stop."""
+"""The logic of a run, without ranks: next workload, status, observers, stop requests, folders."""

@@ -1,6 +1,6 @@
 """A rank's TensorBoard writer and profiler, and the folder that both write to.
 
-Neither torch nor TensorBoard is imported before a trial asks for what needs it.
+torch and TensorBoard are imported on first use.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ from trial_core.run.observer import MetricsKind
 
 
 class Instruments:
-    """What a trial measures itself with. Each rank has its own, with a folder of its own.
+    """The TensorBoard writer and profiler of one rank.
 
     Args:
-        folder: where event files and traces go; None: a temporary folder, made when asked for.
+        folder: of event files and traces; None: a temporary folder, created on first use.
 
     Attributes:
         rank: this process's; the context sets it.
-        automatic: whether what is written is uploaded with the run, and reported metrics are
-            written as well.
+        automatic: whether the files are uploaded with the run, and reported metrics are written.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.rank = 0
         self.automatic = True
         self._folder = folder
-        self._folder_was_asked_for = False
+        self._uses_folder = False
         self._logs_metrics = False
         self._writer: Any = None
         self._profiler: Any = None
@@ -39,27 +38,27 @@ class Instruments:
 
     @property
     def has_files_to_upload(self) -> bool:
-        """Whether the trial writes files that are to be uploaded with the run."""
-        return self.automatic and self._folder_was_asked_for
+        """Whether the trial writes files to upload with the run."""
+        return self.automatic and self._uses_folder
 
     def folder(self) -> Path:
-        """Where this rank's event files and traces go; exists."""
+        """The folder of this rank's event files and traces; creates it."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="trialflow-tensorboard-"))
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._folder_was_asked_for = True
+        self._uses_folder = True
         return self._folder
 
     def move_to(self, folder: Path) -> None:
-        """Have `folder` in place of the folder so far, with what has been written there.
+        """Use `folder` from now on, and move the files there.
 
-        A link takes the old one's place: the trial may know it, and its writer and profiler do.
+        A link replaces the old folder: the writer, the profiler and the trial use its path.
 
         Raises:
             TrialflowError: the files cannot be moved.
         """
         old, self._folder = self._folder, folder
-        if old is None or old == folder or not self._folder_was_asked_for:
+        if old is None or old == folder or not self._uses_folder:
             return
         self.flush()
         try:
@@ -74,8 +73,8 @@ class Instruments:
             old.symlink_to(folder.resolve())
         except OSError as error:
             raise TrialflowError(
-                f"cannot move the files for TensorBoard from {old} to {folder}, where the trial "
-                f"that is continued has its own: {error}"
+                f"cannot move the TensorBoard files from {old} to {folder}, the folder of the "
+                f"resumed trial: {error}"
             ) from error
 
     def writer(self) -> Any:
@@ -89,7 +88,7 @@ class Instruments:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
                 raise TrialError(
-                    "get_tensorboard_writer needs TensorBoard, which is not installed "
+                    "get_tensorboard_writer needs TensorBoard, but it is not installed "
                     f"({error}): pip install 'trialflow[tensorboard]'"
                 ) from error
             self._writer = SummaryWriter(str(self.folder()))
@@ -97,17 +96,17 @@ class Instruments:
         return self._writer
 
     def set_automatic(self, automatic: bool) -> None:
-        """Switch uploading, and writing of reported metrics, on or off.
+        """Switch uploading, and the writing of reported metrics, on or off.
 
         Raises:
-            TrialError: it is to be on, and TensorBoard is not installed.
+            TrialError: `automatic` is True and TensorBoard is not installed.
         """
         self.automatic = self._logs_metrics = automatic
         if automatic and self.rank == 0:
             self.writer()
 
     def report(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
-        """Write the reported metrics that are numbers; rank 0 alone, if the trial wants that."""
+        """Write the reported metrics that are numbers, on rank 0, if the trial uses TensorBoard."""
         if self.automatic and self._logs_metrics and self.rank == 0:
             for name, value in metrics.items():
                 if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -115,15 +114,15 @@ class Instruments:
         self.flush()
 
     def flush(self) -> None:
-        """Put what was written so far into the event file. Any thread may call this."""
+        """Flush the event files. Any thread may call this."""
         if self._writer is not None:
             self._writer.flush()
 
     def set_profiler(self, *args: Any, **kwargs: Any) -> None:
-        """Profile training with `torch.profiler.profile`, made of these arguments.
+        """Profile training with `torch.profiler.profile` and these arguments.
 
         Raises:
-            TrialError: a profiler is running already.
+            TrialError: a profiler is already running.
         """
         import torch
 
@@ -132,25 +131,25 @@ class Instruments:
                 "set_profiler was called while a profiler was running; call it once, in the "
                 "trial's __init__"
             )
-        # Never the caller's on_trace_ready: the trace belongs where the run's files are.
+        # Replace the caller's on_trace_ready: the traces must be in the run's folder.
         kwargs["on_trace_ready"] = torch.profiler.tensorboard_trace_handler(
             str(self.folder()), worker_name=f"rank-{self.rank}"
         )
         self._profiler = torch.profiler.profile(*args, **kwargs)
 
     def start(self) -> None:
-        """Training is about to begin, or goes on."""
+        """Start the profiler, before training begins or continues."""
         if self._profiler is not None and not self._is_profiling:
             self._profiler.start()
             self._is_profiling = True
 
     def batch_ended(self) -> None:
-        """One more batch is trained."""
+        """Step the profiler after a batch."""
         if self._is_profiling:
             self._profiler.step()
 
     def finish(self) -> None:
-        """Training is over: write what is left. May be called again."""
+        """Write the remaining files at the end of training. A second call does nothing."""
         if self._is_profiling:
             self._is_profiling = False
             self._profiler.stop()

@@ -1,8 +1,7 @@
-"""Watching a run from the process that drives it.
+"""Observers of a run, in the driver's process.
 
-Whoever starts a run may watch it: `with observing(observer): train(config)`. The flow tells the
-observer what happens, in the flow's own process; an observer must return at once and never raise.
-The command line's progress bar is one. Without one, nothing is shown.
+With `with observing(observer): train(config)`, the flow reports events to the observer, for example
+the command line's progress bar. An observer must return at once and never raise.
 """
 
 from __future__ import annotations
@@ -16,28 +15,28 @@ MetricsKind = Literal["training", "validation"]
 
 
 class Observer:
-    """Does nothing; override what is of interest. Methods may be called from several threads."""
+    """Does nothing; override the events of interest. Several threads may call its methods."""
 
     def run_started(
         self, trial: str, total_batches: int, begins_at: int, batch_samples: int
     ) -> None:
-        """The loaders are built, so the length of the run is known.
+        """The loaders are built, and the length of the run is known.
 
         Args:
             trial: the trial's id.
             total_batches: where training ends.
-            begins_at: batches already trained (not 0 for a resumed run).
-            batch_samples: samples in one batch, all ranks together.
+            begins_at: batches already trained; not 0 for a resumed run.
+            batch_samples: samples in one batch on all ranks.
         """
 
     def stage_started(self, stage: str, detail: str) -> None:
-        """A stage begins: ``("train-workload", "[100→200]")``."""
+        """A stage has begun: ``("train-workload", "[100→200]")``."""
 
     def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
-        """That stage has ended well."""
+        """A stage has succeeded."""
 
     def batches_trained(self, batches: int) -> None:
-        """Training has reached `batches`; told a few times a second."""
+        """Training has reached `batches`; called a few times a second."""
 
     def training_timed(
         self, begin: int, reached: int, seconds: float, data_seconds: Sequence[float]
@@ -46,42 +45,41 @@ class Observer:
 
         Args:
             begin, reached: batches trained before and after it.
-            data_seconds: for how much of that each rank has waited for its data, by rank; empty
-                where that is not known. Ranks train in step, so all take the same time; the one
-                that waits longest for data is what the others wait for.
+            data_seconds: how long each rank waited for data, by rank; empty if unknown. Ranks
+                train in step, so the others wait for the rank that waits longest.
         """
 
     def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
-        """Metrics reduced over all ranks, as of `batches` trained."""
+        """Metrics reduced over all ranks, after `batches` batches."""
 
     def checkpoint_committed(self, uuid: str, batches: int, total_bytes: int) -> None:
-        """A checkpoint has become real."""
+        """A checkpoint has been committed."""
 
     def checkpoint_deleted(self, uuid: str) -> None:
-        """The experiment's rules have not kept a checkpoint: it is gone."""
+        """The retention policy has deleted a checkpoint."""
 
     def rank_logged(self, rank: int, line: str) -> None:
-        """A line of a rank's output (rate-capped; whole logs are on disk)."""
+        """A line of a rank's log; rate-limited, the whole log is on disk."""
 
     def stopping(self, why: str) -> None:
-        """The run was asked to stop, and saves. Called in a signal handler, in the main thread."""
+        """The run was asked to stop and saves. Called in a signal handler, in the main thread."""
 
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
-        """The slot group failed and is launched again."""
+        """The slot group has failed and is launched again."""
 
 
-_nobody = Observer()
-_current: ContextVar[Observer] = ContextVar("trialflow_observer", default=_nobody)
+_no_observer = Observer()
+_current: ContextVar[Observer] = ContextVar("trialflow_observer", default=_no_observer)
 
 
 def current_observer() -> Observer:
-    """The observer of the run being driven; one that does nothing when there is none."""
+    """The observer of the current run; without one, an observer that does nothing."""
     return _current.get()
 
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[Observer]:
-    """Runs started inside the block are shown to `observer`."""
+    """Runs that start inside the block report to `observer`."""
     token = _current.set(observer)
     try:
         yield observer

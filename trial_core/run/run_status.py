@@ -1,4 +1,4 @@
-"""What a run has told so far, and what follows from it: its speed, and the time left."""
+"""The status of a run, from the events that it reports: stage, metrics, speed, time left."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from trial_core.run.observer import MetricsKind, Observer
 TRAINING = "train-workload"
 UPLOAD = "checkpoint-upload"
 
-# Long enough to be steady, short enough to notice a change.
+# Long enough for a steady value, short enough to follow a change.
 SPEED_WINDOW_SECONDS = 10.0
 SPEED_STEP_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage that is under way.
+    """A running stage.
 
     Attributes:
-        began: when, by the run's clock.
+        began: the start time, by the status's clock.
     """
 
     name: str
@@ -35,15 +35,15 @@ class Stage:
 
 
 class RunStatus(Observer):
-    """Remembers what the run tells. Whoever overrides a method calls this one first.
+    """Keeps the reported events. An overriding method calls this one first.
 
     Attributes:
         trial: the trial's id; None until its loaders are built.
-        batches, total_batches: trained so far, and where training ends.
+        batches, total_batches: batches trained so far, and at the end.
         batch_samples: samples in one batch.
-        training, validation: the last metrics of each kind.
+        training, validation: the last reported metrics.
         validated_at: batches trained at the last validation.
-        committed_at: batches trained at the last checkpoint; None before any.
+        committed_at: batches trained at the last committed checkpoint; None before any.
         has_trained: whether this run has trained a batch.
     """
 
@@ -63,14 +63,14 @@ class RunStatus(Observer):
         self._running: dict[tuple[str, str], Stage] = {}
         self._waiting = Stage("starting", "", clock())
         # Seconds spent in train-workloads, and batches trained by then.
-        self._reached: deque[tuple[float, int]] = deque()
+        self._speed_points: deque[tuple[float, int]] = deque()
         self._trained_seconds = 0.0
         self._workload_began: float | None = None
 
-    # ---------------------------------------------------------------------- what it is told
+    # ------------------------------------------------------------------------------- events
 
     def waiting_for(self, what: str) -> None:
-        """Until the first stage begins, and between stages, the run waits for `what`."""
+        """Set what the run waits for, before the first stage or between stages."""
         self._waiting = Stage(what, "", self._clock())
 
     def run_started(
@@ -78,10 +78,10 @@ class RunStatus(Observer):
     ) -> None:
         self.trial, self.total_batches, self.batch_samples = trial, total_batches, batch_samples
         self.batches = self._begins_at = begins_at
-        # A rank may have died between the commit and our hearing of it.
+        # A rank may have died after a commit and before the report of it.
         self.committed_at = begins_at or None
         self._began = self._clock()
-        self._reached = deque([(self._trained_seconds, begins_at)])
+        self._speed_points = deque([(self._trained_seconds, begins_at)])
 
     def stage_started(self, stage: str, detail: str) -> None:
         now = self._clock()
@@ -120,11 +120,11 @@ class RunStatus(Observer):
         self._running.clear()
         self.waiting_for("starting the ranks again")
 
-    # --------------------------------------------------------------------- what follows
+    # ------------------------------------------------------------------------ derived status
 
     @property
     def stage(self) -> Stage:
-        """What the run does now: the stage that began last, an upload only if nothing else."""
+        """The current stage: the one that began last, an upload only if there is no other."""
         stages = list(self._running.values())
         return next(
             (stage for stage in reversed(stages) if stage.name != UPLOAD),
@@ -133,15 +133,15 @@ class RunStatus(Observer):
 
     @property
     def uploads(self) -> list[Stage]:
-        """Uploads under way beside the stage."""
+        """Running uploads, without the current stage."""
         current = self.stage
         stages = list(self._running.values())
         return [stage for stage in stages if stage.name == UPLOAD and stage is not current]
 
     @property
     def samples_per_second(self) -> float | None:
-        """Speed over the last seconds spent in train-workloads; None before any batch."""
-        points = list(self._reached)
+        """The speed in the last seconds of train-workloads; None before any batch."""
+        points = list(self._speed_points)
         if len(points) < 2:
             return None
         (began, first), (now, last) = points[0], points[-1]
@@ -149,7 +149,7 @@ class RunStatus(Observer):
 
     @property
     def seconds_left(self) -> float | None:
-        """How long the run still takes if it goes on as so far, all stages included."""
+        """Estimated time left, from the average speed of the run with all its stages."""
         trained = self.batches - self._begins_at
         if trained <= 0 or self.batches >= self.total_batches:
             return None
@@ -157,20 +157,20 @@ class RunStatus(Observer):
         return (self.total_batches - self.batches) * seconds_a_batch
 
     def running(self, name: str, detail: str) -> Stage | None:
-        """That stage, if it is under way."""
+        """The running stage with that name and detail, or None."""
         return self._running.get((name, detail))
 
     def seconds_in(self, stage: Stage) -> float:
-        """How long a stage has been going on."""
+        """How long a stage has been running."""
         return self._clock() - stage.began
 
     def _note_speed(self, trained_seconds: float) -> None:
-        reached = self._reached
-        if reached and (trained_seconds <= reached[-1][0] or self.batches <= reached[-1][1]):
+        points = self._speed_points
+        if points and (trained_seconds <= points[-1][0] or self.batches <= points[-1][1]):
             return
-        # Workloads of a millisecond would fill the window with points that nobody can tell apart.
-        if len(reached) > 1 and trained_seconds - reached[-2][0] < SPEED_STEP_SECONDS:
-            reached.pop()
-        reached.append((trained_seconds, self.batches))
-        while len(reached) > 2 and trained_seconds - reached[1][0] >= SPEED_WINDOW_SECONDS:
-            reached.popleft()
+        # Without this, workloads of a millisecond would fill the window with points.
+        if len(points) > 1 and trained_seconds - points[-2][0] < SPEED_STEP_SECONDS:
+            points.pop()
+        points.append((trained_seconds, self.batches))
+        while len(points) > 2 and trained_seconds - points[1][0] >= SPEED_WINDOW_SECONDS:
+            points.popleft()

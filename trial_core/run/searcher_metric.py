@@ -1,4 +1,4 @@
-"""The searcher's metric: the validation metric that says which checkpoint is best."""
+"""The searcher metric: the validation metric that decides which checkpoint is best."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from trial_core.errors import TrialError
 
 
 def searcher_metric(metrics: Mapping[str, Any], name: str) -> float:
-    """The metric that says which checkpoint is best.
+    """The value of the searcher metric `name`.
 
     Raises:
-        TrialError: there is none of that name, or it is no number.
+        TrialError: the metric is missing or not a number.
     """
     value = metrics.get(name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        seen = ", ".join(sorted(metrics)) or "none at all"
-        what = "is not among" if name not in metrics else f"is {value!r}, no number, among"
+    if name not in metrics:
+        reported = ", ".join(sorted(metrics)) or "none"
         raise TrialError(
-            f'searcher.metric "{name}" {what} the validation metrics that the trial reports: {seen}'
+            f'searcher.metric "{name}" is not among the validation metrics that the trial reports: '
+            f"{reported}"
+        )
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TrialError(
+            f'searcher.metric "{name}" must be a number, but the trial reports {value!r}'
         )
     return float(value)

@@ -1,8 +1,8 @@
-"""What a run does next, decided from its progress and its schedule alone. Pure.
+"""Decides the next workload of a run from its progress and schedule alone. Pure.
 
-The flow, `Trainer.fit` and a resumed run call `next_workload` and so make the same decisions. At
-every batch where something is due the order is: train up to it, validate, then checkpoint. One
-monotone counter, `Progress.batches_trained`, drives every period.
+The flow, `Trainer.fit` and resumed runs all call `next_workload`, so they make the same decisions.
+At a batch where several workloads are due, the order is: train, validate, save. One monotone
+counter, `Progress.batches_trained`, drives every period.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Schedule:
     """When a run reports, validates, saves and ends.
 
     Attributes:
-        max_length: where training ends; exactly there, whatever the other periods are.
-        reporting_period: a train-workload is at most this long; its end reports training metrics.
-        validation_period: when to validate; besides, every run validates at its end.
-        checkpoint_period: when to save; besides, every run saves at its end.
-        checkpoint_policy: whether a validation leads to a checkpoint: after the ``best`` one so
-            far, after ``all``, or after ``none``.
-        smaller_is_better: which way the searcher's metric improves.
-        step_zero_validation: validate once before the first batch.
+        max_length: training ends exactly here.
+        reporting_period: maximum length of a train-workload, which reports training metrics.
+        validation_period: when to validate, in addition to the end.
+        checkpoint_period: when to save, in addition to the end.
+        checkpoint_policy: which validations lead to a checkpoint: the ``best`` so far, ``all``, or
+            ``none``.
+        smaller_is_better: whether a smaller searcher metric is better.
+        step_zero_validation: whether to validate once before the first batch.
     """
 
     max_length: TrainUnit
@@ -42,16 +42,16 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come. Travels in every checkpoint's manifest.
+    """How far a trial is. Every checkpoint's manifest has it.
 
     Attributes:
-        batches_trained: batches trained since the start of the trial, over all its attempts.
+        batches_trained: batches trained since the start of the trial, in all its attempts.
         validated_at: `batches_trained` at the last validation, None before any.
         checkpointed_at: `batches_trained` at the last checkpoint, None before any.
-        best_metric: the searcher metric's best value so far.
-        improved: whether the last validation is the best so far.
-        stop_requested: whether somebody asked the run to save and end.
-        skipped_at: `batches_trained` at the last checkpoint that was due and not saved.
+        best_metric: the best value of the searcher metric so far.
+        improved: whether the last validation was the best so far.
+        stop_requested: whether the run was asked to save and end.
+        skipped_at: `batches_trained` at the last due checkpoint that was skipped.
     """
 
     batches_trained: int = 0
@@ -63,11 +63,11 @@ class Progress:
     skipped_at: int | None = None
 
     def after_training(self, batches_trained: int) -> Progress:
-        """Progress once training has reached `batches_trained`."""
+        """The progress after training to `batches_trained`."""
         return replace(self, batches_trained=batches_trained)
 
     def after_validation(self, metric: float | None, smaller_is_better: bool) -> Progress:
-        """Progress once validated; a NaN, or no metric at all, is never an improvement."""
+        """The progress after a validation; NaN and None are never an improvement."""
         improved = (
             metric is not None
             and not math.isnan(metric)
@@ -81,28 +81,28 @@ class Progress:
             validated_at=self.batches_trained,
             best_metric=metric if improved else self.best_metric,
             improved=improved,
-            # A checkpoint that was saved before this validation does not know of it.
+            # A checkpoint saved before this validation does not contain it.
             checkpointed_at=(
                 None if self.checkpointed_at == self.batches_trained else self.checkpointed_at
             ),
         )
 
     def after_checkpoint(self) -> Progress:
-        """Progress once a checkpoint of this very state exists."""
+        """The progress after a checkpoint of this state was saved."""
         return replace(self, checkpointed_at=self.batches_trained)
 
     def skipping_checkpoint(self) -> Progress:
-        """Progress once a checkpoint that was due has been left out."""
+        """The progress after a due checkpoint was skipped."""
         return replace(self, skipped_at=self.batches_trained)
 
     def stopping(self, stop_requested: bool = True) -> Progress:
-        """Progress once somebody has asked for a stop; `False` forgets that they did."""
+        """The progress after a stop request; `False` clears it."""
         return replace(self, stop_requested=stop_requested)
 
 
 @dataclass(frozen=True)
 class Train:
-    """Train until `until` batches have been trained in all."""
+    """Train until batch `until` of the trial."""
 
     until: int
 
@@ -117,7 +117,7 @@ class Checkpoint:
     """Save a checkpoint.
 
     Attributes:
-        is_optional: whether it is due only because a period is over, and the next one will do.
+        is_optional: whether it is only periodic, so it may be skipped.
     """
 
     is_optional: bool = False
@@ -125,7 +125,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Finish:
-    """Nothing is left to do."""
+    """The run has ended."""
 
 
 Workload = Train | Validate | Checkpoint | Finish
@@ -134,10 +134,13 @@ Workload = Train | Validate | Checkpoint | Finish
 def next_workload(
     progress: Progress, schedule: Schedule, epoch: EpochLength | None = None
 ) -> Workload:
-    """The next thing a run does.
+    """The next workload of a run.
 
     Args:
-        epoch: the epoch's length; None when the loader has none, which refuses epoch periods.
+        epoch: the epoch's length; None if the loader has no length.
+
+    Raises:
+        ConfigError: a period is in epochs, but `epoch` is None.
     """
     end = in_batches(schedule.max_length, epoch)
     if not progress.stop_requested and _must_validate(progress, schedule, epoch, end):
@@ -152,7 +155,7 @@ def next_workload(
 
 
 def has_more_to_do(progress: Progress, schedule: Schedule, epoch: EpochLength | None) -> bool:
-    """Whether there would be more to do, had nobody asked for a stop."""
+    """Whether the run would do more without the stop request."""
     return not isinstance(next_workload(progress.stopping(False), schedule, epoch), Finish)
 
 
@@ -192,6 +195,6 @@ def _next_stop(trained: int, schedule: Schedule, epoch: EpochLength | None, end:
     stop = end
     for period in periods:
         if period is not None:
-            # Never past what is due already: a container is searched batch by batch.
+            # Only up to the nearest stop so far: containers are searched batch by batch.
             stop = period.next_due(trained, stop, epoch) or stop
     return stop

@@ -1,8 +1,8 @@
-"""Asking a run to stop: one way for Ctrl-C, SIGTERM, Cancel, Suspend and a time budget.
+"""Asking a run to stop: one way for Ctrl-C, SIGTERM, Cancel, Suspend and the time budget.
 
-Whoever asks says why. The run then finishes its batch, saves, commits and ends, for which it has
-its grace where somebody is about to end it by force; when that is over, or somebody asks for it to
-end at once, its ranks are ended as they are, and the last committed checkpoint is what it leaves.
+A run that is asked to stop finishes its batch, saves, commits and ends. An urgent request gives it
+a grace period for that. When the grace period is over, or on `kill_now`, the ranks are killed
+without saving, and the last committed checkpoint is the result.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
 
-Why = Literal["cancelled", "suspended", "preempted", "interrupted", "time budget"]
+StopReason = Literal["cancelled", "suspended", "preempted", "interrupted", "time budget"]
 
 
 @dataclass(frozen=True)
@@ -24,47 +24,45 @@ class StopRequest:
     """Why a run was asked to stop.
 
     Attributes:
-        why: what its end shall look like.
+        reason: decides the final state of the flow run.
         detail: what happened, for people: ``SIGTERM``.
     """
 
-    why: Why
+    reason: StopReason
     detail: str
 
     def __str__(self) -> str:
-        return f"{self.why} ({self.detail})" if self.detail else self.why
+        return f"{self.reason} ({self.detail})" if self.detail else self.reason
 
     @property
     def is_urgent(self) -> bool:
-        """Whether somebody is about to end the run by force."""
-        return self.why not in ("suspended", "time budget")
+        """Whether the run will be killed if it does not end within its grace period."""
+        return self.reason not in ("suspended", "time budget")
 
 
-class Stopping:
-    """Whether a run has been asked to stop. A context manager: its thread ends with the block.
+class StopHandler:
+    """Keeps a run's first stop request and its deadline, and notifies one subscriber.
 
-    `ask` and `at_once` may be called from a signal handler and from any thread: all they do is put
-    something into a queue that is made for that. A thread of its own does the rest.
+    A context manager; its thread ends with the block. `ask` and `kill_now` only put an item into a
+    reentrant queue, so a signal handler and any thread may call them.
 
     Args:
-        grace_seconds: from the first urgent `ask` until the ranks are ended as they are. A
-            suspended run, and one whose time budget is over, take the time that saving takes.
+        grace_seconds: from the first urgent request until the ranks are killed. Other requests
+            have no deadline.
     """
 
     def __init__(self, grace_seconds: float) -> None:
         self._grace_seconds = grace_seconds
-        self._queue: queue.SimpleQueue[StopRequest | Literal["at once", "over"]] = (
-            queue.SimpleQueue()
-        )
+        self._queue: queue.SimpleQueue[StopRequest | Literal["kill", "close"]] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._asked: StopRequest | None = None
+        self._request: StopRequest | None = None
         self._deadline: float | None = None
         self._has_expired = False
         self._was_asked = threading.Event()
-        self._listener: tuple[Callable[[], None], Callable[[], None]] | None = None
-        self._thread = threading.Thread(target=self._serve, name="stopping", daemon=True)
+        self._subscriber: tuple[Callable[[], None], Callable[[], None]] | None = None
+        self._thread = threading.Thread(target=self._serve, name="stop-handler", daemon=True)
 
-    def __enter__(self) -> Stopping:
+    def __enter__(self) -> StopHandler:
         self._thread.start()
         return self
 
@@ -74,79 +72,89 @@ class Stopping:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._queue.put("over")
+        self._queue.put("close")
         self._thread.join()
 
     @property
-    def asked(self) -> StopRequest | None:
-        """The first request, once it has arrived; later ones change nothing."""
-        return self._asked
+    def request(self) -> StopRequest | None:
+        """The first request; later requests do not replace it."""
+        return self._request
 
     @property
     def has_expired(self) -> bool:
-        """Whether the ranks were, or are being, ended as they are."""
+        """Whether the grace period is over: the ranks are killed without saving."""
         return self._has_expired
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the ranks are ended as they are; None: nothing is urgent."""
+        """Until the ranks are killed; None: no urgent request."""
         if self._has_expired:
             return 0.0
         deadline = self._deadline
         return None if deadline is None else max(0.0, deadline - time.monotonic())
 
-    def ask(self, why: Why, detail: str = "") -> None:
+    def ask(self, reason: StopReason, detail: str = "") -> None:
         """Ask the run to save and end. Returns at once."""
-        self._queue.put(StopRequest(why, detail))
+        self._queue.put(StopRequest(reason, detail))
 
-    def at_once(self) -> None:
-        """Ask the run to end as it is. Returns at once."""
-        self._queue.put("at once")
+    def kill_now(self) -> None:
+        """End the grace period now: the ranks are killed without saving. Returns at once."""
+        self._queue.put("kill")
 
     def wait(self, seconds: float) -> bool:
-        """Wait so long, or until the run is asked to stop; whether it is."""
+        """Wait for a stop request, at most `seconds`; whether there is one."""
         return self._was_asked.wait(seconds)
 
     @contextmanager
-    def listening(self, stop: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
-        """For the length of the block, call `stop` when the run is asked to stop, and `end` when
-        its time is up; at once if that has happened already. Called in another thread."""
+    def subscribed(
+        self, on_stop: Callable[[], None], on_expired: Callable[[], None]
+    ) -> Iterator[None]:
+        """Within the block, call `on_stop` at the first request and `on_expired` at the deadline.
+
+        What has happened before the block is reported when the block begins. Both are called in
+        the handler's thread.
+        """
         with self._lock:
-            self._listener = (stop, end)
-            if self._asked is not None:
-                stop()
+            self._subscriber = (on_stop, on_expired)
+            if self._request is not None:
+                on_stop()
             if self._has_expired:
-                end()
+                on_expired()
         try:
             yield
         finally:
             with self._lock:
-                self._listener = None
+                self._subscriber = None
 
-    # ------------------------------------------------------------------ the thread of its own
+    # ------------------------------------------------------------------ the handler's thread
 
     def _serve(self) -> None:
         while True:
             try:
-                said = self._queue.get(timeout=None if self._has_expired else self.seconds_left)
+                item = self._queue.get(timeout=None if self._has_expired else self.seconds_left)
             except queue.Empty:
-                said = "at once"
-            if said == "over":
+                item = "kill"
+            if item == "close":
                 return
             with self._lock:
-                self._note(said)
+                if isinstance(item, StopRequest):
+                    self._note(item)
+                else:
+                    self._expire()
 
-    def _note(self, said: StopRequest | Literal["at once", "over"]) -> None:
-        if isinstance(said, StopRequest):
-            if said.is_urgent and self._deadline is None:
-                self._deadline = time.monotonic() + self._grace_seconds
-            if self._asked is not None:
-                return
-            self._asked = said
-            self._was_asked.set()
-            if self._listener is not None:
-                self._listener[0]()
-        elif not self._has_expired:
-            self._has_expired = True
-            if self._listener is not None:
-                self._listener[1]()
+    def _note(self, request: StopRequest) -> None:
+        if request.is_urgent and self._deadline is None:
+            self._deadline = time.monotonic() + self._grace_seconds
+        if self._request is not None:
+            return
+        self._request = request
+        self._was_asked.set()
+        if self._subscriber is not None:
+            self._subscriber[0]()
+
+    def _expire(self) -> None:
+        if self._has_expired:
+            return
+        self._has_expired = True
+        if self._subscriber is not None:
+            self._subscriber[1]()

@@ -1,1 +1,1 @@
-"""Rank processes on this machine, and the channel between them and the driver."""
+"""Starts rank processes on this machine, and connects them to the driver."""

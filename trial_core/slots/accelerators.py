@@ -1,7 +1,6 @@
-"""How many accelerators this machine has, asked without torch: the driver must not import it.
+"""Counts this machine's accelerators without torch, which the driver must not import.
 
-DeepSpeed's own accelerator abstraction decides what a rank runs on; this only counts, so that a
-slot group of the right size is launched.
+DeepSpeed decides which accelerator a rank uses; the count only decides how many ranks to launch.
 """
 
 from __future__ import annotations
@@ -18,16 +17,15 @@ CPU_SLOTS = 2
 
 
 def count_accelerators(environment: Mapping[str, str] = os.environ) -> int:
-    """The accelerators that ranks started from here would see; 0 means CPU ranks."""
+    """How many accelerators the ranks would see; 0 means CPU ranks."""
     return len(visible_accelerators(environment)[1])
 
 
 def visible_accelerators(environment: Mapping[str, str]) -> tuple[str, list[str]]:
-    """The variable that chooses among this machine's accelerators, and its entries: those that
-    ranks started from here would see.
+    """The accelerators that the ranks would see, and the variable that selects them.
 
-    ``DS_ACCELERATOR=cpu`` (DeepSpeed's own switch) means none. ``CUDA_VISIBLE_DEVICES`` and
-    ``HIP_VISIBLE_DEVICES`` narrow what the driver's tools report, as they do for the ranks.
+    With ``DS_ACCELERATOR=cpu``, DeepSpeed's switch, there are none. ``CUDA_VISIBLE_DEVICES`` and
+    ``HIP_VISIBLE_DEVICES`` are respected.
     """
     if environment.get("DS_ACCELERATOR") != "cpu":
         for tool, variable in (
@@ -37,33 +35,33 @@ def visible_accelerators(environment: Mapping[str, str]) -> tuple[str, list[str]
             present = _count_lines(tool)
             if present:
                 chosen = environment.get(variable)
-                everything = [str(index) for index in range(present)]
-                return variable, everything if chosen is None else _chosen(chosen, present)
+                indices = [str(index) for index in range(present)]
+                return variable, indices if chosen is None else _visible(chosen, present)
     return "", []
 
 
-def slots_to_launch(asked: int | str, environment: Mapping[str, str] = os.environ) -> int:
-    """How many ranks to start on this machine for `resources.slots_per_trial`.
+def resolve_slot_count(requested: int | str, environment: Mapping[str, str] = os.environ) -> int:
+    """The number of ranks to start on this machine for `resources.slots_per_trial`.
 
-    ``"auto"`` is every accelerator, or two CPU ranks where there is none.
+    ``"auto"`` is one per accelerator, or two CPU ranks without accelerators.
 
     Raises:
-        LaunchError: more slots than accelerators.
+        LaunchError: there are fewer accelerators than requested slots.
     """
     accelerators = count_accelerators(environment)
-    if not isinstance(asked, int):
+    if not isinstance(requested, int):
         return accelerators or CPU_SLOTS
-    if accelerators and asked > accelerators:
+    if accelerators and requested > accelerators:
         raise LaunchError(
-            f"resources.slots_per_trial is {asked}, but this machine has {accelerators} "
+            f"resources.slots_per_trial is {requested}, but this machine has {accelerators} "
             f"accelerator{'s' if accelerators != 1 else ''}; ask for at most {accelerators} "
             '(or "auto"), or set DS_ACCELERATOR=cpu to train on CPU ranks'
         )
-    return asked
+    return requested
 
 
-def _chosen(devices: str, present: int) -> list[str]:
-    """What a list of devices makes visible: those before the first that does not exist."""
+def _visible(devices: str, present: int) -> list[str]:
+    """The visible devices of a list: those before the first one that does not exist."""
     entries = (entry.strip() for entry in devices.split(","))
     return list(takewhile(lambda entry: _may_exist(entry, present), entries))[:present]
 

@@ -1,7 +1,7 @@
-"""The driver's end of the channel: a star of authenticated connections, one a rank.
+"""The driver's end of the channel: one authenticated connection per rank.
 
-It listens on a Unix socket (one machine) or on TCP (several), in an event loop of its own thread,
-so that a rank's answer, its events and its end are all noticed whatever the driver is doing.
+It listens on a Unix socket (one machine) or TCP (several machines). Its event loop has its own
+thread, so it receives answers, events and disconnects whatever the driver is doing.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ from trial_core.slots.framing import (
 logger = logging.getLogger(__name__)
 
 HELLO_MAX_BYTES = 4096
-MAX_SOCKET_FOLDER_CHARACTERS = 90  # of about 108 for the whole path
+MAX_SOCKET_FOLDER_CHARACTERS = 90  # the whole path may have about 108
 
 
 class Listener(Protocol):
-    """Who hears what ranks say. Called in the channel's thread; must return at once."""
+    """Receives the channel's events. Called in the channel's thread; must return at once."""
 
     def rank_joined(self, peer: Peer) -> None: ...
 
-    def rank_said(self, rank: int, message: FromRank) -> None: ...
+    def message_received(self, rank: int, message: FromRank) -> None: ...
 
-    def rank_left(self, rank: int, why: str | None) -> None:
-        """`why` says what was wrong with what it sent; None when its connection just ended."""
+    def rank_disconnected(self, rank: int, protocol_error: str | None) -> None:
+        """`protocol_error`: what was wrong with the rank's last message; None: nothing."""
 
 
 class Channel:
-    """Listens for `world_size` ranks and carries messages to and from them.
+    """Listens for `world_size` ranks and exchanges messages with them.
 
     Args:
-        host: an address to listen on over TCP; None for a Unix socket in a private folder.
+        host: the TCP address to listen on; None: a Unix socket in a private folder.
     """
 
     def __init__(self, world_size: int, listener: Listener, host: str | None = None) -> None:
@@ -84,12 +84,12 @@ class Channel:
             raise LaunchError(f"cannot listen for ranks on {where}: {error}") from error
 
     def send(self, message: Message) -> None:
-        """Send `message` to every rank that has joined."""
+        """Send `message` to every joined rank."""
         data = frame(encode(message))
         self._loop.call_soon_threadsafe(self._write_all, data)
 
     def close(self) -> None:
-        """Close every connection and stop listening. Ranks still alive end themselves."""
+        """Close all connections and stop listening. Ranks that still run then exit."""
         if not self._thread.is_alive():
             return
         self._run(self._shut())
@@ -131,33 +131,33 @@ class Channel:
         try:
             peer = await asyncio.wait_for(self._admit(reader, writer), HANDSHAKE_SECONDS)
         except (ProtocolError, OSError, EOFError, asyncio.TimeoutError, msgspec.MsgspecError) as e:
-            logger.warning("turned away a connection to the slot group's channel: %s", e)
+            logger.warning("rejected a connection to the slot group's channel: %s", e)
             writer.close()
             return
-        why: str | None = None
+        protocol_error: str | None = None
         try:
             self._listener.rank_joined(peer)
             while True:
                 data = await reader.readexactly(frame_length(await reader.readexactly(HEADER.size)))
-                self._pass_on(peer.rank, decode_from_rank(data))
+                self._dispatch(peer.rank, decode_from_rank(data))
         except (EOFError, OSError):
             pass
         except (ProtocolError, msgspec.MsgspecError) as error:
-            why = f"sent something that is no message: {error}"
+            protocol_error = f"sent an invalid message: {error}"
         except asyncio.CancelledError:
             return  # the channel is being closed
         finally:
-            # Told before the connection is closed, which would end the rank for another reason.
-            self._listener.rank_left(peer.rank, why)
+            # Before `close`, which makes the rank exit and so would report another cause.
+            self._listener.rank_disconnected(peer.rank, protocol_error)
             self._writers.pop(peer.rank, None)
             writer.close()
 
-    def _pass_on(self, rank: int, message: FromRank) -> None:
+    def _dispatch(self, rank: int, message: FromRank) -> None:
         try:
-            self._listener.rank_said(rank, message)
+            self._listener.message_received(rank, message)
         except Exception:
-            # Somebody's display has failed. Training does not.
-            logger.exception("what rank %d said could not be passed on", rank)
+            # A callback of the driver, such as a display, has failed. Training continues.
+            logger.exception("a message of rank %d could not be handled", rank)
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Peer:
         nonce = new_nonce()
@@ -167,15 +167,15 @@ class Channel:
         length = frame_length(await reader.readexactly(HEADER.size), HELLO_MAX_BYTES)
         hello = decode_hello(await reader.readexactly(length))
         if not 0 <= hello.rank < self._world_size:
-            raise ProtocolError(f"rank {hello.rank} asks to join {self._world_size} ranks")
+            raise ProtocolError(f"rank {hello.rank} cannot join {self._world_size} ranks")
         if hello.rank in self._writers:
-            raise ProtocolError(f"rank {hello.rank} has joined already")
+            raise ProtocolError(f"rank {hello.rank} has already joined")
         self._writers[hello.rank] = writer
         return Peer(rank=hello.rank, pid=hello.pid, host=hello.host)
 
 
 def _socket_folder() -> Path:
-    """A private folder whose path is short enough for a Unix socket in it."""
+    """A private folder with a path short enough for a Unix socket."""
     folder = Path(tempfile.mkdtemp(prefix="trialflow-"))
     if len(str(folder)) > MAX_SOCKET_FOLDER_CHARACTERS:
         folder.rmdir()

@@ -1,4 +1,4 @@
-"""A rank's end of the channel: blocking, with nothing in it that needs torch."""
+"""A rank's end of the channel. Blocking; does not import torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trial_core.slots.framing import (
 
 
 class RankConnection:
-    """A rank's end of the channel. Blocking; `send` may be called from any thread.
+    """A rank's connection to the driver. Any thread may call `send`.
 
     Args:
         address: ``unix:/path`` or ``tcp:host:port``.
@@ -47,17 +47,17 @@ class RankConnection:
             raise SlotsError(f"cannot join the driver at {address}: {error}") from error
 
     def send(self, message: Message) -> None:
-        """Send one message. Raises OSError when the driver is gone."""
+        """Send one message. Raises OSError if the driver is gone."""
         data = frame(encode(message))
         with self._lock:
             self._socket.sendall(data)
 
     def receive(self) -> bytes:
-        """The next message, still encoded. Raises EOFError or OSError when the driver is gone."""
+        """The next message, encoded. Raises EOFError or OSError if the driver is gone."""
         return self._read(frame_length(self._read(HEADER.size)))
 
     def close(self) -> None:
-        """Close the connection; the driver sees this rank leave."""
+        """Close the connection; the driver is notified."""
         self._socket.close()
 
     def _read(self, count: int) -> bytes:

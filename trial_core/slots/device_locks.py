@@ -1,130 +1,97 @@
-"""Accelerators of this machine that one run has for itself.
+"""Reserves accelerators for one run, where several runs share a machine.
 
-For runs that share a machine: each holds the kernel's lock on a file for every device that it
-uses. So a device is free again when its run's driver is gone, whatever the end.
+Each run holds the kernel's lock on one file per device. The kernel frees the locks when the run's
+driver ends, also by SIGKILL and while a forked child lives on.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+import filelock
 
 from trial_core.errors import LaunchError
 from trial_core.slots.accelerators import visible_accelerators
 
-LOOK_SECONDS = 1.0
-LOCKS = "TRIALFLOW_LOCKS"
-
-# File descriptors that hold locks. A process that is forked from this one would hold them on.
-_held: set[int] = set()
+POLL_SECONDS = 1.0
+LOCKS_VARIABLE = "TRIALFLOW_LOCKS"
 
 
 def locks_folder() -> Path:
-    """Where all users of this machine find the same locks: where TRIALFLOW_LOCKS says, which a
-    container needs, whose own folders nobody shares; else among its temporary files."""
-    return Path(os.environ.get(LOCKS) or Path(tempfile.gettempdir(), "trialflow-devices"))
+    """The folder of the lock files, the same one for all users of this machine.
+
+    ``TRIALFLOW_LOCKS``, or a temporary folder. Containers must set it to a shared volume.
+    """
+    return Path(os.environ.get(LOCKS_VARIABLE) or Path(tempfile.gettempdir(), "trialflow-devices"))
 
 
 @contextmanager
-def devices_of_its_own(
+def reserve_devices(
     count: int, environment: Mapping[str, str], when_waiting: Callable[[], None]
 ) -> Iterator[dict[str, str]]:
-    """Have `count` devices that no other run has that asks like this; waits for them.
+    """Reserve `count` devices for the length of the block; waits until they are free.
 
     Args:
-        environment: what says which devices there are to choose from.
-        when_waiting: called once, if some are taken.
+        environment: variables that limit which devices there are.
+        when_waiting: called once, if the run has to wait.
 
-    Returns:
-        The variables that make them, and no others, visible to the ranks.
+    Yields:
+        The variables that make only these devices visible to the ranks.
 
     Raises:
-        LaunchError: there are not so many, or there is no place for locks.
+        LaunchError: the machine has fewer devices, or the lock files cannot be used.
     """
     variable, devices = visible_accelerators(environment)
     if count > len(devices):
-        raise LaunchError(
-            f"the run needs {count} devices, and this machine has {len(devices)} for it"
-        )
-    mine: dict[str, int] = {}
-    try:
+        raise LaunchError(f"the run needs {count} devices, but this machine has {len(devices)}")
+    with ExitStack() as locks:
         has_waited = False
-        while not _take_free_ones(devices, count, mine):
+        while (reserved := _lock_free_devices(devices, count, locks)) is None:
             if not has_waited:
                 when_waiting()
             has_waited = True
-            time.sleep(LOOK_SECONDS)
-        yield {variable: ",".join(name for name in devices if name in mine)}
-    finally:
-        _give_back(mine)
+            time.sleep(POLL_SECONDS)
+        yield {variable: ",".join(reserved)}
 
 
-def _take_free_ones(devices: list[str], count: int, mine: dict[str, int]) -> bool:
-    """Take what is free until there are `count`; whether there are. Holds none otherwise: two that
-    wait for the rest of each other's would wait for ever."""
-    for name in devices:
-        if len(mine) < count and (lock := _lock_of(name)) is not None:
-            mine[name] = lock
-    if len(mine) == count:
-        return True
-    _give_back(mine)
-    return False
+def _lock_free_devices(devices: Sequence[str], count: int, locks: ExitStack) -> list[str] | None:
+    """Lock the first `count` free devices; None, and no lock, if fewer are free.
+
+    Keeping some locks while waiting for others would deadlock two runs.
+    """
+    reserved: list[str] = []
+    with ExitStack() as attempt:
+        for device in devices:
+            if len(reserved) < count and (lock := _lock(device)) is not None:
+                attempt.callback(lock.release)
+                reserved.append(device)
+        if len(reserved) < count:
+            return None
+        locks.push(attempt.pop_all())
+    return reserved
 
 
-def _lock_of(device: str) -> int | None:
-    """The lock on a device, if nobody has it."""
+def _lock(device: str) -> filelock.BaseFileLock | None:
+    """The acquired lock of a device; None if another run holds it."""
     folder = locks_folder()
+    path = folder / f"{device.replace(os.sep, '_')}.lock"
+    # 0o666: every user of the machine must be able to open the file.
+    lock = filelock.FileLock(path, mode=0o666, thread_local=False, fallback_to_soft=False)
     try:
-        lock = _open(folder, device.replace(os.sep, "_"))
+        if not folder.is_dir():
+            folder.mkdir(exist_ok=True)
+            folder.chmod(0o1777)
+        lock.acquire(blocking=False)
+    except filelock.Timeout:
+        return None
     except OSError as error:
         raise LaunchError(
-            f"no file for the lock on device {device} can be opened in {folder}: {error}; set "
-            f"{LOCKS} to a folder in which all who train on this machine may create files"
+            f"cannot lock device {device} in {folder}: {error}; set {LOCKS_VARIABLE} to a folder "
+            "on a local disk in which every user who trains on this machine may create files"
         ) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        return None
-    except OSError:  # a file system without locks
-        os.close(lock)
-        raise LaunchError(
-            f"{folder} knows no locks; set {LOCKS} to a folder of a local disk"
-        ) from None
-    _held.add(lock)
     return lock
-
-
-def _open(folder: Path, name: str) -> int:
-    """A file in the folder of locks, made if need be, as all users may open it."""
-    if not folder.is_dir():
-        folder.mkdir(exist_ok=True)
-        folder.chmod(0o1777)
-    # Where others may create files, who did not may not say O_CREAT.
-    with contextlib.suppress(FileExistsError):
-        os.close(os.open(folder / name, os.O_CREAT | os.O_EXCL | os.O_RDONLY, 0o444))
-    return os.open(folder / name, os.O_RDONLY)
-
-
-def _give_back(mine: dict[str, int]) -> None:
-    for lock in mine.values():
-        if lock in _held:
-            _held.discard(lock)
-            os.close(lock)
-    mine.clear()
-
-
-def _let_go() -> None:
-    """In a process that has just been forked: leave the locks to its parent."""
-    for lock in _held:
-        os.close(lock)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_let_go)

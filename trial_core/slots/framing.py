@@ -1,12 +1,12 @@
-"""How bytes cross a channel: frames, and the proof that both ends know the run's secret.
+"""The channel's wire format: frames, and a handshake that proves that both ends know the secret.
 
-A frame is a 4-byte big-endian length and that many bytes. The handshake, before any message::
+A frame is a 4-byte big-endian length and as many bytes. The handshake precedes all messages::
 
     driver → rank   nonce of the driver
     rank → driver   HMAC(secret, "rank", nonce of the driver) + nonce of the rank
     driver → rank   HMAC(secret, "driver", nonce of the rank)
 
-Both proofs use SHA-256. Frames of a peer that has not proved itself are held to a few bytes.
+The HMAC uses SHA-256. The frames of an unauthenticated peer are limited to a few bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import hmac
 import secrets
 import struct
 
-# Either end gives the other so long for the whole handshake.
+# Timeout of the whole handshake.
 HANDSHAKE_SECONDS = 10.0
 NONCE_BYTES = 32
 PROOF_BYTES = 32
@@ -24,21 +24,21 @@ MAX_FRAME_BYTES = 256 * 2**20
 
 
 class ProtocolError(Exception):
-    """The other end does not speak this protocol, or does not know the secret."""
+    """The other end violates the protocol, or does not know the secret."""
 
 
 def frame(payload: bytes) -> bytes:
-    """`payload` with its length in front."""
+    """`payload` preceded by its length."""
     if len(payload) > MAX_FRAME_BYTES:
         raise ProtocolError(
             f"a message of {len(payload)} bytes is over the channel's limit of {MAX_FRAME_BYTES}; "
-            "are whole tensors returned as metrics?"
+            "return numbers as metrics, not whole tensors"
         )
     return HEADER.pack(len(payload)) + payload
 
 
 def frame_length(header: bytes, limit_bytes: int = MAX_FRAME_BYTES) -> int:
-    """The payload's length that a frame's header announces."""
+    """The payload's length in a frame's header."""
     (length,) = HEADER.unpack(header)
     if length > limit_bytes:
         raise ProtocolError(f"a frame of {length} bytes is over the limit of {limit_bytes}")
@@ -46,16 +46,16 @@ def frame_length(header: bytes, limit_bytes: int = MAX_FRAME_BYTES) -> int:
 
 
 def new_nonce() -> bytes:
-    """Fresh random bytes for the other end to sign."""
+    """Random bytes that the other end has to sign."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
 def proof(secret: bytes, role: str, nonce: bytes) -> bytes:
-    """What only somebody who knows the secret can say about `nonce`."""
+    """The HMAC of `nonce`, which only a process that knows the secret can compute."""
     return hmac.digest(secret, role.encode() + nonce, "sha256")
 
 
 def check_proof(secret: bytes, role: str, nonce: bytes, seen: bytes) -> None:
-    """Raise ProtocolError unless `seen` is the right proof."""
+    """Raise ProtocolError unless `seen` is the correct proof."""
     if not hmac.compare_digest(proof(secret, role, nonce), seen):
         raise ProtocolError(f"the {role} does not know this run's secret")

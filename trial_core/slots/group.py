@@ -1,9 +1,9 @@
-"""The slot group: all the ranks of a trial, launched once and kept warm for the whole run.
+"""The slot group: all ranks of a trial, launched once and kept warm for the whole run.
 
-Every rank's process is watched, and its connection, so waiting for an answer needs no timeout to
-notice a death. When a rank fails the group is over: the others are killed (they may be inside a
-collective that can never complete) and everything that waits raises `RankFailed` with the first
-cause. Ranks that hang are found by their silence, and their stacks logged before they are killed.
+The group watches every rank's process and connection, so waiting for an answer notices a death
+without a timeout. When a rank fails, the group kills the other ranks, which may be inside a
+collective that never completes, and every pending request raises `RankFailed` with the first cause.
+Hung ranks are detected by the progress monitor, and log their stacks before they are killed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,9 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from trial_core.errors import (
-    LaunchError,
-    RankFailed,
-    SlotsError,
-    Stopped,
-)
+from trial_core.errors import LaunchError, SlotsError, Stopped
 from trial_core.messages import (
     AnyRequest,
     BatchesTrained,
@@ -34,53 +29,51 @@ from trial_core.messages import (
     BuildTrial,
     Envelope,
     FromRank,
-    Held,
-    Hold,
     LogLines,
+    PauseSteps,
     Peer,
-    Proceed,
     Result,
+    ResumeUntil,
     Shutdown,
+    StepsPaused,
     StopRequested,
 )
 from trial_core.slots.channel import Channel
 from trial_core.slots.launcher import RankProcess, launch_ranks
-from trial_core.slots.pending import Pending, PendingRequests
+from trial_core.slots.pending import PendingRequest, PendingRequests
 from trial_core.slots.progress_monitor import ProgressMonitor
-from trial_core.slots.rank_failures import Failures, FirstCause, how_it_ended
-from trial_core.slots.stop_barrier import Braking, Position
+from trial_core.slots.rank_failures import RankFailures
+from trial_core.slots.stop_barrier import Position, StopCoordinator
 
 logger = logging.getLogger(__name__)
 
 JOIN_SECONDS = 300.0
 SHUTDOWN_SECONDS = 10.0
 KILL_SECONDS = 30.0
-# How long a rank may live on once its connection has ended.
-LEFT_SECONDS = 5.0
-# While ranks start, how often to ask whether they are still wanted.
-LOOK_SECONDS = 0.2
+# How often to ask `should_abort` while ranks start.
+POLL_SECONDS = 0.2
 
 R = TypeVar("R", bound=Result)
 
 
 class SlotGroup:
-    """The driver's handle on a trial's ranks. A context manager: leaving it leaves no process.
+    """The driver's handle on a trial's ranks. A context manager: no process outlives the block.
 
     Args:
         world_size: ranks to start on this machine.
-        working_dir: where the ranks run (the folder of the user's code).
-        log_dir: where ``rank-N.log`` files go.
+        working_dir: the ranks' working directory (the folder of the user's code).
+        log_dir: the folder of the ``rank-N.log`` files; None: a temporary folder.
         environment: the experiment's environment variables.
-        on_batches: told how far training has come, a few times a second.
-        on_log: told new lines of a rank's log, rate-capped by the rank.
-        is_unwanted: asked while the ranks start whether to give up.
+        on_batches: called with the number of trained batches, a few times a second.
+        on_log: called with new lines of a rank's log, which the rank rate-limits.
+        should_abort: asked while the ranks start whether to give up.
 
-    The first two callbacks run in the channel's thread and must return at once.
+    `on_batches` and `on_log` are called in the channel's thread and must return at once.
 
     Raises:
-        LaunchError: they do not start, or do not join.
-        RankFailed: one of them died while starting.
-        Stopped: they were no longer wanted.
+        LaunchError: a rank does not start, or does not join in time.
+        RankFailed: a rank died while starting.
+        Stopped: `should_abort` returned True.
     """
 
     def __init__(
@@ -92,7 +85,7 @@ class SlotGroup:
         environment: Mapping[str, str] | None = None,
         on_batches: Callable[[int], None] = lambda batches: None,
         on_log: Callable[[int, str], None] = lambda rank, line: None,
-        is_unwanted: Callable[[], bool] = lambda: False,
+        should_abort: Callable[[], bool] = lambda: False,
     ) -> None:
         self.world_size = world_size
         self._on_batches = on_batches
@@ -101,21 +94,20 @@ class SlotGroup:
         self._peers: dict[int, Peer] = {}
         self._joined_or_failed = threading.Event()
         self._pending = PendingRequests(world_size)
-        self._closing = False
-        self._stopping = False
+        self._is_closing = False
+        self._is_stopping = False
         self._failure: SlotsError | None = None
-        self._causes = FirstCause(world_size, self._settle_on)
-        self._own_log_dir = log_dir is None
+        self._has_temporary_log_dir = log_dir is None
         self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="trialflow-logs-"))
         self._channel = Channel(world_size, self)
-        self._braking = Braking(
-            world_size,
-            hold=lambda: self._channel.send(Hold()),
-            proceed=lambda at: self._channel.send(Proceed(workload=at.workload, steps=at.steps)),
+        self._stop_coordinator = StopCoordinator(
+            world_size, pause=self._send_pause, resume_until=self._send_resume
         )
         self._ranks: list[RankProcess] = []
-        self._signs = ProgressMonitor(self._ranks)
-        self._failures = Failures(self._ranks, self._peers, self._pending, self.log_dir)
+        self._progress = ProgressMonitor(self._ranks)
+        self._failures = RankFailures(
+            world_size, self._ranks, self._peers, self._pending, self.log_dir, self._end_with
+        )
         try:
             launch_ranks(
                 world_size,
@@ -127,7 +119,7 @@ class SlotGroup:
                 on_exit=self._rank_exited,
                 ranks=self._ranks,
             )
-            self._wait_until_joined(JOIN_SECONDS, is_unwanted)
+            self._wait_until_joined(JOIN_SECONDS, should_abort)
         except BaseException:
             self.kill()
             raise
@@ -148,12 +140,26 @@ class SlotGroup:
         """The ranks' process ids, by rank."""
         return [rank.pid for rank in self._ranks]
 
+    def _wait_until_joined(self, timeout_seconds: float, should_abort: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + timeout_seconds
+        while not self._joined_or_failed.wait(POLL_SECONDS) and time.monotonic() < deadline:
+            if should_abort():
+                raise Stopped("the run was stopped while its ranks were starting")
+        if self._failure is not None:
+            raise self._failure
+        missing = sorted(set(range(self.world_size)) - set(self._peers))
+        if missing:
+            raise LaunchError(
+                f"rank {', '.join(map(str, missing))} did not join within "
+                f"{timeout_seconds:g} s; see the logs in {self.log_dir}"
+            )
+
     # ---------------------------------------------------------------------------- requests
 
     def submit(self, request: AnyRequest) -> Future[list[Result]]:
-        """Send `request` to every rank; the future holds all results, in the order of ranks.
+        """Send `request` to every rank; the future has all results, in the order of ranks.
 
-        Raises (the future): RankFailed when a rank dies or its workload raises.
+        Raises (the future): RankFailed if a rank dies or its workload raises.
         """
         return self._submit(request).future
 
@@ -167,185 +173,127 @@ class SlotGroup:
         """Send `request` to every rank and wait for all results, in the order of ranks.
 
         Args:
-            expect: the type of result that this request leads to.
-            timeout_seconds: a deadline; None where the workload's length is the user's business.
-            stall_seconds: how long there may be no sign that ranks get on (see
-                `trial_core.slots.progress_monitor`); None: for ever.
+            expect: the result type of this request.
+            timeout_seconds: the deadline; None: no limit, for workloads of the user's code.
+            stall_seconds: the stall timeout (see `trial_core.slots.progress_monitor`); None: no
+                limit.
 
         Raises:
             RankFailed: a rank died, or its workload raised.
-            Stalled: there was none for too long; the group is killed.
-            Stopped: the run was to end as it is; the group is killed.
-            DeadlineExceeded: ranks are alive but silent; the group is killed.
+            Stalled: the ranks made no progress; the group is killed.
+            Stopped: `abort` was called; the group is killed.
+            DeadlineExceeded: ranks are alive but did not answer in time; the group is killed.
         """
         pending = self._submit(request)
         results = self._wait_for(pending, timeout_seconds, stall_seconds)
         typed = [result for result in results if isinstance(result, expect)]
         if len(typed) != len(results):
-            raise SlotsError(f"{pending.name} was answered by something else: {results!r}")
+            raise SlotsError(f"{pending.name}: expected {expect.__name__} results, got {results!r}")
         return typed
 
-    def _submit(self, request: AnyRequest) -> Pending:
+    def _submit(self, request: AnyRequest) -> PendingRequest:
         pending = self._pending.add(request)
         with self._lock:
-            failure = self._failure or (_closed() if self._closing else None)
+            failure = self._failure or (_closed() if self._is_closing else None)
             if isinstance(request, BuildTrial):
-                self._stopping = False
+                self._is_stopping = False
             if failure is None:
-                self._signs.note()
+                self._progress.note_progress()
                 self._channel.send(Envelope(number=pending.number, request=request))
         if failure is not None:
             self._pending.fail_one(pending, failure)
         return pending
 
     def _wait_for(
-        self, pending: Pending, timeout_seconds: float | None, stall_seconds: float | None
+        self, pending: PendingRequest, timeout_seconds: float | None, stall_seconds: float | None
     ) -> list[Result]:
         began = time.monotonic()
         while True:
-            now = time.monotonic()
-            patience = [] if timeout_seconds is None else [began + timeout_seconds - now]
+            waits = []
+            if timeout_seconds is not None:
+                waits.append(max(0.0, began + timeout_seconds - time.monotonic()))
             if stall_seconds is not None:
-                patience.append(self._signs.look_again_seconds(pending.request, stall_seconds))
+                waits.append(self._progress.next_check_seconds(pending.request, stall_seconds))
             try:
-                return pending.future.result(max(0.0, min(patience)) if patience else None)
+                return pending.future.result(min(waits, default=None))
             except FutureTimeout:
                 now = time.monotonic()
             if timeout_seconds is not None and now >= began + timeout_seconds:
-                raise self._end_with(self._failures.late(pending, timeout_seconds))
+                raise self._end_with(self._failures.deadline_exceeded(pending, timeout_seconds))
             if (
                 stall_seconds is not None
-                and self._signs.silence_seconds(pending.request) >= stall_seconds
+                and self._progress.seconds_without_progress(pending.request) >= stall_seconds
             ):
                 raise self._end_with(self._failures.stalled(pending, stall_seconds))
 
-    # ------------------------------------------------------------------------------- stopping
+    # ------------------------------------------------------------------------------ stopping
 
     def stop(self) -> None:
-        """Have the training or validation under way end early, after a batch that the ranks agree
-        on, and those that follow before their first, until another trial is built. Everything else
-        is carried out as ever."""
+        """End the current training or validation after the same batch on all ranks.
+
+        Later ones end before their first batch, until another trial is built. Other requests are
+        carried out as usual.
+        """
         with self._lock:
-            if self._stopping:
+            if self._is_stopping:
                 return
-            self._stopping = True
-            self._braking.start()
+            self._is_stopping = True
+            self._stop_coordinator.start()
 
-    def abort(self, why: str) -> None:
-        """End the ranks as they are; whoever waits for them raises `Stopped`."""
-        self._end_with(Stopped(why))
+    def abort(self, reason: str) -> None:
+        """Kill the ranks; pending requests raise `Stopped` with this reason."""
+        self._end_with(Stopped(reason))
 
-    # ------------------------------------------------------------------------------- ending
+    def _send_pause(self) -> None:
+        self._channel.send(PauseSteps())
+
+    def _send_resume(self, end: Position) -> None:
+        self._channel.send(ResumeUntil(workload=end.workload, steps=end.steps))
+
+    # -------------------------------------------------------------------------------- ending
 
     def close(self) -> None:
-        """End the ranks in good order if they are idle, at once otherwise. Leaves no process."""
+        """Shut the ranks down if they are idle, else kill them. Leaves no process."""
         try:
-            self._end_in_good_order()
+            self._shut_down()
         finally:
             self.kill()
 
     def kill(self) -> None:
-        """SIGKILL every rank with all that it has started, and fail whatever waits."""
-        self._closing = True
+        """SIGKILL every rank and all processes it has started; pending requests fail."""
+        self._is_closing = True
         for rank in self._ranks:
             rank.kill()
         for rank in self._ranks:
             if not rank.wait(KILL_SECONDS):
-                logger.error("rank %d (process %d) does not end", rank.rank, rank.pid)
+                logger.error(
+                    "rank %d (process %d) still runs %g s after SIGKILL",
+                    rank.rank, rank.pid, KILL_SECONDS,
+                )  # fmt: skip
         self._pending.fail(self._failure or _closed())
         self._channel.close()
-        if self._own_log_dir:
+        if self._has_temporary_log_dir:
             shutil.rmtree(self.log_dir, ignore_errors=True)
 
-    def _end_in_good_order(self) -> None:
+    def _shut_down(self) -> None:
         with self._lock:
-            if self._closing or self._pending or self._failure is not None:
+            if self._is_closing or self._pending or self._failure is not None:
                 return
-        ended = self.submit(Shutdown())
-        self._closing = True  # from here on a rank that leaves is no failure
+        future = self.submit(Shutdown())
+        self._is_closing = True  # from here on, the end of a rank is not a failure
         deadline = time.monotonic() + SHUTDOWN_SECONDS
         try:
-            ended.result(SHUTDOWN_SECONDS)
+            future.result(SHUTDOWN_SECONDS)
         except (SlotsError, FutureTimeout) as error:
-            logger.warning("ranks did not shut down by themselves: %s", error or "no answer")
+            logger.warning("ranks did not shut down, so they are killed: %s", error or "no answer")
             return
         for rank in self._ranks:
             rank.wait(max(0.0, deadline - time.monotonic()))
 
-    # ------------------------------------------------------ what the channel's thread tells
-
-    def rank_joined(self, peer: Peer) -> None:
-        """Part of the channel's `Listener`."""
-        self._peers[peer.rank] = peer
-        if len(self._peers) == self.world_size:
-            self._joined_or_failed.set()
-
-    def rank_said(self, rank: int, message: FromRank) -> None:
-        """Part of the channel's `Listener`."""
-        if isinstance(message, BatchesTrained):
-            self._signs.note()
-            self._on_batches(message.batches)
-        elif isinstance(message, BatchesValidated):
-            self._signs.note()
-        elif isinstance(message, Held):
-            self._braking.rank_held(rank, Position(message.workload, message.steps))
-        elif isinstance(message, StopRequested):
-            self.stop()
-        elif isinstance(message, LogLines):
-            for line in message.lines:
-                self._on_log(rank, line)
-        elif message.error is not None:
-            self._causes.note(self._failures.raised(rank, message))
-        elif message.result is not None:
-            self._pending.note(rank, message.number, message.result)
-
-    def rank_left(self, rank: int, why: str | None) -> None:
-        """Part of the channel's `Listener`."""
-        if self._closing:
-            return
-        if why is not None:
-            self._causes.note(
-                self._failures.failed(rank, error_type="ProtocolError", error_message=why)
-            )
-        else:
-            # Most often it has died, which its watcher tells, with the signal. If it has not:
-            late = threading.Timer(
-                LEFT_SECONDS, lambda: self._causes.note(self._failures.failed(rank))
-            )
-            late.daemon = True
-            late.start()
-
-    # ------------------------------------------------------------ what a rank's watcher tells
-
-    def _rank_exited(self, rank: int, code: int) -> None:
-        if self._closing:
-            return
-        exit_code, signal_name = how_it_ended(code)
-        self._note(rank, exit_code=exit_code, signal_name=signal_name)
-
-    # ---------------------------------------------------------------------------- internals
-
-    def _note(self, rank: int, **how: Any) -> None:
-        self._causes.note(self._failures.failed(rank, **how))
-
-    def _wait_until_joined(self, timeout_seconds: float, is_unwanted: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + timeout_seconds
-        while not self._joined_or_failed.wait(LOOK_SECONDS) and time.monotonic() < deadline:
-            if is_unwanted():
-                raise Stopped("the run was stopped while its ranks were starting")
-        if self._failure is not None:
-            raise self._failure
-        missing = sorted(set(range(self.world_size)) - set(self._peers))
-        if missing:
-            raise LaunchError(
-                f"rank {', '.join(map(str, missing))} did not join within "
-                f"{timeout_seconds:g} s; see the logs in {self.log_dir}"
-            )
-
     def _end_with(self, failure: SlotsError) -> SlotsError:
-        """The group is over. What it is over with: the first failure of all."""
+        """Kill the ranks and fail all requests; returns the first failure of the group."""
         with self._lock:
-            if self._closing or self._failure is not None:
+            if self._is_closing or self._failure is not None:
                 return self._failure or failure
             self._failure = failure
         for rank in self._ranks:
@@ -354,8 +302,42 @@ class SlotGroup:
         self._pending.fail(failure)
         return failure
 
-    def _settle_on(self, cause: RankFailed) -> None:
-        self._end_with(cause)
+    # ------------------------------------------------------- events, in the channel's thread
+
+    def rank_joined(self, peer: Peer) -> None:
+        """Part of the channel's `Listener`."""
+        self._peers[peer.rank] = peer
+        if len(self._peers) == self.world_size:
+            self._joined_or_failed.set()
+
+    def message_received(self, rank: int, message: FromRank) -> None:
+        """Part of the channel's `Listener`."""
+        if isinstance(message, BatchesTrained):
+            self._progress.note_progress()
+            self._on_batches(message.batches)
+        elif isinstance(message, BatchesValidated):
+            self._progress.note_progress()
+        elif isinstance(message, StepsPaused):
+            self._stop_coordinator.rank_paused(rank, Position(message.workload, message.steps))
+        elif isinstance(message, StopRequested):
+            self.stop()
+        elif isinstance(message, LogLines):
+            for line in message.lines:
+                self._on_log(rank, line)
+        elif message.error is not None:
+            self._failures.note_raised(rank, message)
+        elif message.result is not None:
+            self._pending.note(rank, message.number, message.result)
+
+    def rank_disconnected(self, rank: int, protocol_error: str | None) -> None:
+        """Part of the channel's `Listener`."""
+        if not self._is_closing:
+            self._failures.note_disconnected(rank, protocol_error)
+
+    def _rank_exited(self, rank: int, code: int) -> None:
+        """Called in the thread that watches the rank's process."""
+        if not self._is_closing:
+            self._failures.note_exit(rank, code)
 
 
 def _closed() -> SlotsError:

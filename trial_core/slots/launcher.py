@@ -1,8 +1,8 @@
-"""Starting rank processes on this machine. Launching is only that: they join by themselves.
+"""Starts rank processes on this machine; they join the channel by themselves.
 
-Each rank gets the environment that torchrun would set, a process group of its own (a terminal's
-Ctrl-C and a Prefect worker's SIGTERM are for the driver, which ends its ranks itself), and its
-own log as stdout and stderr (a rank holding the driver's stdout would keep it open).
+Each rank gets torchrun's environment variables, its own process group (a terminal's Ctrl-C and a
+Prefect worker's SIGTERM must reach only the driver), and a log file as stdout and stderr (a rank
+with the driver's stdout would keep it open).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ WORKER_MODULE = "trial_core.slots.worker"
 
 
 class RankProcess:
-    """A rank that this process has started, and watches.
+    """A rank process that this process has started and watches.
 
-    The process is watched, not its connection: children that it has forked hold copies of that.
+    The process is watched, not only its connection: its forked children hold copies of that.
 
     Args:
-        on_exit: told the return code as soon as the process has ended, in a thread of its own;
-            everything that it has started is gone by then.
+        on_exit: called with rank and return code when the process and all its children have
+            ended, in the thread that watches it.
     """
 
     def __init__(
@@ -51,41 +51,41 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id, which is that of its process group as well."""
+        """Its process id, and that of its process group."""
         return self._process.pid
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Wait until the rank has ended, and all that it has started; whether it has."""
+        """Wait until the rank and its children have ended; whether they have."""
         return self._ended.wait(timeout_seconds)
 
     def kill(self) -> None:
-        """SIGKILL the rank and everything it has started (data loader workers, compilers)."""
+        """SIGKILL the rank and its children (data loader workers, compilers)."""
         with self._reaping:
-            # Not once it is reaped: its number may by then be somebody else's.
+            # Not after it is reaped: another process may have its id by then.
             if self._process.returncode is None:
                 _kill_group(self.pid)
 
     def signal(self, number: int) -> None:
-        """Send the rank a signal, if it is still there."""
+        """Send the rank a signal, if it still runs."""
         with self._reaping:
             if self._process.returncode is None:
                 os.kill(self.pid, number)
 
     def log_size(self) -> int:
-        """How many bytes the rank's log has."""
+        """The size of the rank's log in bytes."""
         return self.log_path.stat().st_size
 
     def log_from(self, start: int) -> str:
-        """What the rank has logged after its first `start` bytes."""
+        """The rank's log from byte `start`."""
         with self.log_path.open("rb") as log:
             log.seek(start)
             return log.read().decode(errors="replace")
 
     def written_bytes(self) -> int:
-        """Grows when the rank writes to a disk, or anything that it has started to its log."""
+        """Grows when the rank writes to a disk, or when it or a child writes to its log."""
         try:
             logged_bytes = self.log_size()
-        except OSError:  # somebody has deleted it
+        except OSError:  # the log was deleted
             logged_bytes = 0
         return _to_disk_bytes(self.pid) + logged_bytes
 
@@ -102,7 +102,7 @@ class RankProcess:
     def _watch(self) -> None:
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         with self._reaping:
-            # Its children outlive it. Until it is reaped, their group's number stays its own.
+            # Its children may outlive it. Until it is reaped, no other group can have its id.
             _kill_group(self.pid)
             code = self._process.wait()
         self._ended.set()
@@ -110,9 +110,9 @@ class RankProcess:
 
 
 def _to_disk_bytes(pid: int) -> int:
-    """How much a process has written to disks so far; 0 where Linux does not tell.
+    """How many bytes a process has written to disks; 0 if Linux does not report it.
 
-    Not ``wchar``, which counts what its threads say to each other and to sockets as well.
+    Not ``wchar``, which also counts writes to pipes and sockets.
     """
     try:
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
@@ -141,12 +141,12 @@ def launch_ranks(
     """Start `world_size` workers that will join the channel at `address`.
 
     Args:
-        environment: variables of the experiment, over those of this process.
-        on_exit: told a rank and its return code when it ends.
-        ranks: where they are put, each as soon as it is started, so that none is ever lost.
+        environment: the experiment's variables; they override those of this process.
+        on_exit: called with a rank and its return code when it ends.
+        ranks: each rank is added here as soon as it is started, so that none is lost.
 
     Raises:
-        LaunchError: a process or its log cannot be created; `ranks` holds those already started.
+        LaunchError: a process or its log cannot be created; `ranks` has those already started.
     """
     base = {**os.environ, **environment}
     base.update(
@@ -155,7 +155,7 @@ def launch_ranks(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(_free_port()),
         PYTHONUNBUFFERED="1",
-        # DeepSpeed calls ninja by name; an environment that is not activated has it off the path.
+        # DeepSpeed calls ninja by name; it is not on PATH if the environment is not activated.
         PATH=os.pathsep.join([str(Path(sys.executable).parent), base.get("PATH", os.defpath)]),
         TRIALFLOW_CHANNEL=address,
         TRIALFLOW_CHANNEL_SECRET=secret.hex(),
@@ -184,7 +184,7 @@ def launch_ranks(
 
 
 def _free_port() -> int:
-    """A port for the ranks' rendezvous, below those that outgoing connections take."""
+    """A port for the ranks' rendezvous, below the range of outgoing connections."""
     candidates = random.SystemRandom().sample(range(20000, 30000), 50)
     for port in candidates:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:

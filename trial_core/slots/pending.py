@@ -11,8 +11,8 @@ from trial_core.messages import AnyRequest, Result
 
 
 @dataclass
-class Pending:
-    """A request on its way: who has answered, and who waits."""
+class PendingRequest:
+    """A request, the results so far by rank, and the future of all results."""
 
     number: int
     request: AnyRequest
@@ -21,40 +21,40 @@ class Pending:
 
     @property
     def name(self) -> str:
-        """The request's name, for people."""
+        """The request's name, for messages."""
         return type(self.request).__name__
 
 
 class PendingRequests:
-    """All of them, by number. For any thread."""
+    """All pending requests of a slot group, by number. Thread-safe."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._lock = threading.Lock()
         self._number = 0
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, PendingRequest] = {}
 
     def __bool__(self) -> bool:
         return bool(self._pending)
 
-    def add(self, request: AnyRequest) -> Pending:
-        """A request that is about to be sent."""
+    def add(self, request: AnyRequest) -> PendingRequest:
+        """Register a request before it is sent."""
         with self._lock:
             self._number += 1
-            pending = self._pending[self._number] = Pending(self._number, request)
+            pending = self._pending[self._number] = PendingRequest(self._number, request)
         return pending
 
-    def get(self, number: int) -> Pending | None:
-        """The one with that number; None where all have answered, or there never was one."""
+    def get(self, number: int) -> PendingRequest | None:
+        """The pending request with that number, or None."""
         return self._pending.get(number)
 
-    def all(self) -> list[Pending]:
-        """All of them, in the order of their numbers."""
+    def all(self) -> list[PendingRequest]:
+        """All pending requests, in the order of their numbers."""
         with self._lock:
             return list(self._pending.values())
 
     def note(self, rank: int, number: int, result: Result) -> None:
-        """A rank has answered. The last one ends the wait."""
+        """Note a rank's result. The last rank's result completes the future."""
         with self._lock:
             pending = self._pending.get(number)
             if pending is None:
@@ -66,20 +66,18 @@ class PendingRequests:
         pending.future.set_result([pending.results[each] for each in range(self._world_size)])
 
     def fail(self, failure: SlotsError) -> None:
-        """Nobody will answer any more: whoever waits raises `failure`."""
-        with self._lock:
-            waiting, self._pending = list(self._pending.values()), {}
-        for pending in waiting:
-            pending.future.set_exception(failure)
+        """Fail all pending requests."""
+        for pending in self.all():
+            self.fail_one(pending, failure)
 
-    def fail_one(self, pending: Pending, failure: SlotsError) -> None:
-        """It could not be sent: whoever waits for it raises `failure`."""
+    def fail_one(self, pending: PendingRequest, failure: SlotsError) -> None:
+        """Fail one request, unless it is complete."""
         with self._lock:
             is_pending = self._pending.pop(pending.number, None) is not None
         if is_pending:
             pending.future.set_exception(failure)
 
-    def silent_on(self, pending: Pending) -> list[int]:
-        """The ranks that have not answered it."""
+    def silent_ranks(self, pending: PendingRequest) -> list[int]:
+        """The ranks that have not answered a request."""
         with self._lock:
             return sorted(set(range(self._world_size)) - set(pending.results))

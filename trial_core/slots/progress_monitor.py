@@ -1,9 +1,9 @@
-"""Signs that ranks get on. Where there is none for too long, they hang.
+"""Detects hung ranks: no progress within the stall timeout.
 
-Training and validating give one with every batch. All else that ranks do (build, fetch, restore,
-save, call the trial's hooks) has no batches. There it is a sign that a rank writes: a line to its
-log, or anything to a disk, as whoever downloads or fetches does. While batches are due that is
-none: ranks that hang may well go on to complain about it.
+While ranks train or validate, progress is the end of a batch. Other requests (build, fetch,
+restore, save, hooks) have no batches; there, progress is any write to a rank's log or to a disk,
+which includes downloads. Writes do not count while batches are due: a hung rank may still log
+warnings.
 """
 
 from __future__ import annotations
@@ -14,47 +14,47 @@ from typing import Protocol
 
 from trial_core.messages import AnyRequest, RunValidation, TrainBatches
 
-# How often to look whether ranks write, in a stall timeout's length.
-LOOKS = 10
+CHECKS_PER_TIMEOUT = 10
+"""How often to check for writes within one stall timeout."""
 
 
 class MonitoredRank(Protocol):
-    """A rank's process, as the driver holds it."""
+    """A rank's process, as the driver sees it."""
 
     def written_bytes(self) -> int: ...
 
 
 class ProgressMonitor:
-    """When the ranks of a group have last given a sign. For any thread.
+    """The time of a slot group's last progress. Thread-safe.
 
     Args:
-        ranks: the group's own, as they grow.
+        ranks: the group's ranks; the group adds them while they start.
     """
 
     def __init__(self, ranks: Sequence[MonitoredRank]) -> None:
         self._ranks = ranks
-        self._batch_at = self._write_at = time.monotonic()
+        self._last_batch = self._last_write = time.monotonic()
         self._written: list[int] = []
 
-    def note(self) -> None:
-        """A batch has ended, or the ranks have been asked for something."""
-        self._batch_at = time.monotonic()
+    def note_progress(self) -> None:
+        """Note that a batch has ended or a request was sent."""
+        self._last_batch = time.monotonic()
 
-    def silence_seconds(self, request: AnyRequest) -> float:
-        """How long there has been none, while the ranks carry out `request`."""
+    def seconds_without_progress(self, request: AnyRequest) -> float:
+        """How long the ranks have made no progress with `request`."""
         if has_batches(request):
-            return time.monotonic() - self._batch_at
+            return time.monotonic() - self._last_batch
         written = [rank.written_bytes() for rank in self._ranks]
         if written != self._written:
-            self._written, self._write_at = written, time.monotonic()
-        return time.monotonic() - max(self._batch_at, self._write_at)
+            self._written, self._last_write = written, time.monotonic()
+        return time.monotonic() - max(self._last_batch, self._last_write)
 
-    def look_again_seconds(self, request: AnyRequest, stall_seconds: float) -> float:
-        """How long to wait before asking anew whether there has been none for `stall_seconds`."""
-        left = max(0.0, stall_seconds - self.silence_seconds(request))
-        return left if has_batches(request) else min(left, stall_seconds / LOOKS)
+    def next_check_seconds(self, request: AnyRequest, stall_seconds: float) -> float:
+        """How long to wait before the next check against `stall_seconds`."""
+        left = max(0.0, stall_seconds - self.seconds_without_progress(request))
+        return left if has_batches(request) else min(left, stall_seconds / CHECKS_PER_TIMEOUT)
 
 
 def has_batches(request: AnyRequest) -> bool:
-    """Whether what the ranks do for `request` is made of batches."""
+    """Whether the ranks report batches while they carry out `request`."""
     return isinstance(request, (TrainBatches, RunValidation))

@@ -1,7 +1,7 @@
-"""Where ranks that hang are: every thread's stack, written to their logs by Python itself.
+"""Has hung ranks write the stacks of all their threads to their logs.
 
-By a signal, because a rank that hangs may hang in native code with the interpreter's lock held,
-and then hears nothing that is said to it over the channel.
+By a signal: a hung rank may be in native code that holds the interpreter's lock, and then cannot
+receive a message.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Protocol
 DUMP_SECONDS = 2.0
 _SIGNAL = signal.SIGUSR2
 _STACK = re.compile(r"^(?:Current thread|Thread) 0x[^\n]*\n(?:  [^\n]*\n)+", re.MULTILINE)
-# The outermost frame of ``python -m …``; a stack is written line by line, and whole with this one.
+# The outermost frame of ``python -m …``. It is written last, so a stack with it is complete.
 _OUTERMOST = "in _run_module_as_main\n"
 
 
 class RankWithStacks(Protocol):
-    """A rank's process, as the driver holds it."""
+    """A rank's process, as the driver sees it."""
 
     def signal(self, number: int) -> None: ...
 
@@ -30,16 +30,16 @@ class RankWithStacks(Protocol):
     def log_from(self, start: int) -> str: ...
 
 
-def dump_stacks_when_asked() -> None:
-    """Have this process write its threads' stacks to stderr when `log_stacks` asks it to."""
+def register_stack_dump() -> None:
+    """Have this process write its threads' stacks to stderr at the signal of `log_stacks`."""
     faulthandler.enable()
     faulthandler.register(_SIGNAL, all_threads=True)
 
 
 def log_stacks(ranks: Sequence[RankWithStacks]) -> list[str]:
-    """Have every rank log the stacks of all its threads; the main threads' own, by rank.
+    """Have every rank log the stacks of its threads; returns the main threads' stacks, by rank.
 
-    Waits until they have, two seconds at most.
+    Waits at most two seconds.
     """
     sizes = [rank.log_size() for rank in ranks]
     for rank in ranks:
@@ -49,11 +49,11 @@ def log_stacks(ranks: Sequence[RankWithStacks]) -> list[str]:
         dumps = [rank.log_from(start) for rank, start in zip(ranks, sizes, strict=True)]
         stacks = [_main_thread(dump) for dump in dumps]
         if all(stacks) or time.monotonic() > deadline:
-            return [stack or "(it has logged no stack)" for stack in stacks]
+            return [stack or "(no stack in the log)" for stack in stacks]
         time.sleep(0.05)
 
 
 def _main_thread(dump: str) -> str | None:
-    """The stack of the main thread, which is the oldest and so the last; None: not there yet."""
+    """The stack of the main thread, which comes last; None: not completely written yet."""
     stacks = _STACK.findall(dump)
     return stacks[-1].rstrip() if stacks and stacks[-1].endswith(_OUTERMOST) else None

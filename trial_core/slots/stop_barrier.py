@@ -1,15 +1,15 @@
-"""Ending a workload early on all ranks after the same step, without a collective.
+"""Ends a workload early after the same step on all ranks, without a collective.
 
-A stop that is asked for while ranks train finds them a step or so apart, and one that ends sooner
-than another leaves it in a collective for ever. So all ranks are first held, and say how far they
-are; then all proceed to where the foremost is. While nobody asks, a step costs two attributes::
+When a stop is requested, ranks may be a step apart. If they ended after different steps, one would
+wait in a collective for ever. So every rank first pauses and reports its position; then all ranks
+continue to the greatest position. Without a stop request, a step costs two attribute accesses::
 
     driver                   rank 0 (in step 7)         rank 1 (in step 8, waiting for rank 0)
-      Hold ────────────────► 7 begun                    8 begun
-      ◄───────────── Held 7 ─┴───────────────── Held 8 ─┘
-      Proceed 8 ───────────► goes on to step 8          ends after step 8
+      PauseSteps ──────────► 7 begun                    8 begun
+      ◄────── StepsPaused 7 ─┴────────── StepsPaused 8 ─┘
+      ResumeUntil 8 ───────► begins step 8              ends after step 8
 
-`Brake` is a rank's part, `Braking` that of whoever speaks to all of them.
+`StopBarrier` is a rank's part, `StopCoordinator` the driver's.
 """
 
 from __future__ import annotations
@@ -18,79 +18,82 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-TO_THE_END = 2**31
-"""More steps than any workload has: what a rank has begun that can no longer end early."""
+LAST_STEP = 2**31
+"""The position of a workload that can no longer end early: more steps than any workload has."""
 
 
 class Position(NamedTuple):
-    """How far a rank is. The later is the greater.
+    """How far a rank is. Positions compare in order of time.
 
     Attributes:
-        workload: how many workloads it has begun that have steps; the same ones on every rank.
-        steps: how many steps of the last one.
+        workload: how many workloads with steps the rank has begun; the same ones on every rank.
+        steps: how many steps of the last one it has begun.
     """
 
     workload: int
     steps: int
 
 
-class Brake:
+class StopBarrier:
     """Asked before every step of a workload that may end early.
 
-    `hold`, `proceed` and `release` are for any thread, the rest for the one that carries out
-    workloads.
+    `pause`, `resume_until` and `reset` may be called from any thread, the other methods only from
+    the thread that runs workloads.
     """
 
     def __init__(self) -> None:
         self._at = Position(0, 0)
-        self._is_held = False
+        self._is_paused = False
         self._end: Position | None = None
         self._changed = threading.Condition()
 
     def begin_workload(self) -> None:
-        """The next workload that has steps begins."""
+        """The next workload with steps begins."""
         self._at = Position(self._at.workload + 1, 0)
 
-    def lets_begin(self) -> bool:
-        """Whether one more step may begin; if not, the workload ends here, as on every rank.
+    def may_begin_step(self) -> bool:
+        """Whether one more step may begin; if not, the workload ends here on every rank.
 
-        Waits while the ranks agree.
+        Waits while the ranks agree on the last step.
         """
-        return self._lets_reach(self._at.steps + 1)
+        return self._may_reach(self._at.steps + 1)
 
-    def lets_end(self) -> bool:
-        """Whether the workload may go on to its end, from where it cannot be broken off."""
-        return self._lets_reach(TO_THE_END)
+    def may_finish_workload(self) -> bool:
+        """Whether the workload may run to its end; from here on it cannot end early."""
+        return self._may_reach(LAST_STEP)
 
-    def hold(self) -> Position:
-        """Let no step begin until told to proceed; how far this rank is."""
+    def pause(self) -> Position:
+        """Let no step begin until `resume_until`; how far this rank is."""
         self._end = None
-        self._is_held = True
+        self._is_paused = True
         return self._at
 
-    def hold_here(self) -> None:
-        """Let no step begin, because this rank would stop: whoever brakes is to hear of it, and
-        has all ranks hold. Of no effect where they do already."""
-        self._is_held = True  # no more: what was agreed on stays, if it was
+    def pause_self(self) -> None:
+        """Let no step begin because this rank requests a stop. The coordinator then pauses all.
 
-    def proceed(self, end: Position) -> None:
-        """All ranks hold: go on to `end`, and end there, as does all that follows."""
+        No effect if the ranks have already agreed on the last step.
+        """
+        self._is_paused = True  # `_end` stays: it may have been agreed on already
+
+    def resume_until(self, end: Position) -> None:
+        """All ranks are paused: continue to `end`, and begin nothing after it."""
         with self._changed:
             self._end = end
             self._changed.notify_all()
 
-    def release(self) -> None:
-        """Forget that anybody asked."""
+    def reset(self) -> None:
+        """Forget the stop request."""
         with self._changed:
-            self._is_held, self._end = False, None
+            self._is_paused, self._end = False, None
 
-    def _lets_reach(self, steps: int) -> bool:
+    def _may_reach(self, steps: int) -> bool:
         before = self._at
         self._at = wanted = Position(before.workload, steps)
-        # In this order, and the other way round in `hold`: one of the two sees the other.
-        if not self._is_held:
+        # `pause` writes `_is_paused` and then reads `_at`. This order is the reverse, so at least
+        # one of the two threads sees what the other has written.
+        if not self._is_paused:
             return True
-        self._at = before  # what waits has not begun
+        self._at = before  # a step that waits has not begun
         with self._changed:
             self._changed.wait_for(lambda: self._end is not None)
             if self._end is None or wanted > self._end:
@@ -99,29 +102,29 @@ class Brake:
             return True
 
 
-class Braking:
-    """Has all ranks end where the foremost is.
+class StopCoordinator:
+    """Has all ranks end at the greatest position of any rank.
 
     Args:
-        hold: tells every rank to hold, and to say how far it is.
-        proceed: tells every rank where to end.
+        pause: tells every rank to pause and to report its position.
+        resume_until: tells every rank where to end.
     """
 
     def __init__(
-        self, world_size: int, hold: Callable[[], None], proceed: Callable[[Position], None]
+        self, world_size: int, pause: Callable[[], None], resume_until: Callable[[Position], None]
     ) -> None:
         self._world_size = world_size
-        self._hold = hold
-        self._proceed = proceed
-        self._held: dict[int, Position] = {}
+        self._pause = pause
+        self._resume_until = resume_until
+        self._positions: dict[int, Position] = {}
 
     def start(self) -> None:
-        """Have all ranks hold."""
-        self._held = {}
-        self._hold()
+        """Have all ranks pause."""
+        self._positions = {}
+        self._pause()
 
-    def rank_held(self, rank: int, at: Position) -> None:
-        """A rank holds, and is there. Called in one thread."""
-        self._held[rank] = at
-        if len(self._held) == self._world_size:
-            self._proceed(max(self._held.values()))
+    def rank_paused(self, rank: int, at: Position) -> None:
+        """Note that a rank has paused at `at`. Always called in the same thread."""
+        self._positions[rank] = at
+        if len(self._positions) == self._world_size:
+            self._resume_until(max(self._positions.values()))

@@ -1,12 +1,12 @@
-"""What runs in every slot: ``python -m trial_core.slots.worker``, started by any launcher.
+"""The process of every slot: ``python -m trial_core.slots.worker``, started by any launcher.
 
-It joins the driver's channel before anything else, so that its death is noticed from the first
-moment, and only then imports torch. The main thread is the compute lane: one workload at a time,
-collectives allowed. One background thread is the I/O lane: no collectives there. A rank that
-loses its driver ends itself with all that it has started.
+It joins the driver's channel before it imports torch, so that the driver notices its death from
+the beginning. The main thread is the compute lane: one workload at a time, collectives allowed. A
+background thread is the I/O lane: no collectives. A rank that loses its driver kills itself and
+its children.
 
-Environment: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as torchrun sets them;
-TRIALFLOW_CHANNEL, TRIALFLOW_CHANNEL_SECRET; TRIALFLOW_LOG, this rank's own log, when it has one.
+Environment: torchrun's RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; TRIALFLOW_CHANNEL,
+TRIALFLOW_CHANNEL_SECRET; TRIALFLOW_LOG, the path of this rank's log, if it has one.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from trial_core.messages import (
     Done,
     Envelope,
     FromDriver,
-    Held,
     Hello,
-    Hold,
     Message,
+    PauseSteps,
     Ping,
-    Proceed,
     RankError,
+    ResumeUntil,
     Shutdown,
+    StepsPaused,
     StopRequested,
     decode_from_driver,
 )
 from trial_core.slots.connection import RankConnection
 from trial_core.slots.framing import ProtocolError
 from trial_core.slots.log_pump import LogPump
-from trial_core.slots.stacks import dump_stacks_when_asked
-from trial_core.slots.stop_barrier import Brake, Position
+from trial_core.slots.stacks import register_stack_dump
+from trial_core.slots.stop_barrier import Position, StopBarrier
 
 if TYPE_CHECKING:
     from trial_core.controller.controller import Controller
@@ -56,19 +56,19 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """One rank: its connection, its two lanes, and the controller that does the work."""
+    """One rank: its connection, its two lanes and its controller."""
 
     def __init__(self, connection: RankConnection) -> None:
         self._connection = connection
         self._controller: Controller | None = None
-        self._brake = Brake()
+        self._stop_barrier = StopBarrier()
         self._lanes: dict[str, queue.SimpleQueue[Envelope]] = {
             "compute": queue.SimpleQueue(),
             "io": queue.SimpleQueue(),
         }
 
     def run(self) -> None:
-        """Serve until told to shut down. Called on the main thread."""
+        """Serve requests until `Shutdown`. Called on the main thread."""
         threading.Thread(target=self._receive, name="channel", daemon=True).start()
         threading.Thread(target=self._serve_io, name="io-lane", daemon=True).start()
         while True:
@@ -78,27 +78,27 @@ class Worker:
                 return
 
     def send(self, message: Message) -> None:
-        """Send to the driver; a driver that is gone ends this rank."""
+        """Send to the driver; if the driver is gone, kill this rank."""
         try:
             self._connection.send(message)
         except OSError:
-            end_now("the driver is gone")
+            kill_self("the driver is gone")
 
     def _receive(self) -> None:
         try:
             while True:
-                self._hear(decode_from_driver(self._connection.receive()))
+                self._dispatch(decode_from_driver(self._connection.receive()))
         except (EOFError, OSError):
-            end_now("the driver is gone")
+            kill_self("the driver is gone")
         except msgspec.MsgspecError as error:
-            end_now(f"the driver sent something that is no request: {error}")
+            kill_self(f"the driver sent an invalid message: {error}")
 
-    def _hear(self, message: FromDriver) -> None:
-        if isinstance(message, Hold):
-            at = self._brake.hold()
-            self.send(Held(workload=at.workload, steps=at.steps))
-        elif isinstance(message, Proceed):
-            self._brake.proceed(Position(message.workload, message.steps))
+    def _dispatch(self, message: FromDriver) -> None:
+        if isinstance(message, PauseSteps):
+            at = self._stop_barrier.pause()
+            self.send(StepsPaused(workload=at.workload, steps=at.steps))
+        elif isinstance(message, ResumeUntil):
+            self._stop_barrier.resume_until(Position(message.workload, message.steps))
         else:
             self._lanes[message.request.lane].put(message)
 
@@ -110,14 +110,14 @@ class Worker:
         number, name = envelope.number, type(envelope.request).__name__
         try:
             answer = Answer(number=number, result=self._carry_out(envelope))
-        except (Exception, SystemExit) as error:  # the lane's top frame: the driver is told all
+        except (Exception, SystemExit) as error:  # the lane's top frame: the driver reports it
             logger.exception("workload %s failed", name)
-            answer = Answer(number=number, error=describe(error))
+            answer = Answer(number=number, error=to_rank_error(error))
         try:
             self.send(answer)
         except (TypeError, ValueError, OverflowError, ProtocolError) as error:
-            logger.exception("the result of workload %s cannot be sent", name)
-            self.send(Answer(number=number, error=describe(error)))
+            logger.exception("cannot send the result of workload %s", name)
+            self.send(Answer(number=number, error=to_rank_error(error)))
 
     def _carry_out(self, envelope: Envelope) -> AnyResult:
         request = envelope.request
@@ -127,59 +127,64 @@ class Worker:
             if self._controller is not None:
                 self._controller.close()
             return Done()
-        return self._the_controller().carry_out(request)
+        return self._get_controller().carry_out(request)
 
-    def _the_controller(self) -> Controller:
+    def _get_controller(self) -> Controller:
         if self._controller is None:
-            # Imports torch and deepspeed: seconds, which is why it waits until the rank has joined.
+            # Late: it imports torch and deepspeed, which takes seconds; the rank must join first.
             from trial_core.controller.controller import Controller
             from trial_core.entrypoint import build_engine
 
             self._controller = Controller(
                 build_engine,
                 emit=self.send,
-                brake=self._brake,
+                stop_barrier=self._stop_barrier,
                 on_stop_requested=lambda: self.send(StopRequested()),
             )
         return self._controller
 
 
-def describe(error: BaseException) -> RankError:
-    """An exception as plain data; its traceback starts where the user's code does."""
+def to_rank_error(error: BaseException) -> RankError:
+    """An exception as plain data; its traceback begins with the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = str(Path(__file__).resolve().parents[1])
-    first_foreign = next((i for i, f in enumerate(frames) if not f.filename.startswith(own)), 0)
+    library = str(Path(__file__).resolve().parents[1])
+    first_user_frame = next(
+        (i for i, f in enumerate(frames) if not f.filename.startswith(library)), 0
+    )
     report = traceback.TracebackException.from_exception(error)
-    report.stack = traceback.StackSummary.from_list(frames[first_foreign:])
+    report.stack = traceback.StackSummary.from_list(frames[first_user_frame:])
     return RankError(
         error_type=type(error).__name__,
         is_ours=isinstance(error, TrialflowError),
-        message=_sendable(str(error)),
-        traceback=_sendable("".join(report.format())),
+        message=_encodable(str(error)),
+        traceback=_encodable("".join(report.format())),
     )
 
 
-def _sendable(text: str) -> str:
-    """`text` without what UTF-8 has no bytes for (lone surrogates, of undecodable file names)."""
+def _encodable(text: str) -> str:
+    """`text` without lone surrogates (of undecodable file names), which UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode()
 
 
-def end_now(reason: str) -> None:
-    """End this rank, and every process it has started, at once."""
-    logger.error("rank ends: %s", reason)
+def kill_self(reason: str) -> None:
+    """Kill this rank and its children."""
+    logger.error("this rank is killed: %s", reason)
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpgrp(), signal.SIGKILL)
     os._exit(1)
 
 
-def leave_signals_to_the_driver() -> None:
-    """Survive what a machine that shuts down sends to every process of a service: the driver hears
-    of it too, has this rank save, and then ends it. Processes that a rank starts are as ever."""
+def ignore_stop_signals() -> None:
+    """Ignore SIGTERM and SIGINT in this rank, but not in its forked children.
 
-    def survive(number: int, frame: FrameType | None) -> None:
-        """Not SIG_IGN, which programs that this rank starts would inherit."""
+    A machine that shuts down signals all processes. The driver gets the signal, too: it has the
+    ranks save, and then shuts them down.
+    """
 
-    before = {each: signal.signal(each, survive) for each in (signal.SIGTERM, signal.SIGINT)}
+    def ignore(number: int, frame: FrameType | None) -> None:
+        """A handler, because programs that this rank starts would inherit SIG_IGN."""
+
+    before = {each: signal.signal(each, ignore) for each in (signal.SIGTERM, signal.SIGINT)}
 
     def in_child() -> None:
         for each, handler in before.items():
@@ -189,22 +194,22 @@ def leave_signals_to_the_driver() -> None:
 
 
 def main() -> None:
-    """Join the driver and serve it."""
+    """Join the driver and serve its requests."""
     rank = int(os.environ["RANK"])
     logging.basicConfig(
         level=logging.INFO,
         format=f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    dump_stacks_when_asked()
-    leave_signals_to_the_driver()
+    register_stack_dump()
+    ignore_stop_signals()
     secret = bytes.fromhex(os.environ.pop("TRIALFLOW_CHANNEL_SECRET"))
     hello = Hello(rank=rank, pid=os.getpid(), host=socket.gethostname())
     try:
         connection = RankConnection(os.environ["TRIALFLOW_CHANNEL"], secret, hello)
     except SlotsError as error:
         sys.exit(f"trialflow worker, rank {rank}: {error}")
-    # A child that this rank forks must not keep the connection open when the rank is gone.
+    # A forked child must not keep the connection open after the rank has ended.
     os.register_at_fork(after_in_child=connection.close)
     worker = Worker(connection)
     log = os.environ.get("TRIALFLOW_LOG")
@@ -214,8 +219,7 @@ def main() -> None:
         pump.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Libraries leave threads and atexit hooks behind that can hang an interpreter's end; all that
-    # matters has been closed by the controller.
+    # Not `sys.exit`: threads and atexit hooks of libraries may hang. The controller is closed.
     os._exit(0)
 
 

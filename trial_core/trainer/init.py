@@ -21,7 +21,6 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 
-from trial_core.config import home_folder
 from trial_core.config.script import script_config
 from trial_core.context import RunInfo
 from trial_core.controller.rank_state import seed_everything
@@ -30,9 +29,9 @@ from trial_core.deepspeed.accelerator import claim_accelerator
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.mpu import forget_model_parallelism
 from trial_core.deepspeed.op_builds import clear_interrupted_builds
-from trial_core.distributed import ALONE, DistributedContext, is_launched
+from trial_core.distributed import SINGLE_RANK_ENVIRONMENT, DistributedContext, is_launched
 from trial_core.entrypoint import initialises_torch_distributed
-from trial_core.run.run_dirs import trial_id
+from trial_core.run.run_dirs import home_folder, trial_id
 
 _INITIALISED_HERE: list[bool] = []
 """Not empty if `init`, not the script, initialised torch.distributed."""
@@ -85,7 +84,7 @@ def init(
 @contextmanager
 def _rank_environment() -> Iterator[None]:
     """Without a launcher, set the variables that a launcher would: DeepSpeed needs them."""
-    missing = {} if is_launched() else ALONE
+    missing = {} if is_launched() else SINGLE_RANK_ENVIRONMENT
     os.environ.update(missing)
     try:
         yield

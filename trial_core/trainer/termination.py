@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from trial_core.distributed import DistributedContext
-from trial_core.slots.stop_barrier import TO_THE_END, Brake, Position
+from trial_core.slots.stop_barrier import LAST_STEP, Position, StopBarrier
 
 POLL_SECONDS = 1.0
 AGREE_SECONDS = 0.01
@@ -30,14 +30,14 @@ class Termination:
     another thread, the block handles stop requests alone.
 
     Args:
-        brake: of this rank's controller.
+        stop_barrier: of this rank's controller.
 
     Attributes:
         is_requested: whether a rank has requested the stop, and all have agreed on the last batch.
     """
 
-    def __init__(self, distributed: DistributedContext, brake: Brake) -> None:
-        self._brake = brake
+    def __init__(self, distributed: DistributedContext, stop_barrier: StopBarrier) -> None:
+        self._stop_barrier = stop_barrier
         self._size = distributed.get_size()
         self._rank = distributed.get_rank()
         self._store = HashStore() if self._size == 1 else _separate_store()
@@ -81,7 +81,7 @@ class Termination:
             self._watch_and_agree()
         except RuntimeError:  # the store raises it once rank 0 is gone
             # Release this rank: its next collective raises the actual error.
-            self._brake.proceed(Position(TO_THE_END, TO_THE_END))
+            self._stop_barrier.resume_until(Position(LAST_STEP, LAST_STEP))
 
     def _watch_and_agree(self) -> None:
         while not self._has_ended.wait(POLL_SECONDS):
@@ -90,7 +90,7 @@ class Termination:
         else:
             return
         self._store.set(self._key, "1")
-        position = self._brake.hold()
+        position = self._stop_barrier.pause()
         keys = [f"{self._key}/{rank}" for rank in range(self._size)]
         self._store.set(keys[self._rank], f"{position.workload} {position.steps}")
         while not self._store.check(keys):
@@ -98,7 +98,9 @@ class Termination:
                 return
         positions = (self._store.get(key).decode().split() for key in keys)
         self.is_requested = True
-        self._brake.proceed(max(Position(int(work), int(steps)) for work, steps in positions))
+        self._stop_barrier.resume_until(
+            max(Position(int(work), int(steps)) for work, steps in positions)
+        )
 
 
 def _separate_store() -> Store:

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.config import ExperimentConfig, home_folder
+from trial_core.config import ExperimentConfig
 from trial_core.config.script import named_metric, script_config
 from trial_core.context import RunInfo
 from trial_core.controller.collective_errors import run_on_all_ranks, run_on_rank_0
@@ -25,10 +25,10 @@ from trial_core.errors import ConfigError, StorageError, TrialError
 from trial_core.messages import TrialBuilt
 from trial_core.retention.claims import RunClaim, claim_run
 from trial_core.run.resume import resume_points
-from trial_core.run.run_dirs import clear_kept, prepare_run_dir, run_folder
+from trial_core.run.run_dirs import clear_kept, home_folder, locked_run_dir, prepare_run_dir
 from trial_core.run.run_loop import TrialResult, follow_schedule
 from trial_core.run.sequencer import CheckpointPolicy, Schedule
-from trial_core.slots.stop_barrier import Brake
+from trial_core.slots.stop_barrier import StopBarrier
 from trial_core.trainer.fit_stages import FitStages
 from trial_core.trainer.termination import Termination
 from trial_core.transfer.run_files import rank_folder
@@ -205,7 +205,7 @@ class Trainer:
         else:
             info.trial = distributed.broadcast(info.trial)
         source = None if continues else point.uuid
-        run_on_rank_0(distributed, lambda: str(stack.enter_context(run_folder(info.trial))))
+        run_on_rank_0(distributed, lambda: str(stack.enter_context(locked_run_dir(info.trial))))
         taken: list[tuple[RunClaim, Fence]] = []
         if not test_mode:
             run_on_rank_0(
@@ -220,13 +220,13 @@ class Trainer:
     ) -> tuple[Controller, Termination, TrialBuilt]:
         """A controller with the trial attached, which stops on `Termination`'s request."""
         distributed, info = self._context.distributed, self._context.run_info
-        brake = Brake()
-        termination = stack.enter_context(Termination(distributed, brake))
+        stop_barrier = StopBarrier()
+        termination = stack.enter_context(Termination(distributed, stop_barrier))
         controller = Controller(
             build_engine,
             emit=lambda _: None,
             distributed=distributed,
-            brake=brake,
+            stop_barrier=stop_barrier,
             on_stop_requested=termination.request,
         )
         engine = engine_of(self._trial, self._context, config.reproducibility.experiment_seed)

@@ -46,7 +46,7 @@ class Rules:
         """
         from pydantic import ValidationError
 
-        from trial_core.config import StorageConfig, explain
+        from trial_core.config import StorageConfig, error_lines
 
         metric, smaller_is_better = self.metric, self.smaller_is_better
         of_experiment: dict[str, Any] = {}
@@ -58,7 +58,7 @@ class Rules:
         try:
             merged = StorageConfig.model_validate({**of_experiment, **self._as_fields()})
         except ValidationError as error:
-            raise ConfigError("\n".join(f"rules: {line}" for line in explain(error))) from None
+            raise ConfigError("\n".join(f"rules: {line}" for line in error_lines(error))) from None
         return merged.retention(metric, smaller_is_better is not False)
 
     def _as_fields(self) -> dict[str, Any]:

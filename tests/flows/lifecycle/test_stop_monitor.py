@@ -24,7 +24,7 @@ import trialflow.flows.train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import toy_config
 from trial_core.errors import StorageError
-from trial_core.run.stop_request import Stopping
+from trial_core.run.stop_request import StopHandler
 from trialflow.flows.train import TrialResult
 
 pytestmark = pytest.mark.server
@@ -54,9 +54,11 @@ class Stage:
     def __init__(self, server: PrefectServer, folder: Path) -> None:
         self.server, self.config = server, toy_config(folder)
         self.training: UUID | None = None
-        self.act: Callable[[UUID, Stopping], None] = lambda flow_run, stopping: None
+        self.act: Callable[[UUID, StopHandler], None] = lambda flow_run, stopping: None
 
-    def train_trial(self, config: Any, trial: str, stopping: Stopping, devices: Any) -> TrialResult:
+    def train_trial(
+        self, config: Any, trial: str, stopping: StopHandler, devices: Any
+    ) -> TrialResult:
         """The stand-in for `trialflow.flows.train.train_trial`."""
         self.training = UUID(str(runtime.flow_run.id))
         self.act(self.training, stopping)
@@ -104,43 +106,43 @@ def stage(
     signal.signal(signal.SIGTERM, before)
 
 
-def suspended(flow_run: UUID, stopping: Stopping) -> None:
+def suspended(flow_run: UUID, stopping: StopHandler) -> None:
     set_state(flow_run, Suspended(timeout_seconds=3600))
     assert stopping.wait(TIMEOUT_SECONDS)
 
 
-def suspended_and_resumed(flow_run: UUID, stopping: Stopping) -> None:
+def suspended_and_resumed(flow_run: UUID, stopping: StopHandler) -> None:
     suspended(flow_run, stopping)
     set_state(flow_run, Scheduled())
 
 
-def marked_crashed(flow_run: UUID, stopping: Stopping) -> None:
+def marked_crashed(flow_run: UUID, stopping: StopHandler) -> None:
     set_state(flow_run, Crashed())
     assert stopping.wait(TIMEOUT_SECONDS)
 
 
-def marked_failed(flow_run: UUID, stopping: Stopping) -> None:
+def marked_failed(flow_run: UUID, stopping: StopHandler) -> None:
     set_state(flow_run, Failed())
     assert stopping.wait(TIMEOUT_SECONDS)
 
 
-def out_of_time_and_suspended(flow_run: UUID, stopping: Stopping) -> None:
+def out_of_time_and_suspended(flow_run: UUID, stopping: StopHandler) -> None:
     stopping.ask("time budget")
     assert stopping.wait(TIMEOUT_SECONDS)
     set_state(flow_run, Suspended(timeout_seconds=3600))
 
 
-def preempted(flow_run: UUID, stopping: Stopping) -> None:
+def preempted(flow_run: UUID, stopping: StopHandler) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     assert stopping.wait(TIMEOUT_SECONDS)
 
 
-def preempted_and_cancelled(flow_run: UUID, stopping: Stopping) -> None:
+def preempted_and_cancelled(flow_run: UUID, stopping: StopHandler) -> None:
     preempted(flow_run, stopping)
     set_state(flow_run, Cancelling())
 
 
-def preempted_and_unable_to_save(flow_run: UUID, stopping: Stopping) -> None:
+def preempted_and_unable_to_save(flow_run: UUID, stopping: StopHandler) -> None:
     preempted(flow_run, stopping)
     raise StorageError("503 SlowDown")
 
@@ -157,7 +159,9 @@ def preempted_and_unable_to_save(flow_run: UUID, stopping: Stopping) -> None:
         (preempted_and_unable_to_save, "AwaitingRetry"),
     ],
 )
-def test_the_final_state(stage: Stage, act: Callable[[UUID, Stopping], None], state: str) -> None:
+def test_the_final_state(
+    stage: Stage, act: Callable[[UUID, StopHandler], None], state: str
+) -> None:
     """An unfinished run is never Completed, and a state set by others stays.
 
     Afterwards the signal handlers are restored.
@@ -205,7 +209,7 @@ def test_the_time_budget_needs_no_server(stage: Stage) -> None:
     """A server that does not answer in time does not delay the end of the time budget."""
     requests: list[str] = []
 
-    def out_of_time(flow_run: UUID, stopping: Stopping) -> None:
+    def out_of_time(flow_run: UUID, stopping: StopHandler) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 trialflow.flows.lifecycle.stop_monitor.StopMonitor,
@@ -213,7 +217,7 @@ def test_the_time_budget_needs_no_server(stage: Stage) -> None:
                 lambda self: stopping.wait(TIMEOUT_SECONDS),
             )
             assert stopping.wait(TIMEOUT_SECONDS)
-            requests.append(str(stopping.asked))
+            requests.append(str(stopping.request))
 
     stage.act = out_of_time
     stage.config = stage.config.model_copy(

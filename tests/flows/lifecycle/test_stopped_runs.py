@@ -22,7 +22,7 @@ from tests.support.prefect_worker import (
 )
 from tests.support.processes import wait_until_gone
 from tests.support.slots import toy_config
-from tests.support.waiting import PATIENCE_SECONDS, until
+from tests.support.waiting import WAIT_SECONDS, until
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import Stopped
 
@@ -43,7 +43,7 @@ def test_a_preempted_run_resumes_by_itself(scene: Scene) -> None:
     """After SIGTERM to its driver it saves, goes back into its queue, and resumes from there."""
     before = scene.driver()
     scene.signal_driver(signal.SIGTERM)
-    assert wait_until_gone([before], PATIENCE_SECONDS) == []
+    assert wait_until_gone([before], WAIT_SECONDS) == []
     saved = scene.saved()
     scene.until_it_goes_on(saved, saved)
     assert scene.state() == "Running"

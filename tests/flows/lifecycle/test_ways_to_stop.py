@@ -26,7 +26,7 @@ from tests.support.prefect_worker import (
     assert_saved_where_it_ended,
 )
 from tests.support.processes import wait_until_gone
-from tests.support.waiting import PATIENCE_SECONDS, until
+from tests.support.waiting import WAIT_SECONDS, until
 from tests.support.ways_to_stop import (
     DETACHED,
     SAVING,
@@ -215,7 +215,7 @@ def test_a_stopped_worker_with_detached_engines(
             scene.until_trained()
             before = scene.processes()
             parent_terminated(scene)
-            assert wait_until_gone([pid, *before], PATIENCE_SECONDS) == []
+            assert wait_until_gone([pid, *before], WAIT_SECONDS) == []
             saved = assert_saved_where_it_ended(scene)
             assert scene.run()["state_type"] == "SCHEDULED"
         with process_worker(prefect_server, pool):
@@ -230,7 +230,7 @@ def test_another_attempt_has_started(
         before, seen = scene.processes(), len(scene.seen())
         scene.set_state("CRASHED", "Crashed", is_forced=True)
         scene.set_state("RUNNING", "Running", is_forced=True)
-        assert wait_until_gone(before, PATIENCE_SECONDS) == []
+        assert wait_until_gone(before, WAIT_SECONDS) == []
         assert len(scene.seen()) >= seen
         assert scene.state() == "Running"
         assert scene.store.list() == []

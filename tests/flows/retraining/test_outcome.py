@@ -14,7 +14,7 @@ import trialflow.flows.retraining.outcome
 from tests.support.retraining import WAIT_SECONDS, RetrainHarness
 from trial_core.errors import ConfigError, Stopped, StorageError, Superseded
 from trial_core.models.journal import Journal
-from trial_core.run.stop_request import Stopping
+from trial_core.run.stop_request import StopHandler
 from trialflow.tasks.retrain import CallbackFailed
 
 pytestmark = pytest.mark.server
@@ -118,7 +118,7 @@ def test_a_presumed_dead_attempt_keeps_the_report(
     harness.promote_by_hand()
     run = harness.create_run()
 
-    def overtake(stopping: Stopping) -> None:
+    def overtake(stopping: StopHandler) -> None:
         harness.on_train = lambda stopping: None
         assert harness.execute_in_thread(run).result(WAIT_SECONDS).promoted
         raise error
@@ -134,7 +134,7 @@ def test_a_superseded_attempt_writes_no_report(harness: RetrainHarness) -> None:
     """The report of an undecided run is left to the newer attempt."""
     run = harness.create_run()
 
-    def supersede(stopping: Stopping) -> None:
+    def supersede(stopping: StopHandler) -> None:
         raise Superseded("attempt 2 has it")
 
     harness.on_train = supersede

@@ -18,8 +18,8 @@ from tests.support.prefect import PrefectServer
 from tests.support.retraining import WAIT_SECONDS, Killed, RetrainHarness, stop_with
 from tests.support.s3 import S3Server
 from trial_core.errors import CheckpointDamaged, Stopped
-from trial_core.run.run_dirs import run_folder, trial_id
-from trial_core.run.stop_request import Stopping
+from trial_core.run.run_dirs import locked_run_dir, trial_id
+from trial_core.run.stop_request import StopHandler
 
 pytestmark = pytest.mark.server
 
@@ -89,7 +89,7 @@ def test_a_plan_with_a_validated_champion_is_kept(harness: RetrainHarness) -> No
     harness.promote_by_hand()
     run = harness.create_run()
 
-    def fail(stopping: Stopping) -> None:
+    def fail(stopping: StopHandler) -> None:
         raise RuntimeError("died")
 
     harness.on_train = fail
@@ -124,7 +124,7 @@ def test_the_champion_changes_between_attempts(harness: RetrainHarness) -> None:
     harness.promote_by_hand()
     run = harness.create_run()
 
-    def die(stopping: Stopping) -> None:
+    def die(stopping: StopHandler) -> None:
         raise Killed
 
     harness.on_train = die
@@ -157,11 +157,11 @@ def test_validation_waits_for_the_folder_of_a_dying_attempt(
     monkeypatch.setattr(trialflow.flows.evaluate, "launch_slots", launch)
     monkeypatch.setattr(trialflow.flows.evaluate, "get_run_logger", lambda: None)
     config, checkpoint = harness.config(), harness.save_checkpoint("trial", 0.5).uuid
-    folder = run_folder(trial_id(f"{config.name} evaluation", "unique"))
+    folder = locked_run_dir(trial_id(f"{config.name} evaluation", "unique"))
     folder.__enter__()
     end = threading.Timer(0.5, folder.__exit__, (None, None, None))
     end.start()
-    with pytest.raises(Launched), Stopping(1.0) as stopping:
+    with pytest.raises(Launched), StopHandler(1.0) as stopping:
         trialflow.flows.evaluate.evaluate_checkpoint(config, checkpoint, "unique", stopping, {})
     end.join()
 
@@ -192,7 +192,7 @@ def test_data_of_the_scheduled_time(harness: RetrainHarness) -> None:
     assert harness.trained[0].data == expected
 
 
-def stop_for_time(stopping: Stopping) -> None:
+def stop_for_time(stopping: StopHandler) -> None:
     stop_with(stopping, "time budget", "60 s are over")
 
 
@@ -216,7 +216,9 @@ def test_a_run_stopped_while_the_champion_is_validated(
     """It ends like a run stopped while it trains."""
     harness.promote_by_hand()
 
-    def validate(config: Any, checkpoint: str, run: str, stopping: Stopping, devices: Any) -> None:
+    def validate(
+        config: Any, checkpoint: str, run: str, stopping: StopHandler, devices: Any
+    ) -> None:
         stop_for_time(stopping)
         raise Stopped("time budget (60 s are over), before the validation had ended")
 

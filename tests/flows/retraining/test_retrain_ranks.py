@@ -15,7 +15,7 @@ from tests.support.flow import train
 from tests.support.prefect import ROOT, PrefectServer
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines, toy_config
-from tests.support.waiting import PATIENCE_SECONDS, ask, until
+from tests.support.waiting import WAIT_SECONDS, ask, until
 from tests.support.ways_to_stop import python_process
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
@@ -113,7 +113,7 @@ def test_a_killed_driver(here: Path, prefect_server: PrefectServer) -> None:
         until(lambda: {each.uuid for each in store.list()} - firsts, "a checkpoint of the second")
         ranks = descendants(driver)
         os.kill(driver, signal.SIGKILL)
-        assert wait_until_gone(ranks, PATIENCE_SECONDS) == []
+        assert wait_until_gone(ranks, WAIT_SECONDS) == []
     (here / "go").touch()
     ask(
         prefect_server, f"flow_runs/{run}/set_state",

@@ -1,4 +1,4 @@
-"""The experiment file: what is read, what is filled in, what is overridden, what survives JSON."""
+"""The experiment file: defaults, overrides, YAML and JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trial_core.config import ExperimentConfig, home_folder, load_config
+from trial_core.config import ExperimentConfig, load_config
 from trial_core.config.parsing import parse_yaml
 from trial_core.errors import ConfigError
 from trial_core.run.sequencer import Schedule
@@ -33,8 +33,8 @@ def experiment(**fields: Any) -> ExperimentConfig:
     return ExperimentConfig(**{"entrypoint": "model_def:MyTrial", "searcher": searcher, **fields})
 
 
-def test_what_is_not_given_is_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A minimal file is a whole experiment, named after its folder, with its code beside it."""
+def test_missing_fields_have_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minimal file is named after its folder, and its code is in that folder."""
     monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "runs"))
     folder = tmp_path / "mnist"
     folder.mkdir()
@@ -51,9 +51,8 @@ def test_what_is_not_given_is_filled_in(tmp_path: Path, monkeypatch: pytest.Monk
     )
 
 
-def test_a_null_that_means_something_stays(tmp_path: Path) -> None:
-    """Ranks may take for ever where the file says so, also once the run has had it as JSON; where
-    a null has no meaning of its own, it is as good as absent."""
+def test_a_meaningful_null_is_kept(tmp_path: Path) -> None:
+    """null means no stall timeout, also after JSON; for other fields it means the default."""
     text = MINIMAL + "stopping: {stall_timeout_seconds: null, grace_seconds: null}\n"
     config = load_config(written(tmp_path, text))
     again = ExperimentConfig.model_validate_json(config.model_dump_json())
@@ -61,8 +60,8 @@ def test_a_null_that_means_something_stays(tmp_path: Path) -> None:
         assert (stopping.stall_timeout_seconds, stopping.grace_seconds) == (None, 25.0)
 
 
-def test_every_part_of_the_schedule_comes_from_its_field() -> None:
-    """Swapped periods or a lost flag would show."""
+def test_every_field_of_the_schedule_is_set() -> None:
+    """Unequal values, so that swapped fields would be noticed."""
     config = experiment(
         searcher={"metric": "x", "smaller_is_better": False, "max_length": {"epochs": 3}},
         scheduling_unit=13,
@@ -82,30 +81,19 @@ def test_every_part_of_the_schedule_comes_from_its_field() -> None:
     )
 
 
-def test_a_code_folder_is_seen_from_the_file(tmp_path: Path) -> None:
-    """Wherever the command is started, `code: src` is beside the experiment file."""
+def test_a_code_folder_is_relative_to_the_file(tmp_path: Path) -> None:
+    """`code: src` is next to the experiment file, whatever the current folder."""
     (tmp_path / "src").mkdir()
     config = load_config(written(tmp_path, MINIMAL + "code: src\n"))
     assert (config.code, config.name) == (tmp_path / "src", "src")
 
 
-def test_a_code_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    """Better now than when every rank fails to import."""
+def test_a_missing_code_folder_is_refused(tmp_path: Path) -> None:
+    """Before any rank starts and fails to import."""
     path = written(tmp_path, MINIMAL + "code: sorce\n")
     with pytest.raises(ConfigError) as error:
         load_config(path)
     assert str(error.value) == f"{path}: code: no such folder: {tmp_path}/sorce"
-
-
-def test_the_home_folder_is_absolute_whatever_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By default ./trialflow-runs; $TRIALFLOW_HOME may be relative or begin with ~."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path / "me"))
-    for named, folder in (("", "trialflow-runs"), ("runs", "runs"), ("~/runs", "me/runs")):
-        monkeypatch.setenv("TRIALFLOW_HOME", named)
-        assert home_folder() == tmp_path / folder
 
 
 leaves = (
@@ -126,7 +114,7 @@ plain_data = st.recursive(
 
 @given(hyperparameters=st.dictionaries(st.text(max_size=8), plain_data, max_size=3))
 def test_a_config_survives_json(hyperparameters: dict[str, Any]) -> None:
-    """It is a flow's parameter: whatever it holds comes back equal."""
+    """A config is a flow's parameter, so JSON must not change it."""
     config = experiment(
         hyperparameters=hyperparameters,
         resources={"slots_per_trial": "auto"},
@@ -139,8 +127,8 @@ def test_a_config_survives_json(hyperparameters: dict[str, Any]) -> None:
     assert ExperimentConfig.model_validate_json(text) == config
 
 
-def test_the_digest_is_that_of_what_is_trained() -> None:
-    """Not of where the code and checkpoints are, nor of anything that may be a credential."""
+def test_the_digest_covers_only_what_is_trained() -> None:
+    """Not the places of code and checkpoints, nor anything that may be a credential."""
     digest = experiment(name="a").digest()
     storage = {"url": "s3://user:SECRET@bucket", "options": {"secret": "SECRET"}}
     assert digest.startswith("sha256:")
@@ -154,7 +142,7 @@ def test_the_digest_is_that_of_what_is_trained() -> None:
 
 
 def test_overrides_replace_and_create(tmp_path: Path) -> None:
-    """Values are YAML; mappings on the way are made where there are none."""
+    """Values are YAML; missing mappings on the path are created."""
     config = load_config(
         written(tmp_path, MINIMAL),
         [
@@ -177,13 +165,13 @@ def test_overrides_replace_and_create(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("before", ["{batches: 100}", "{epochs: 5}", "100"])
 def test_overriding_a_unit_replaces_the_length(tmp_path: Path, before: str) -> None:
-    """A length has one unit, so the one given last is the one."""
+    """A length has one unit: the override's."""
     path = written(tmp_path, MINIMAL.replace("{batches: 100}", before))
     assert load_config(path, ["searcher.max_length.epochs=2"]).searcher.max_length == Epoch(2)
 
 
 def test_an_override_does_not_reach_through_an_alias(tmp_path: Path) -> None:
-    """Two fields that share a YAML anchor are two fields."""
+    """Fields that share a YAML anchor are overridden separately."""
     text = MINIMAL + "hyperparameters: {a: &x {lr: 1}, b: *x}\n"
     config = load_config(written(tmp_path, text), ["hyperparameters.a.lr=2"])
     assert config.hyperparameters == {"a": {"lr": 2}, "b": {"lr": 1}}
@@ -199,10 +187,8 @@ def test_an_override_does_not_reach_through_an_alias(tmp_path: Path) -> None:
         ("a=[1", "--set a: not valid YAML at line 1"),
     ],
 )
-def test_an_override_that_cannot_be_read_is_named(
-    tmp_path: Path, override: str, message: str
-) -> None:
-    """The message says which --set it was; the value may be a secret and is not shown."""
+def test_an_invalid_override_is_named(tmp_path: Path, override: str, message: str) -> None:
+    """The message has the override's key, not its value, which may be a secret."""
     with pytest.raises(ConfigError) as error:
         load_config(written(tmp_path, MINIMAL), [override])
     assert str(error.value).startswith(message)
@@ -230,13 +216,13 @@ def test_an_override_that_cannot_be_read_is_named(
     ],
 )
 def test_plain_scalars_are_those_of_yaml_1_2(text: str, value: object) -> None:
-    """A learning rate of 1e-5 is a number, and `no` is a word, as in Determined."""
+    """1e-5 is a number and `no` is text, as in Determined."""
     read = parse_yaml(text, "test")
     assert (read, type(read)) == (value, type(value))
 
 
-def test_prefect_checks_and_carries_the_config() -> None:
-    """Its own schema check accepts what a config dumps to, and refuses what makes no sense."""
+def test_prefect_validates_and_serializes_the_config() -> None:
+    """Prefect's schema check accepts a dumped config and refuses invalid values."""
     from prefect import flow
     from prefect.utilities.schema_tools import validate
 
@@ -256,7 +242,7 @@ def test_prefect_checks_and_carries_the_config() -> None:
 
 
 def test_every_field_of_the_form_has_a_title_and_a_description() -> None:
-    """The schema is the form a person fills in."""
+    """The schema is the form in Prefect's UI."""
     schema = ExperimentConfig.model_json_schema()
     for section in (schema, *schema["$defs"].values()):
         for name, field in section["properties"].items():

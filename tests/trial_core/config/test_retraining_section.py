@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from trial_core.config import ExperimentConfig, RetrainingConfig, explain
+from trial_core.config import ExperimentConfig, RetrainingConfig, error_lines
 
 USUAL = {
     "name": "My GPT",
@@ -24,23 +24,23 @@ def experiment(**fields: Any) -> ExperimentConfig:
 def problems(**fields: Any) -> list[str]:
     with pytest.raises(ValidationError) as error:
         experiment(**fields)
-    return explain(error.value)
+    return error_lines(error.value)
 
 
 def test_the_default_model() -> None:
     """It has the name of the experiment, also without a section."""
-    assert experiment(retraining={}).retrained().model == "my-gpt"
+    assert experiment(retraining={}).effective_retraining().model == "my-gpt"
     assert experiment(retraining={"model": None}).retraining == RetrainingConfig(model="my-gpt")
     assert experiment().retraining is None
-    assert experiment().retrained() == RetrainingConfig(model="my-gpt")
-    assert experiment(retraining=RetrainingConfig()).retrained().model == "my-gpt"
-    assert experiment(retraining={"model": "GPT_2.x"}).retrained().model == "GPT_2.x"
+    assert experiment().effective_retraining() == RetrainingConfig(model="my-gpt")
+    assert experiment(retraining=RetrainingConfig()).effective_retraining().model == "my-gpt"
+    assert experiment(retraining={"model": "GPT_2.x"}).effective_retraining().model == "GPT_2.x"
 
 
 def test_the_callback_timeout() -> None:
     """Null is no limit; the default is ten minutes."""
-    assert experiment().retrained().callback_timeout_seconds == 600
-    unlimited = experiment(retraining={"callback_timeout_seconds": None}).retrained()
+    assert experiment().effective_retraining().callback_timeout_seconds == 600
+    unlimited = experiment(retraining={"callback_timeout_seconds": None}).effective_retraining()
     assert unlimited.callback_timeout_seconds is None
 
 

@@ -1,4 +1,4 @@
-"""A rank's folder for TensorBoard that moves, because the trial turns out to be another one."""
+"""Moving a rank's TensorBoard folder, because the run resumes another trial."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from trial_core.errors import TrialflowError
 from trial_core.run.instruments import Instruments
 
 
-def test_what_was_written_moves_along(tmp_path: Path) -> None:
-    """Files, also deeper ones, join those that are there; what the trial knows leads there."""
+def test_written_files_are_moved(tmp_path: Path) -> None:
+    """Also from subfolders; the old path leads to the new folder."""
     instruments = Instruments(tmp_path / "new")
     known = instruments.folder()
     (known / "deeper").mkdir()
@@ -29,8 +29,8 @@ def test_what_was_written_moves_along(tmp_path: Path) -> None:
     assert seen == {"deeper/events": "new", "deeper/earlier": "old", "note": "later"}
 
 
-def test_an_open_writer_goes_on_where_its_files_are(tmp_path: Path) -> None:
-    """One curve from before and after, of each of the writers that `add_scalars` has made."""
+def test_an_open_writer_continues_in_the_new_folder(tmp_path: Path) -> None:
+    """Also the writers that `add_scalars` has created."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     instruments = Instruments(tmp_path / "new")
@@ -43,18 +43,18 @@ def test_an_open_writer_goes_on_where_its_files_are(tmp_path: Path) -> None:
     assert [event.value for event in events] == [0, 1, 2, 3]
 
 
-def test_nothing_is_made_for_a_trial_that_writes_nothing(tmp_path: Path) -> None:
-    """Neither folder is there afterwards, and the new one counts."""
+def test_without_files_no_folder_is_created(tmp_path: Path) -> None:
+    """The new folder is created on first use."""
     instruments = Instruments(tmp_path / "new")
     instruments.move_to(tmp_path / "old")
     assert list(tmp_path.iterdir()) == []
     assert instruments.folder() == tmp_path / "old"
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
-    """Says from where to where, and why not."""
+def test_a_failed_move_is_an_error(tmp_path: Path) -> None:
+    """The message has both folders and the reason."""
     instruments = Instruments(tmp_path / "new")
     (instruments.folder() / "events").write_text("new")
     (tmp_path / "old").write_text("in the way")
-    with pytest.raises(TrialflowError, match=r"TensorBoard from .*new to .*old, .*exists"):
+    with pytest.raises(TrialflowError, match=r"TensorBoard files from .*new to .*old, .*exists"):
         instruments.move_to(tmp_path / "old")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trial_core.errors import TrialflowError
-from trial_core.run.run_dirs import clear_kept, run_folder, trial_id
+from trial_core.run.run_dirs import clear_kept, home_folder, locked_run_dir, trial_id
 
 TRIAL = "toy-0000beef"
 
@@ -21,35 +21,43 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_runs_of_one_moment_are_different_trials() -> None:
-    """Prefect's ids begin with the time, and those of a schedule are made together."""
+def test_the_home_folder_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default ./trialflow-runs; $TRIALFLOW_HOME may be relative or begin with ~."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    for value, folder in (("", "trialflow-runs"), ("runs", "runs"), ("~/runs", "me/runs")):
+        monkeypatch.setenv("TRIALFLOW_HOME", value)
+        assert home_folder() == tmp_path / folder
+
+
+def test_runs_created_at_the_same_time_have_different_trial_ids() -> None:
+    """Prefect's ids begin with the time, and a schedule creates many at once."""
     ids = "01a1fde0-8b63-711d-a100-5be2a1a8b3eb", "01a1fde0-8b63-7121-a953-bb153f2b3707"
     assert len({trial_id("gpt", each) for each in ids}) == 2
 
 
-def test_a_trial_is_trained_by_one_at_a_time() -> None:
-    """Another is told by whom, and what is staged there stays; afterwards it may go on."""
-    with run_folder(TRIAL) as run_dir:
+def test_only_one_process_trains_a_trial() -> None:
+    """A second run is refused, is told who trains, and does not touch the staged files."""
+    with locked_run_dir(TRIAL) as run_dir:
         staged = run_dir / "staging" / "file"
         staged.parent.mkdir()
         staged.touch()
         with (
             pytest.raises(TrialflowError, match=f"being trained by process {os.getpid()} on "),
-            run_folder(TRIAL),
+            locked_run_dir(TRIAL),
         ):
             pass
         assert staged.exists()
-    with run_folder(TRIAL) as run_dir:
+    with locked_run_dir(TRIAL) as run_dir:
         assert not (run_dir / "staging").exists()
 
 
-def test_a_killed_process_holds_nothing() -> None:
-    """The kernel gives the folder back at once, although a process that it forked (a data loader's
-    worker) lives on for a while."""
+def test_a_killed_process_frees_the_lock_although_its_forked_child_lives() -> None:
+    """The child may be a data loader's worker."""
     program = (
         "import os, signal, sys\n"
-        "from trial_core.run.run_dirs import run_folder\n"
-        f"with run_folder({TRIAL!r}):\n"
+        "from trial_core.run.run_dirs import locked_run_dir\n"
+        f"with locked_run_dir({TRIAL!r}):\n"
         "    if os.fork():\n"
         "        signal.pause()\n"
         "    print('forked', flush=True)\n"
@@ -60,30 +68,30 @@ def test_a_killed_process_holds_nothing() -> None:
     ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "forked\n"
-        with pytest.raises(TrialflowError, match=f"process {holder.pid} "), run_folder(TRIAL):
+        with pytest.raises(TrialflowError, match=f"process {holder.pid} "), locked_run_dir(TRIAL):
             pass
         holder.kill()
         holder.wait()
-        with run_folder(TRIAL):
+        with locked_run_dir(TRIAL):
             pass
 
 
-def test_a_home_that_cannot_be_written(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder is named, and what to set."""
+def test_an_unwritable_home_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the folder and the variable to set."""
     (home / "file").touch()
     monkeypatch.setenv("TRIALFLOW_HOME", str(home / "file"))
     with (
         pytest.raises(TrialflowError, match=f"file/{TRIAL}: .*set TRIALFLOW_HOME"),
-        run_folder(TRIAL),
+        locked_run_dir(TRIAL),
     ):
         pass
 
 
 @pytest.mark.parametrize(("rank", "left"), [(None, []), (1, ["rank-0"])])
-def test_what_is_kept_for_a_restart_goes_at_the_end(
+def test_files_kept_for_a_restart_are_deleted_at_the_end(
     home: Path, rank: int | None, left: list[str]
 ) -> None:
-    """All of it, or one rank's part; of what others still put there nothing."""
+    """All of them, or those of one rank."""
     for number in (0, 1):
         (home / "kept" / "uuid" / f"rank-{number}").mkdir(parents=True)
         (home / "kept" / "uuid" / f"rank-{number}" / "shard").touch()

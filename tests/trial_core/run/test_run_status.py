@@ -1,4 +1,4 @@
-"""Speed and time left, from what a run tells."""
+"""Stage, speed and time left, from the events of a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def progress(clock: Clock) -> RunStatus:
 
 
 def train(progress: RunStatus, clock: Clock, begin: int, until: int, seconds: float) -> None:
-    """A train-workload, told once half-way."""
+    """A train-workload with one report in the middle."""
     detail = f"[{begin}→{until}]"
     progress.stage_started("train-workload", detail)
     clock.now += seconds / 2
@@ -47,7 +47,7 @@ def validate(progress: RunStatus, clock: Clock, seconds: float) -> None:
     progress.stage_ended("validate", "", seconds)
 
 
-def test_speed_is_that_of_training_alone(progress: RunStatus, clock: Clock) -> None:
+def test_speed_counts_only_training(progress: RunStatus, clock: Clock) -> None:
     """A validation between two workloads does not lower samples per second."""
     train(progress, clock, 0, 10, seconds=4)
     validate(progress, clock, seconds=50)
@@ -56,7 +56,7 @@ def test_speed_is_that_of_training_alone(progress: RunStatus, clock: Clock) -> N
 
 
 def test_speed_follows_a_change(progress: RunStatus, clock: Clock) -> None:
-    """A slow first batch is forgotten after some seconds."""
+    """A slow first batch stops counting after some seconds."""
     train(progress, clock, 0, 2, seconds=60)
     for begin in range(2, 62, 10):
         train(progress, clock, begin, begin + 10, seconds=5)
@@ -64,14 +64,14 @@ def test_speed_follows_a_change(progress: RunStatus, clock: Clock) -> None:
 
 
 def test_time_left_counts_every_stage(progress: RunStatus, clock: Clock) -> None:
-    """Validations will come again, so they count for the time left."""
+    """Later validations take time, too."""
     train(progress, clock, 0, 25, seconds=5)
     validate(progress, clock, seconds=5)
     assert progress.seconds_left == pytest.approx(30)
 
 
 def test_time_left_of_a_resumed_run(clock: Clock) -> None:
-    """Batches trained before the run say nothing about its speed."""
+    """Batches of earlier runs do not count."""
     progress = RunStatus(clock=clock)
     progress.run_started("toy-0a", 100, 80, 16)
     assert progress.seconds_left is None
@@ -79,8 +79,8 @@ def test_time_left_of_a_resumed_run(clock: Clock) -> None:
     assert progress.seconds_left == pytest.approx(7)
 
 
-def test_an_upload_is_beside_the_stage(progress: RunStatus) -> None:
-    """Training goes on while a checkpoint is uploaded; at the end the upload is all there is."""
+def test_an_upload_runs_beside_the_stage(progress: RunStatus) -> None:
+    """It is the current stage only if there is no other."""
     progress.stage_started("checkpoint-upload", "@10")
     progress.stage_started("train-workload", "[10→20]")
     assert str(progress.stage) == "train-workload [10→20]"
@@ -90,8 +90,8 @@ def test_an_upload_is_beside_the_stage(progress: RunStatus) -> None:
     assert progress.uploads == []
 
 
-def test_a_restart_goes_back(progress: RunStatus, clock: Clock) -> None:
-    """After a restart the run is where its last checkpoint was."""
+def test_a_restart_returns_to_the_last_checkpoint(progress: RunStatus, clock: Clock) -> None:
+    """`batches` and `committed_at` are those of the last checkpoint."""
     train(progress, clock, 0, 40, seconds=4)
     progress.stage_started("train-workload", "[40→50]")
     progress.restarting("a rank died", 1, 5)

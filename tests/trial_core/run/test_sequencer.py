@@ -1,4 +1,4 @@
-"""What a run does next, simulated from its first batch to its end."""
+"""The decisions of the sequencer, in simulated runs from the first batch to the end."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ EPOCH = EpochLength(micro_batches=10, micro_batches_per_batch=4)
 
 @dataclass(frozen=True)
 class Step:
-    """A workload, and the progress once it is done."""
+    """A workload, and the progress after it."""
 
     workload: Workload
     progress: Progress
 
 
 def metric_at(batches: int) -> float:
-    """Falls and rises again, so that some validations improve and some do not."""
+    """A metric that improves in some validations only."""
     return float(batches * 7919 % 31)
 
 
@@ -48,7 +48,7 @@ def simulate(
     metric: Callable[[int], float | None] = metric_at,
     stop_at: int | None = None,
 ) -> Iterator[Step]:
-    """The run's workloads up to Finish; `stop_at` asks it to stop once it has trained so far."""
+    """The workloads of a run; a stop is requested after batch `stop_at`."""
     progress = progress or Progress()
     for _ in range(10_000):
         workload = next_workload(progress, schedule, EPOCH)
@@ -67,7 +67,7 @@ def simulate(
 
 
 def at(steps: list[Step], kind: type[Workload]) -> list[int]:
-    """The batches at which workloads of a kind happened; for training, where each ended."""
+    """The batches of all workloads of a type; for training, the last batch of each."""
     return [s.progress.batches_trained for s in steps if isinstance(s.workload, kind)]
 
 
@@ -108,7 +108,7 @@ schedules = st.builds(
 
 @given(st.integers(1, 400))
 def test_periods_of_7_11_and_13_fire_exactly_when_due(end: int) -> None:
-    """Each fires at all its multiples and at the end, once, and nothing else fires."""
+    """Each fires once at all its multiples and at the end, and at no other batch."""
     steps = list(simulate(in_7_11_13(Batch(end))))
     assert at(steps, Validate) == sorted(multiples(7, end) | {end})
     assert at(steps, Checkpoint) == sorted(multiples(11, end) | {end})
@@ -118,7 +118,7 @@ def test_periods_of_7_11_and_13_fire_exactly_when_due(end: int) -> None:
 
 @given(schedules)
 def test_every_period_fires_when_due_and_only_then(schedule: Schedule) -> None:
-    """Whatever the other periods are, in batches or in epochs, as numbers or as containers."""
+    """For all combinations of batches and epochs, numbers and containers."""
     steps = list(simulate(schedule))
     trained = at(steps, Train)
     end = trained[-1]
@@ -137,8 +137,8 @@ def test_every_period_fires_when_due_and_only_then(schedule: Schedule) -> None:
 
 
 @given(schedules)
-def test_training_advances_and_ends_exactly_at_its_length(schedule: Schedule) -> None:
-    """Every train-workload trains something, and none runs past the maximum length."""
+def test_training_ends_exactly_at_its_length(schedule: Schedule) -> None:
+    """Every train-workload trains at least one batch."""
     length = schedule.max_length
     assert isinstance(length.value, int)
     end = length.value if isinstance(length, Batch) else EPOCH.batches_until(length.value)
@@ -148,8 +148,8 @@ def test_training_advances_and_ends_exactly_at_its_length(schedule: Schedule) ->
 
 
 @given(schedules)
-def test_a_run_resumed_at_any_checkpoint_decides_the_same(schedule: Schedule) -> None:
-    """From the progress a checkpoint carries, the rest of the run is the rest of the run."""
+def test_a_resumed_run_makes_the_same_decisions(schedule: Schedule) -> None:
+    """From the progress in any checkpoint, the remaining workloads are the same."""
     steps = list(simulate(schedule))
     for i, step in enumerate(steps):
         if isinstance(step.workload, Checkpoint):
@@ -157,50 +157,50 @@ def test_a_run_resumed_at_any_checkpoint_decides_the_same(schedule: Schedule) ->
 
 
 @given(schedules, st.integers(1, 60))
-def test_a_run_stopped_and_resumed_validates_what_the_whole_run_validates(
+def test_a_stopped_and_resumed_run_has_the_same_validations(
     schedule: Schedule, stop_at: int
 ) -> None:
-    """A stop leaves out the validation that was due; the resumed run makes up for it."""
+    """A stop skips a due validation; the resumed run does it."""
     stopped = list(simulate(schedule, stop_at=stop_at))
-    carried_on = list(simulate(schedule, stopped[-1].progress.stopping(False)))
-    together = at(stopped, Validate) + at(carried_on, Validate)
+    resumed = list(simulate(schedule, stopped[-1].progress.stopping(False)))
+    both = at(stopped, Validate) + at(resumed, Validate)
     whole = at(list(simulate(schedule)), Validate)
-    assert together == whole
+    assert both == whole
 
 
 @given(schedules, st.integers(1, 60))
 def test_a_stop_saves_once_and_ends(schedule: Schedule, stop_at: int) -> None:
-    """After a stop is asked for: a checkpoint of that very batch, then nothing."""
+    """A checkpoint of the current batch follows the request, then nothing."""
     steps = list(simulate(schedule, stop_at=stop_at))
-    asked = next((i for i, s in enumerate(steps) if s.progress.stop_requested), None)
-    if asked is None:  # the run was over before
+    requested = next((i for i, s in enumerate(steps) if s.progress.stop_requested), None)
+    if requested is None:  # the run was over before
         return
-    after = [type(s.workload) for s in steps[asked + 1 :]]
+    after = [type(s.workload) for s in steps[requested + 1 :]]
     assert after == [Checkpoint, Finish]
     assert steps[-1].progress.checkpointed_at == steps[-1].progress.batches_trained
 
 
 def test_a_stop_before_the_first_batch_saves_nothing() -> None:
-    """There is no state worth a checkpoint yet."""
+    """There is no trained state to save."""
     progress = Progress(stop_requested=True)
     assert next_workload(progress, in_7_11_13(Batch(20), step_zero=True)) == Finish()
 
 
 def test_a_stop_right_after_a_checkpoint_does_not_save_twice() -> None:
-    """The checkpoint of this very state exists already."""
+    """The checkpoint of this state exists."""
     progress = Progress(batches_trained=11, checkpointed_at=11, stop_requested=True)
     assert next_workload(progress, in_7_11_13(Batch(20))) == Finish()
 
 
-def test_where_all_is_due_the_order_is_train_validate_checkpoint() -> None:
-    """A checkpoint carries the validation of its own state."""
+def test_the_order_is_train_validate_checkpoint() -> None:
+    """So a checkpoint contains the validation of its state."""
     schedule = replace(in_7_11_13(Batch(77)), reporting_period=Batch(77))
     steps = [s.workload for s in simulate(schedule) if s.progress.batches_trained == 77]
     assert steps == [Train(77), Validate(), Checkpoint(), Finish()]
 
 
-def test_step_zero_validation_comes_first_and_once() -> None:
-    """Asked for, it precedes training, and does not lead to a checkpoint of nothing."""
+def test_step_zero_validation_comes_first() -> None:
+    """Once, and without a checkpoint."""
     steps = list(simulate(in_7_11_13(Batch(7), "all", step_zero=True)))
     assert [s.workload for s in steps[:2]] == [Validate(), Train(7)]
     assert at(steps, Validate) == [0, 7]
@@ -215,10 +215,10 @@ def test_step_zero_validation_comes_first_and_once() -> None:
         ("best", False, [1, 3, 5]),
     ],
 )
-def test_the_policy_says_which_validations_are_saved(
+def test_the_checkpoint_policy(
     policy: CheckpointPolicy, smaller_is_better: bool, saved: list[int]
 ) -> None:
-    """Besides the end: all, none, or those that beat every one before (a tie does not)."""
+    """In addition to the end: all, none, or those better than all before (a tie is not)."""
     metrics = {1: 5.0, 2: 4.0, 3: 6.0, 4: 3.0, 5: 3.0}
     schedule = Schedule(
         max_length=Batch(5),
@@ -231,8 +231,8 @@ def test_the_policy_says_which_validations_are_saved(
 
 
 @pytest.mark.parametrize("bad", [float("nan"), None])
-def test_a_metric_that_is_no_number_is_never_best(bad: float | None) -> None:
-    """Neither first nor later, and it does not spoil the best so far."""
+def test_a_metric_that_is_not_a_number_is_never_best(bad: float | None) -> None:
+    """NaN and None do not replace the best metric."""
     progress = Progress(batches_trained=1).after_validation(bad, smaller_is_better=True)
     assert (progress.improved, progress.best_metric) == (False, None)
     good = progress.after_validation(2.0, smaller_is_better=True)
@@ -241,37 +241,37 @@ def test_a_metric_that_is_no_number_is_never_best(bad: float | None) -> None:
     assert (again.improved, again.best_metric) == (False, 2.0)
 
 
-def test_a_run_that_is_already_longer_than_its_length_only_concludes() -> None:
-    """A maximum length lowered before a resume trains nothing more."""
+def test_a_run_past_its_maximum_length_only_validates_and_saves() -> None:
+    """The maximum length may be lowered before a resume."""
     progress = Progress(batches_trained=30)
     steps = [s.workload for s in simulate(in_7_11_13(Batch(20)), progress)]
     assert steps == [Validate(), Checkpoint(), Finish()]
 
 
 def test_periods_in_epochs_are_refused_without_a_loader_length() -> None:
-    """The message names the period and what to do."""
+    """The message has the period and what to do."""
     schedule = Schedule(Batch(10), Batch(5), validation_period=Epoch(1))
     with pytest.raises(ConfigError, match=r"Epoch\(1\).*give the period in batches"):
         next_workload(Progress(), schedule, None)
 
 
-def test_looking_ahead_stays_within_what_is_due_anyway() -> None:
-    """A container that is exhausted is not searched to the end of a very long run."""
+def test_a_container_is_searched_only_to_the_next_stop() -> None:
+    """Not to the end of a very long run."""
 
     class Counting(frozenset[int]):
-        asked = 0
+        lookups = 0
 
         def __contains__(self, item: object) -> bool:
-            Counting.asked += 1
+            Counting.lookups += 1
             return super().__contains__(item)
 
     schedule = Schedule(Batch(10**9), Batch(100), validation_period=Batch(Counting({5})))
     assert next_workload(Progress(batches_trained=300), schedule) == Train(400)
-    assert Counting.asked <= 101
+    assert Counting.lookups <= 101
 
 
 def test_only_a_periodic_checkpoint_may_be_skipped() -> None:
-    """The best and the last state are saved, whatever is under way; a period has a next time."""
+    """The best and the last checkpoints are always saved."""
     schedule = Schedule(Batch(12), Batch(4), validation_period=Batch(8), checkpoint_period=Batch(4))
     optional = {
         step.progress.batches_trained: step.workload.is_optional
@@ -282,7 +282,7 @@ def test_only_a_periodic_checkpoint_may_be_skipped() -> None:
 
 
 def test_a_skipped_checkpoint_is_skipped_once() -> None:
-    """Training goes on; what is due there later, because training ends there, is saved."""
+    """Training continues; if the run then stops at this batch, it saves."""
     schedule = Schedule(Batch(12), Batch(4), checkpoint_period=Batch(4), checkpoint_policy="none")
     skipped = Progress(4).skipping_checkpoint()
     assert next_workload(skipped, schedule, EPOCH) == Train(8)
@@ -290,8 +290,8 @@ def test_a_skipped_checkpoint_is_skipped_once() -> None:
     assert next_workload(skipped.after_training(8), schedule, EPOCH) == Checkpoint(is_optional=True)
 
 
-def test_what_was_saved_unvalidated_is_saved_again_once_it_is_the_best() -> None:
-    """A stop in the middle of a validation saves without it; resumed, the best is not lost."""
+def test_a_state_saved_before_its_best_validation_is_saved_again() -> None:
+    """A stop during a validation saves without it; the resumed run validates and saves."""
     schedule = Schedule(Batch(1000), Batch(100), validation_period=Batch(400))
     stopped = Progress().after_training(400).stopping().after_checkpoint()
     validated = stopped.stopping(False).after_validation(0.1, smaller_is_better=True)
@@ -300,8 +300,8 @@ def test_what_was_saved_unvalidated_is_saved_again_once_it_is_the_best() -> None
     assert next_workload(validated.after_checkpoint(), schedule) == Train(until=500)
 
 
-def test_a_run_that_lacks_its_last_validation_has_more_to_do() -> None:
-    """It was stopped early, although it has trained to the end."""
+def test_a_run_without_its_last_validation_has_more_to_do() -> None:
+    """It was stopped after its last batch."""
     schedule = Schedule(Batch(400), Batch(100))
     trained = Progress().after_training(400).stopping().after_checkpoint()
     assert next_workload(trained, schedule) == Finish()

@@ -1,4 +1,4 @@
-"""Asking a run to stop: who asks first counts, and the grace ends."""
+"""Stop requests: the first one counts, and the grace period ends."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from trial_core.run.stop_request import Stopping
+from trial_core.run.stop_request import StopHandler
 
-WAIT = 20.0
+WAIT_SECONDS = 20.0
 
 
-class Heard:
-    """A listener that tells, in order, what it was told."""
+class Subscriber:
+    """Records its notifications in order."""
 
     def __init__(self) -> None:
-        self._told: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def stop(self) -> None:
-        self._told.put("stop")
+        self._events.put("stop")
 
-    def end(self) -> None:
-        self._told.put("end")
+    def expired(self) -> None:
+        self._events.put("expired")
 
     def next(self) -> str:
-        return self._told.get(timeout=WAIT)
+        return self._events.get(timeout=WAIT_SECONDS)
 
     @property
-    def is_quiet(self) -> bool:
-        return self._told.empty()
+    def is_empty(self) -> bool:
+        return self._events.empty()
 
 
 @pytest.fixture
-def started() -> Iterator[Callable[[float], Stopping]]:
-    running: list[Stopping] = []
+def started() -> Iterator[Callable[[float], StopHandler]]:
+    running: list[StopHandler] = []
 
-    def start(grace_seconds: float) -> Stopping:
-        running.append(Stopping(grace_seconds).__enter__())
+    def start(grace_seconds: float) -> StopHandler:
+        running.append(StopHandler(grace_seconds).__enter__())
         return running[-1]
 
     yield start
@@ -45,65 +45,67 @@ def started() -> Iterator[Callable[[float], Stopping]]:
         each.__exit__(None, None, None)
 
 
-def test_nobody_has_asked(started: Callable[[float], Stopping]) -> None:
-    """A run that nobody has asked has all the time there is."""
+def test_without_a_request_there_is_no_deadline(started: Callable[[float], StopHandler]) -> None:
+    """`wait` returns False."""
     stopping = started(10)
-    assert (stopping.asked, stopping.has_expired, stopping.seconds_left) == (None, False, None)
+    assert (stopping.request, stopping.has_expired, stopping.seconds_left) == (None, False, None)
     assert not stopping.wait(0)
 
 
-def test_the_first_request_counts(started: Callable[[float], Stopping]) -> None:
-    """Who asks later changes neither the reason nor the deadline."""
-    stopping, heard = started(60), Heard()
-    with stopping.listening(heard.stop, heard.end):
+def test_the_first_request_counts(started: Callable[[float], StopHandler]) -> None:
+    """Later requests change neither the reason nor the deadline; each event is reported once."""
+    stopping, subscriber = started(60), Subscriber()
+    with stopping.subscribed(subscriber.stop, subscriber.expired):
         stopping.ask("cancelled", "in Prefect")
         stopping.ask("time budget")
-        assert heard.next() == "stop"
-        stopping.at_once()
-        assert heard.next() == "end"
-        stopping.at_once()
-    assert str(stopping.asked) == "cancelled (in Prefect)"
+        assert subscriber.next() == "stop"
+        stopping.kill_now()
+        assert subscriber.next() == "expired"
+        stopping.kill_now()
+    assert str(stopping.request) == "cancelled (in Prefect)"
     assert stopping.wait(0)
-    assert heard.is_quiet
+    assert subscriber.is_empty
 
 
-def test_the_grace_ends(started: Callable[[float], Stopping]) -> None:
-    """When the grace is over, the ranks are to be ended as they are."""
-    stopping, heard = started(0.05), Heard()
-    with stopping.listening(heard.stop, heard.end):
+def test_the_grace_period_ends(started: Callable[[float], StopHandler]) -> None:
+    """Then the subscriber is told to kill the ranks."""
+    stopping, subscriber = started(0.05), Subscriber()
+    with stopping.subscribed(subscriber.stop, subscriber.expired):
         stopping.ask("preempted", "SIGTERM")
-        assert [heard.next(), heard.next()] == ["stop", "end"]
+        assert [subscriber.next(), subscriber.next()] == ["stop", "expired"]
     assert stopping.has_expired
     assert stopping.seconds_left == 0
 
 
-def test_the_grace_is_still_running(started: Callable[[float], Stopping]) -> None:
-    """Until then what is left of it is known."""
+def test_an_urgent_request_has_a_deadline(started: Callable[[float], StopHandler]) -> None:
+    """`seconds_left` is at most the grace period."""
     stopping = started(60)
     stopping.ask("preempted")
-    assert stopping.wait(WAIT)
+    assert stopping.wait(WAIT_SECONDS)
     assert stopping.seconds_left is not None
     assert 0 < stopping.seconds_left <= 60
 
 
-def test_who_comes_later_hears_of_it(started: Callable[[float], Stopping]) -> None:
-    """A listener that begins after the request, or after the end, is told at once."""
-    stopping, first, second = started(60), Heard(), Heard()
+def test_a_late_subscriber_is_notified(started: Callable[[float], StopHandler]) -> None:
+    """Of a request, and of the end of the grace period."""
+    stopping, first, second = started(60), Subscriber(), Subscriber()
     stopping.ask("suspended")
-    assert stopping.wait(WAIT)
-    with stopping.listening(first.stop, first.end):
+    assert stopping.wait(WAIT_SECONDS)
+    with stopping.subscribed(first.stop, first.expired):
         assert first.next() == "stop"
-        stopping.at_once()
-        assert first.next() == "end"
-    with stopping.listening(second.stop, second.end):
-        assert [second.next(), second.next()] == ["stop", "end"]
+        stopping.kill_now()
+        assert first.next() == "expired"
+    with stopping.subscribed(second.stop, second.expired):
+        assert [second.next(), second.next()] == ["stop", "expired"]
 
 
-def test_who_has_left_hears_nothing(started: Callable[[float], Stopping]) -> None:
-    """A listener is not called after its block."""
-    stopping, heard = started(60), Heard()
-    with stopping.listening(heard.stop, heard.end):
+def test_a_subscriber_is_not_notified_after_its_block(
+    started: Callable[[float], StopHandler],
+) -> None:
+    """A later request does not reach it."""
+    stopping, subscriber = started(60), Subscriber()
+    with stopping.subscribed(subscriber.stop, subscriber.expired):
         pass
     stopping.ask("cancelled")
-    assert stopping.wait(WAIT)
-    assert heard.is_quiet
+    assert stopping.wait(WAIT_SECONDS)
+    assert subscriber.is_empty

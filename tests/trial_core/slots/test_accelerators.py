@@ -1,4 +1,4 @@
-"""Counting accelerators, and how many ranks that makes."""
+"""The number of accelerators, and of ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trial_core.errors import LaunchError
-from trial_core.slots.accelerators import CPU_SLOTS, count_accelerators, slots_to_launch
+from trial_core.slots.accelerators import CPU_SLOTS, count_accelerators, resolve_slot_count
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_gpus_are_counted() -> None:
-    """The driver's own tool is asked; DS_ACCELERATOR=cpu hides what it reports."""
+    """nvidia-smi counts them; with DS_ACCELERATOR=cpu there are none."""
     assert count_accelerators({}) == 2
     assert count_accelerators({"DS_ACCELERATOR": "cpu"}) == 0
 
@@ -43,33 +43,33 @@ def test_gpus_are_counted() -> None:
         ("", 0),
     ],
 )
-def test_visible_devices_narrow(devices: str, count: int) -> None:
-    """As CUDA reads them: up to the first that does not exist, and never more than there are."""
+def test_visible_devices_limit_the_count(devices: str, count: int) -> None:
+    """As in CUDA: only devices before the first that does not exist, and no more than exist."""
     assert count_accelerators({"CUDA_VISIBLE_DEVICES": devices}) == count
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_auto_is_every_gpu() -> None:
-    """ "auto" takes every accelerator."""
-    assert slots_to_launch("auto", {}) == 2
+def test_auto_is_one_rank_per_gpu() -> None:
+    """There are as many ranks as GPUs."""
+    assert resolve_slot_count("auto", {}) == 2
 
 
 def test_auto_without_gpus_is_two_cpu_ranks() -> None:
-    """ "auto" still shows data parallelism on a machine without accelerators."""
-    assert slots_to_launch("auto", {"DS_ACCELERATOR": "cpu"}) == CPU_SLOTS
+    """So that a machine without accelerators uses data parallelism, too."""
+    assert resolve_slot_count("auto", {"DS_ACCELERATOR": "cpu"}) == CPU_SLOTS
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_more_slots_than_gpus_is_refused() -> None:
-    """The message says how many there are, and both ways out."""
-    with pytest.raises(LaunchError) as refusal:
-        slots_to_launch(3, {})
-    assert str(refusal.value) == (
+    """The message has the number of GPUs, and both solutions."""
+    with pytest.raises(LaunchError) as error:
+        resolve_slot_count(3, {})
+    assert str(error.value) == (
         "resources.slots_per_trial is 3, but this machine has 2 accelerators; ask for at most 2 "
         '(or "auto"), or set DS_ACCELERATOR=cpu to train on CPU ranks'
     )
 
 
-def test_cpu_ranks_may_be_any_number() -> None:
-    """Without accelerators a slot is a CPU process, and their number is the user's business."""
-    assert slots_to_launch(4, {"DS_ACCELERATOR": "cpu"}) == 4
+def test_any_number_of_cpu_ranks_is_allowed() -> None:
+    """Without accelerators, a slot is a CPU process."""
+    assert resolve_slot_count(4, {"DS_ACCELERATOR": "cpu"}) == 4

@@ -1,4 +1,4 @@
-"""Accelerators that a run has for itself: locks, and the folder that they are in."""
+"""Reserving accelerators for one run."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 
 from trial_core.errors import LaunchError
-from trial_core.slots.device_locks import LOCKS, devices_of_its_own
+from trial_core.slots.device_locks import LOCKS_VARIABLE, reserve_devices
 
-TAKE = """
+RESERVE_ONE = """
 import os, sys
-from trial_core.slots.device_locks import devices_of_its_own
-with devices_of_its_own(1, os.environ, lambda: None) as mine:
-    print(mine["CUDA_VISIBLE_DEVICES"], flush=True)
+from trial_core.slots.device_locks import reserve_devices
+with reserve_devices(1, os.environ, lambda: None) as variables:
+    print(variables["CUDA_VISIBLE_DEVICES"], flush=True)
     sys.stdin.read()
 """
 
 
 @pytest.fixture(autouse=True)
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One with two GPUs, as its driver's tool has it."""
+def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose NVIDIA driver reports two GPUs."""
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
     tool.write_text("#!/bin/sh\necho GPU 0: Some; echo GPU 1: Some\n")
@@ -32,36 +32,54 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_runs_whose_temporary_folders_differ_share_locks(
+def test_runs_with_different_temporary_folders_share_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in containers, each with a /tmp of its own: what TRIALFLOW_LOCKS names is common."""
-    monkeypatch.setenv(LOCKS, str(tmp_path / "common"))
-    taken = []
+    """Two containers with one TRIALFLOW_LOCKS folder reserve different devices."""
+    monkeypatch.setenv(LOCKS_VARIABLE, str(tmp_path / "common"))
+    reserved = []
     runs = []
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         monkeypatch.setenv("TMPDIR", str(tmp_path / name))
         run = subprocess.Popen(
-            [sys.executable, "-c", TAKE],
+            [sys.executable, "-c", RESERVE_ONE],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         runs.append(run)
         assert run.stdout is not None
-        taken.append(run.stdout.readline().strip())
+        reserved.append(run.stdout.readline().strip())
     for run in runs:
         run.communicate()
-    assert taken == ["0", "1"]
+    assert reserved == ["0", "1"]
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "common").iterdir()}
+    assert modes == {0o666}, "other users of the machine cannot lock these files"
 
 
-def test_a_folder_that_cannot_be_used_is_named(
+def test_reserved_devices_are_free_after_the_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what to set instead; training on a GPU that may be another's would be worse."""
+    """A run that needs all devices waits until another run's block has ended."""
+    monkeypatch.setenv(LOCKS_VARIABLE, str(tmp_path / "locks"))
+    monkeypatch.setattr("trial_core.slots.device_locks.POLL_SECONDS", 0.01)
+    first = reserve_devices(1, {"PATH": "/"}, lambda: None)
+    first.__enter__()
+
+    def end_first() -> None:
+        first.__exit__(None, None, None)
+
+    with reserve_devices(2, {"PATH": "/"}, when_waiting=end_first) as variables:
+        assert variables == {"CUDA_VISIBLE_DEVICES": "0,1"}
+
+
+def test_an_unusable_folder_of_locks_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training without a lock could use another run's GPU; the error says what to set."""
     (tmp_path / "file").touch()
-    monkeypatch.setenv(LOCKS, str(tmp_path / "file" / "locks"))
+    monkeypatch.setenv(LOCKS_VARIABLE, str(tmp_path / "file" / "locks"))
     with (
-        pytest.raises(LaunchError, match=rf"device 0 .*file/locks.*set {LOCKS} to a folder"),
-        devices_of_its_own(1, {"PATH": "/"}, lambda: None),
+        pytest.raises(LaunchError, match=rf"device 0 .*file/locks.*set {LOCKS_VARIABLE} to a"),
+        reserve_devices(1, {"PATH": "/"}, lambda: None),
     ):
         pass

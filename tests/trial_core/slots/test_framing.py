@@ -1,4 +1,4 @@
-"""Frames and the handshake's proofs."""
+"""Frames, and the proofs of the handshake."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from trial_core.slots.framing import (
 )
 
 
-def test_a_frame_announces_its_payload() -> None:
-    """The header of a frame says how long its payload is."""
+def test_a_frame_begins_with_its_length() -> None:
+    """The header has the payload's length."""
     framed = frame(b"hello")
     assert frame_length(framed[: HEADER.size]) == 5
     assert framed[HEADER.size :] == b"hello"
 
 
 def test_an_oversized_frame_is_refused_before_it_is_read() -> None:
-    """A header that announces too much is refused, so nobody can make us allocate it."""
+    """So a peer cannot make this process allocate too much memory."""
     with pytest.raises(ProtocolError, match="over the limit"):
         frame_length(HEADER.pack(MAX_FRAME_BYTES + 1))
 
 
-def test_only_the_secret_proves() -> None:
-    """A proof made with another secret, or for the other role, is refused."""
+def test_a_wrong_proof_is_refused() -> None:
+    """Made with another secret, or for the other role."""
     nonce = new_nonce()
     check_proof(b"secret", "rank", nonce, proof(b"secret", "rank", nonce))
     for wrong in (proof(b"guess", "rank", nonce), proof(b"secret", "driver", nonce)):

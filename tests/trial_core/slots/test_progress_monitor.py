@@ -1,4 +1,4 @@
-"""What counts as a sign that ranks get on, and for which of a group's requests."""
+"""What counts as progress for which request."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from trial_core.slots.launcher import RankProcess
 from trial_core.slots.progress_monitor import ProgressMonitor
 
 
-class Ranks:
-    """A rank that writes what a test says, and a clock that the test turns."""
+class FakeRank:
+    """A rank whose written bytes, and a clock whose time, the test sets."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 1000.0
@@ -30,7 +30,7 @@ class Ranks:
         monkeypatch.setattr(
             progress_monitor, "time", SimpleNamespace(monotonic=lambda: self.seconds)
         )
-        self.signs = ProgressMonitor([self])
+        self.monitor = ProgressMonitor([self])
 
     def written_bytes(self) -> int:
         return self.bytes
@@ -38,35 +38,34 @@ class Ranks:
     def silence(self, after_seconds: float, writing: int, request: AnyRequest) -> float:
         self.seconds += after_seconds
         self.bytes += writing
-        return self.signs.silence_seconds(request)
+        return self.monitor.seconds_without_progress(request)
 
 
 @pytest.mark.parametrize("request_", [TrainBatches(until=5), RunValidation()])
-def test_where_batches_are_due_nothing_else_counts(
+def test_writes_do_not_count_while_batches_are_due(
     monkeypatch: pytest.MonkeyPatch, request_: AnyRequest
 ) -> None:
-    """Ranks that hang may go on to complain about it in their logs."""
-    ranks = Ranks(monkeypatch)
-    assert ranks.silence(7, 100, request_) == 7
-    assert ranks.silence(4, 100, request_) == 11
-    ranks.signs.note()
-    assert ranks.silence(3, 0, request_) == 3
+    """Hung ranks may still log warnings."""
+    rank = FakeRank(monkeypatch)
+    assert rank.silence(7, 100, request_) == 7
+    assert rank.silence(4, 100, request_) == 11
+    rank.monitor.note_progress()
+    assert rank.silence(3, 0, request_) == 3
 
 
-def test_where_none_are_due_whoever_writes_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A build that downloads may take hours; one that is silent may not. It is looked at often
-    enough to tell the two apart."""
-    ranks = Ranks(monkeypatch)
-    assert ranks.silence(7, 100, Ping()) == 0
-    assert ranks.silence(4, 0, Ping()) == 4
-    assert ranks.signs.look_again_seconds(Ping(), 20) == 2
-    assert ranks.signs.look_again_seconds(Ping(), 4.5) == pytest.approx(0.45)
-    assert ranks.silence(3, 0, Ping()) == 7
-    assert ranks.silence(3, 1, Ping()) == 0
+def test_without_batches_writes_count_as_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are checked several times per stall timeout."""
+    rank = FakeRank(monkeypatch)
+    assert rank.silence(7, 100, Ping()) == 0
+    assert rank.silence(4, 0, Ping()) == 4
+    assert rank.monitor.next_check_seconds(Ping(), 20) == 2
+    assert rank.monitor.next_check_seconds(Ping(), 4.5) == pytest.approx(0.45)
+    assert rank.silence(3, 0, Ping()) == 7
+    assert rank.silence(3, 1, Ping()) == 0
 
 
-def test_what_a_rank_writes_is_seen(tmp_path: Path) -> None:
-    """Bytes of a file as well as those of its log."""
+def test_written_bytes_count_logs_and_files(tmp_path: Path) -> None:
+    """A write to the log or to any file on a disk increases them."""
     log, file = tmp_path / "log", tmp_path / "file"
     log.touch()
     write = f"import sys; sys.stdin.read(1); open({str(file)!r}, 'wb').write(bytes(2**20)); "
@@ -88,12 +87,12 @@ def test_what_a_rank_writes_is_seen(tmp_path: Path) -> None:
         rank.kill()
         rank.wait(20)
     if not _is_on_a_disk(tmp_path):
-        pytest.skip(f"{tmp_path} is no disk: Linux does not count what is written there")
+        pytest.skip(f"Linux does not count writes to {tmp_path}, which is not on a disk")
     assert seen >= 2**20
 
 
 def _is_on_a_disk(folder: Path) -> bool:
-    """Whether Linux counts what this process writes there."""
+    """Whether Linux counts this process's writes there."""
     io = Path(f"/proc/{os.getpid()}/io")
     before = io.read_text().split("\nwrite_bytes")[1]
     (folder / "own").write_bytes(bytes(2**20))
@@ -101,14 +100,14 @@ def _is_on_a_disk(folder: Path) -> bool:
 
 
 @pytest.mark.slots
-def test_a_rank_that_hangs_is_found_once_it_writes_no_more(tmp_path: Path) -> None:
-    """It logs lines for longer than it may be silent, and then nothing."""
+def test_a_hung_rank_is_detected_after_its_last_write(tmp_path: Path) -> None:
+    """It logs for longer than the stall timeout, and then writes nothing."""
     written: list[float] = []
 
     def write(log: Path) -> None:
         with log.open("a") as file:
             for _ in range(30):
-                file.write("still at it\n")
+                file.write("still running\n")
                 file.flush()
                 written.append(time.monotonic())
                 time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Ranks agree on their last step, whatever they are doing when they are asked to hold."""
+"""All ranks end after the same step, wherever they are when a stop is requested."""
 
 from __future__ import annotations
 
@@ -9,131 +9,134 @@ from concurrent.futures import TimeoutError as FutureTimeout
 
 import pytest
 
-from trial_core.slots.stop_barrier import Brake, Braking, Position
+from trial_core.slots.stop_barrier import Position, StopBarrier, StopCoordinator
 
-PATIENCE = 20.0
+WAIT_SECONDS = 20.0
 
 
 class Ranks:
-    """Brakes, each with a thread that hears whoever brakes, as in a rank's worker."""
+    """Stop barriers, each with a thread that receives the driver's messages, as in a worker."""
 
     def __init__(self, count: int) -> None:
-        self.brakes = [Brake() for _ in range(count)]
-        self.braking = Braking(count, self._hold, self._proceed)
-        self._ears = [ThreadPoolExecutor(1) for _ in range(count)]
+        self.stop_barriers = [StopBarrier() for _ in range(count)]
+        self.coordinator = StopCoordinator(count, self._pause, self._resume_until)
+        self._receivers = [ThreadPoolExecutor(1) for _ in range(count)]
         self._driver = ThreadPoolExecutor(1)
 
-    def _hold(self) -> None:
-        for rank, ear in enumerate(self._ears):
-            ear.submit(self._hear_hold, rank)
+    def _pause(self) -> None:
+        for rank, receiver in enumerate(self._receivers):
+            receiver.submit(self._receive_pause, rank)
 
-    def _hear_hold(self, rank: int) -> None:
-        self._driver.submit(self.braking.rank_held, rank, self.brakes[rank].hold())
+    def _receive_pause(self, rank: int) -> None:
+        at = self.stop_barriers[rank].pause()
+        self._driver.submit(self.coordinator.rank_paused, rank, at)
 
-    def _proceed(self, end: Position) -> None:
-        for brake, ear in zip(self.brakes, self._ears, strict=True):
-            ear.submit(brake.proceed, end)
+    def _resume_until(self, end: Position) -> None:
+        for stop_barrier, receiver in zip(self.stop_barriers, self._receivers, strict=True):
+            receiver.submit(stop_barrier.resume_until, end)
 
     def close(self) -> None:
         """End the threads."""
-        for ear in (*self._ears, self._driver):
-            ear.shutdown()
+        for executor in (*self._receivers, self._driver):
+            executor.shutdown()
 
 
-@pytest.mark.parametrize("seed", range(40))
+def two_barriers_after_one_step() -> tuple[StopBarrier, StopBarrier]:
+    barriers = StopBarrier(), StopBarrier()
+    for barrier in barriers:
+        barrier.begin_workload()
+        assert barrier.may_begin_step()
+    return barriers
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(10, 40))]
+)
 def test_all_ranks_end_after_the_same_step(seed: int) -> None:
-    """Held at any moment of steps that need all ranks, none is left alone in one."""
+    """A stop at any moment leaves no rank alone in a step that needs all ranks."""
     drawn = random.Random(seed)
-    ranks, steps, hold_in_step = Ranks(3), drawn.randrange(1, 20), drawn.randrange(40)
-    together, ask = threading.Barrier(3), threading.Event()
+    ranks, steps, stop_in_step = Ranks(3), drawn.randrange(1, 20), drawn.randrange(40)
+    collective, stop = threading.Barrier(3), threading.Event()
 
     def work(rank: int, jitter: random.Random) -> list[int]:
         done = []
         for _ in range(2):
-            ranks.brakes[rank].begin_workload()
+            ranks.stop_barriers[rank].begin_workload()
             done.append(0)
-            while done[-1] < steps and ranks.brakes[rank].lets_begin():
-                if rank == 0 and sum(done) == hold_in_step:
-                    ask.set()
+            while done[-1] < steps and ranks.stop_barriers[rank].may_begin_step():
+                if rank == 0 and sum(done) == stop_in_step:
+                    stop.set()
                 for _ in range(jitter.randrange(200)):
                     pass
-                together.wait(PATIENCE)  # a collective: raises if a rank is missing
+                collective.wait(WAIT_SECONDS)  # raises if a rank is missing
                 done[-1] += 1
         return done
 
     def driver() -> None:
-        ask.wait(PATIENCE)
-        ranks.braking.start()
+        stop.wait(WAIT_SECONDS)
+        ranks.coordinator.start()
 
     with ThreadPoolExecutor(4) as pool:
-        asking = pool.submit(driver)
+        stopping = pool.submit(driver)
         working = [pool.submit(work, rank, random.Random(drawn.random())) for rank in range(3)]
-        ended = [each.result(PATIENCE) for each in working]
-        ask.set()
-        asking.result(PATIENCE)
+        ended = [each.result(WAIT_SECONDS) for each in working]
+        stop.set()
+        stopping.result(WAIT_SECONDS)
     ranks.close()
     assert ended[0] == ended[1] == ended[2]
-    if hold_in_step < 2 * steps:
-        assert hold_in_step < sum(ended[0])
+    if stop_in_step < 2 * steps:
+        assert stop_in_step < sum(ended[0])
 
 
-def test_a_rank_that_would_stop_holds_at_once() -> None:
-    """It begins no step until all have agreed, nor counts it as begun; and what was agreed on
-    stays so."""
-    asking = Brake()
-    asking.begin_workload()
-    assert asking.lets_begin()
-    asking.hold_here()
+def test_a_rank_that_requests_a_stop_pauses_at_once() -> None:
+    """It begins no step before all have agreed; a later request does not undo the agreement."""
+    barrier = StopBarrier()
+    barrier.begin_workload()
+    assert barrier.may_begin_step()
+    barrier.pause_self()
     with ThreadPoolExecutor(1) as pool:
-        next_step = pool.submit(asking.lets_begin)
+        next_step = pool.submit(barrier.may_begin_step)
         with pytest.raises(FutureTimeout):
             next_step.result(0.1)
-        end = asking.hold()
+        end = barrier.pause()
         assert end == Position(workload=1, steps=1)
-        asking.proceed(end)
-        assert next_step.result(PATIENCE) is False
-    asking.hold_here()
-    assert not asking.lets_begin()  # nor does it wait: nobody is told a second time
+        barrier.resume_until(end)
+        assert next_step.result(WAIT_SECONDS) is False
+    barrier.pause_self()
+    assert not barrier.may_begin_step()
 
 
-def test_once_held_nothing_more_begins() -> None:
-    """A workload that comes after the stop ends with nothing begun, until all is forgotten."""
-    brake = Brake()
-    brake.begin_workload()
-    assert brake.lets_begin()
-    brake.proceed(brake.hold())
-    brake.begin_workload()
-    assert not brake.lets_begin()
-    assert not brake.lets_end()
-    brake.release()
-    assert brake.lets_begin()
+def test_after_a_stop_no_step_begins_until_reset() -> None:
+    """A workload that follows the stop ends before its first step."""
+    barrier = StopBarrier()
+    barrier.begin_workload()
+    assert barrier.may_begin_step()
+    barrier.resume_until(barrier.pause())
+    barrier.begin_workload()
+    assert not barrier.may_begin_step()
+    assert not barrier.may_finish_workload()
+    barrier.reset()
+    assert barrier.may_begin_step()
 
 
-def test_whoever_is_past_recall_takes_all_along() -> None:
-    """A rank that can only go on to its end is waited for by nobody who has ended."""
-    ended, behind = Brake(), Brake()
-    for brake in (ended, behind):
-        brake.begin_workload()
-        assert brake.lets_begin()
-    assert ended.lets_end()
-    end = max(ended.hold(), behind.hold())
-    behind.proceed(end)
-    assert behind.lets_begin()
-    assert behind.lets_end()
+def test_a_rank_that_must_finish_its_workload_makes_all_finish() -> None:
+    """If one rank can no longer end early, the others continue to the end as well."""
+    finishing, behind = two_barriers_after_one_step()
+    assert finishing.may_finish_workload()
+    behind.resume_until(max(finishing.pause(), behind.pause()))
+    assert behind.may_begin_step()
+    assert behind.may_finish_workload()
 
 
-def test_a_rank_that_has_not_begun_catches_up() -> None:
-    """Ranks may be told while one has begun the next workload and another has not."""
-    ahead, behind = Brake(), Brake()
-    for brake in (ahead, behind):
-        brake.begin_workload()
-        assert brake.lets_begin()
+def test_a_rank_in_an_earlier_workload_catches_up() -> None:
+    """A stop may come when one rank has begun the next workload and another has not."""
+    ahead, behind = two_barriers_after_one_step()
     ahead.begin_workload()
-    assert ahead.lets_begin()
-    end = max(ahead.hold(), behind.hold())
-    for brake in (ahead, behind):
-        brake.proceed(end)
-    assert not ahead.lets_begin()
+    assert ahead.may_begin_step()
+    end = max(ahead.pause(), behind.pause())
+    for barrier in (ahead, behind):
+        barrier.resume_until(end)
+    assert not ahead.may_begin_step()
     behind.begin_workload()
-    assert behind.lets_begin()
-    assert not behind.lets_begin()
+    assert behind.may_begin_step()
+    assert not behind.may_begin_step()

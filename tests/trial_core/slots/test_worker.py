@@ -1,15 +1,16 @@
-"""How a rank tells the driver of an exception."""
+"""How a rank reports an exception to the driver."""
 
 from __future__ import annotations
 
 import pytest
 
 from trial_core.errors import ConfigError, TrialError
-from trial_core.slots.worker import describe
+from trial_core.messages import Answer, encode
+from trial_core.slots.worker import to_rank_error
 
 
 class TrialErrorOfTheUser(Exception):
-    """A class of the user's that bears the name of one of ours."""
+    """A user's class with the name of one of ours."""
 
 
 TrialErrorOfTheUser.__name__ = "TrialError"
@@ -24,7 +25,14 @@ TrialErrorOfTheUser.__name__ = "TrialError"
         (KeyError("x"), "KeyError", False),
     ],
 )
-def test_whose_error_it_is(error: Exception, error_type: str, is_ours: bool) -> None:
-    """Told by its class, not by its name, which anyone may give."""
-    described = describe(error)
-    assert (described.error_type, described.is_ours) == (error_type, is_ours)
+def test_is_ours_depends_on_the_class(error: Exception, error_type: str, is_ours: bool) -> None:
+    """Not on the class's name, which a user may reuse."""
+    rank_error = to_rank_error(error)
+    assert (rank_error.error_type, rank_error.is_ours) == (error_type, is_ours)
+
+
+def test_an_error_message_with_invalid_unicode_can_be_sent() -> None:
+    """A lone surrogate, from an undecodable file name, is replaced."""
+    error = to_rank_error(OSError("no file \udcff"))
+    assert error.message == "no file ?"
+    assert encode(Answer(number=1, error=error))

@@ -14,7 +14,7 @@ from trial_core.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext, Trainer
 from trial_core.distributed import DistributedContext
 from trial_core.errors import ConfigError, TrialError, TrialflowError
 from trial_core.pytorch import Batch, Epoch
-from trial_core.run.run_dirs import run_folder
+from trial_core.run.run_dirs import locked_run_dir
 from trial_core.run.sequencer import Schedule
 from trial_core.trainer.trainer import _schedule
 
@@ -135,13 +135,13 @@ def test_a_trial_that_another_process_trains(
     """The error comes before anything is built, and the folder is free afterwards."""
     monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path))
     with (
-        run_folder("toy-0000beef"),
+        locked_run_dir("toy-0000beef"),
         pytest.raises(TrialflowError, match="toy-0000beef is being trained by process"),
     ):
         trainer().fit(max_length=Batch(1))
     with pytest.raises(TrialError, match="wrap_model_engine"):  # this trial gets no further
         trainer().fit(max_length=Batch(1))
-    with run_folder("toy-0000beef"):
+    with locked_run_dir("toy-0000beef"):
         pass
 
 
