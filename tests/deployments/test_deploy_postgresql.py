@@ -88,7 +88,7 @@ def test_a_team_on_postgresql(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
                     variables=server.environment,
                 )  # fmt: skip
                 assert done.returncode == 0, done.stderr
-                assert done.stdout.splitlines()[: len(ALL)] == [f"{verb}: {thing}" for thing in ALL]
+                assert done.stdout.splitlines()[: len(ALL)] == [f"{verb}: {each}" for each in ALL]
             config = toy_config(tmp_path, 4, hyperparameters={"record": str(tmp_path)})
             deployment = server.query("deployments/name/train/train")
             run = server.query(

@@ -94,7 +94,7 @@ def running_server(home: Path) -> Iterator[PrefectServer]:
     server = PrefectServer(api_url=f"{url}/api", ui_url=url, home=home)
     with _prefect_process(
         ["server", "start", "--host", "127.0.0.1", "--port", url.rpartition(":")[2]],
-        # The UI asks the address it is told here, by default port 4200.
+        # The UI sends its requests to this address; by default to port 4200.
         {**isolated(home), "PREFECT_UI_API_URL": server.api_url},
         home / "server.log",
         ready=lambda: _answers(f"{server.api_url}/health"),
