@@ -86,5 +86,5 @@ def test_a_killed_rank_shows_its_log(capsys: pytest.CaptureFixture[str]) -> None
     """A killed rank has no traceback; the end of its log is printed without control characters."""
     report(rank_failed(signal_name="SIGKILL", log_tail="out of\x1b[31m memory"))
     printed = capsys.readouterr().err
-    assert "was ended by SIGKILL" in printed
+    assert "was killed by SIGKILL" in printed
     assert "out of memory" in printed

@@ -58,7 +58,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("train experiment.yaml --set max_restarts", "--set max_restarts: expected key=value"),
         ("train experiment.yaml --set name.first=x", "--set name.first: name is not a mapping"),
         ("train experiment.yaml --set sercher=1", 'unknown field; did you mean "searcher"'),
-        ("train experiment.yaml --storage s4://b/p", '--storage: unknown kind of storage "s4"'),
+        ("train experiment.yaml --storage s4://b/p", '--storage: unknown storage type "s4"'),
         ("config experiment.yaml --set max_restarts=-1", "max_restarts: expected an integer"),
         ("checkpoints show 0123", "begins with '0123'"),
         ("checkpoints list --config nowhere.yaml", "nowhere.yaml: no such file"),

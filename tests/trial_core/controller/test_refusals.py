@@ -210,7 +210,7 @@ def test_torch_distributed_of_another_number_of_ranks() -> None:
     two = DistributedContext(rank=0, size=2, local_rank=0, local_size=2, cross_rank=0, cross_size=1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(TrialError, match=r"was initialised for 1 ranks, and .* says 2 \(WORLD"):
+        with pytest.raises(TrialError, match=r"was initialised for 1 ranks, but WORLD_SIZE is 2"):
             two.connect()
     finally:
         dist.destroy_process_group()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trial_core.checkpoint.staged_checkpoint import StagedCheckpoint
+from trial_core.transfer.staged_checkpoint import StagedCheckpoint
 
 from tests.support.manifests import new_manifest
 from trial_core.checkpoint.resume_point import ResumePoint

@@ -27,7 +27,7 @@ from trial_core.messages import (
     TrialBuilt,
     Validated,
 )
-from trial_core.retention.claims import claims, running
+from trial_core.retention.claims import claim_run, claims
 from trial_core.run.run_loop import follow_schedule
 from trial_core.run.sequencer import Progress, Schedule
 from trial_core.trainer import background_upload
@@ -195,7 +195,7 @@ def test_a_storage_failure_is_not_damage(store: CheckpointStore) -> None:
 def test_a_checkpoint_is_claimed_before_it_is_fetched(store: CheckpointStore) -> None:
     """So that no prune deletes it meanwhile, or before the fit has saved a newer one."""
     controller, newer, older = FakeController(store), saved(8), saved(4)
-    with running(store, TRIAL) as claim:
+    with claim_run(store, TRIAL) as claim:
         fit = new_fit(controller, claim=claim)
         for manifest in (newer, older):
             fit.fetch(ResumePoint.continuing(manifest))
