@@ -52,7 +52,7 @@ from trial_core.messages import (
     Trained,
     TrialBuilt,
 )
-from trial_core.slots.group import SlotGroup
+from trial_core.slots.slot_group import SlotGroup
 from trial_core.transfer.fetch import fetch_files
 from trial_core.transfer.upload import merge_entries
 

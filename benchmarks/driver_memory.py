@@ -140,7 +140,7 @@ def measure(workloads: int, every: int, folder: Path, counts_objects: bool = Fal
     from trialflow.flows.uploads import Uploads
     from trialflow.tasks.build import build_trial
     from trialflow.tasks.report import Report
-    from trialflow.tasks.run import TrialRun
+    from trialflow.tasks.trial_run import TrialRun
 
     config = experiment(
         "LoopTrial",
@@ -184,7 +184,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     with temporary_homes() as folder:
-        from trialflow.flows.server.embedded import prefect_api
+        from trialflow.flows.server.embedded_server import prefect_api
 
         with prefect_api():
             seen = measure(arguments.workloads, arguments.every, folder, arguments.objects)

@@ -20,7 +20,7 @@ from operator import attrgetter
 from benchmarks.figures import Estimate, conclude
 from benchmarks.ranks import built, case_name, launched, processor_seconds
 from trial_core.messages import RunValidation, TrainBatches, Trained, Validated
-from trial_core.slots.group import SlotGroup
+from trial_core.slots.slot_group import SlotGroup
 
 MODELS = ("tiny", "small")
 TARGET_MODEL, TARGET_RATIO = "small", 1.02

@@ -12,7 +12,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.messages import BuildLoaders, BuildTrial, LoadersBuilt, TrialBuilt
 from trial_core.slots.accelerators import resolve_slot_count
-from trial_core.slots.group import SlotGroup
+from trial_core.slots.slot_group import SlotGroup
 
 ROOT = Path(__file__).parents[1]
 # One core for each rank, so that figures of different machines are comparable.

@@ -25,7 +25,7 @@ from trial_core.run.observer import Observer
 if TYPE_CHECKING:
     from trial_core.config import ExperimentConfig
     from trialflow.tasks.report import Report
-    from trialflow.tasks.run import TrialRun
+    from trialflow.tasks.trial_run import TrialRun
 
 TARGET_RATIO = 1.01
 BATCH_SECONDS = 0.05
@@ -141,7 +141,7 @@ def measure(world_size: int, plan: Plan, folder: Path) -> list[Pair]:
     from trialflow.flows.train import launch_slots
     from trialflow.tasks.build import build_loaders, build_trial
     from trialflow.tasks.report import Report
-    from trialflow.tasks.run import TrialRun
+    from trialflow.tasks.trial_run import TrialRun
 
     name = case_name(world_size)
     trial, run_dir, chatty = f"report-{name}", folder / name, folder / f"{name}-chatty"
@@ -219,7 +219,7 @@ def main() -> None:
     plan = Plan(arguments.pairs, arguments.workloads, arguments.batches, arguments.pause)
     figures: dict[str, float] = {}
     with temporary_homes() as folder:
-        from trialflow.flows.server.embedded import prefect_api
+        from trialflow.flows.server.embedded_server import prefect_api
 
         with prefect_api():
             for world_size in arguments.ranks:

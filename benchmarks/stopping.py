@@ -130,7 +130,7 @@ class Run:
         return [
             process
             for process in psutil.Process().children(recursive=True)
-            if "trial_core.slots.worker" in _command(process)
+            if "trial_core.slots.rank_main" in _command(process)
         ]
 
     def cancel(self) -> float:
@@ -224,7 +224,7 @@ def prefect(folder: Path) -> Iterator[str]:
     from trialflow.deployments.automations import automations
     from trialflow.deployments.desired_state import job_template
     from trialflow.deployments.local_worker import LocalWorker
-    from trialflow.flows.server.local_server import local_server
+    from trialflow.flows.server.up_server import local_server
 
     template = job_template("process")
     with local_server(0, folder / "server.log", TIMEOUT_SECONDS) as server:

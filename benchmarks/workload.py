@@ -87,7 +87,7 @@ def main() -> None:
     arguments = parser.parse_args()
     figures: dict[str, float] = {}
     with temporary_homes() as folder:
-        from trialflow.flows.server.embedded import prefect_api
+        from trialflow.flows.server.embedded_server import prefect_api
 
         with prefect_api():
             for world_size in arguments.ranks:

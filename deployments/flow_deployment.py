@@ -16,7 +16,7 @@ from trial_core.errors import ConfigError
 from trial_core.text_format import plural
 from trialflow.deployments.desired_state import DeploymentTarget, DesiredDeployment, deployments
 from trialflow.deployments.resources import Resource
-from trialflow.deployments.retraining.requests import ENTRYPOINT, FLOW, base_deployment
+from trialflow.deployments.retraining.retraining_requests import ENTRYPOINT, FLOW, base_deployment
 
 WORKING_FOLDER = "prefect.deployments.steps.set_working_directory"
 A_PAGE = 200

@@ -29,9 +29,9 @@ from trial_core.errors import (
 from trial_core.retention.claims import claim_run
 from trial_core.run.observer import current_observer
 from trial_core.run.run_dirs import locked_run_dir, slug, trial_id
-from trial_core.run.stop_request import StopHandler
+from trial_core.run.stop_handler import StopHandler
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
-from trialflow.flows.lifecycle.gpu_slots import gpu_slots
+from trialflow.flows.lifecycle.shared_gpus import gpu_slots
 from trialflow.flows.lifecycle.stop_monitor import StopMonitor
 from trialflow.flows.train import (
     fetch,
@@ -41,7 +41,7 @@ from trialflow.flows.train import (
     takeover_wait_seconds,
 )
 from trialflow.tasks.build import build_loaders, build_trial
-from trialflow.tasks.run import TrialRun
+from trialflow.tasks.trial_run import TrialRun
 from trialflow.tasks.validate import validate
 
 

@@ -32,10 +32,10 @@ from trial_core.models.journal import (
 from trial_core.models.records import Version
 from trial_core.retention.claims import claim_run
 from trial_core.run.searcher_metric import searcher_metric
-from trial_core.run.stop_request import StopHandler
+from trial_core.run.stop_handler import StopHandler
 from trialflow.flows.evaluate import EvaluateResult, evaluate_checkpoint
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
-from trialflow.flows.lifecycle.gpu_slots import gpu_slots
+from trialflow.flows.lifecycle.shared_gpus import gpu_slots
 from trialflow.flows.lifecycle.stop_monitor import StopMonitor
 from trialflow.flows.retraining.model_lock import FLOW, AlreadyRetraining, model_lock
 from trialflow.flows.retraining.outcome import (

@@ -30,29 +30,29 @@ from trial_core.errors import (
     TrialError,
 )
 from trial_core.retention.claims import claim_run
+from trial_core.run.choose_resume_point import resume_points
 from trial_core.run.observer import current_observer
-from trial_core.run.resume import resume_points
 from trial_core.run.run_dirs import clear_kept, clear_leftovers, locked_run_dir, trial_id
 from trial_core.run.run_loop import TrialResult as TrialResult  # part of the flow's interface
 from trial_core.run.run_loop import Validation, follow_schedule
 from trial_core.run.sequencer import Progress, Schedule
-from trial_core.run.stop_request import StopHandler
+from trial_core.run.stop_handler import StopHandler
 from trial_core.slots.accelerators import resolve_slot_count
-from trial_core.slots.group import SlotGroup
+from trial_core.slots.slot_group import SlotGroup
 from trial_core.transfer.staged_checkpoint import StagedCheckpoint
 from trial_core.units import EpochLength, in_batches
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
-from trialflow.flows.lifecycle.gpu_slots import gpu_slots
 from trialflow.flows.lifecycle.restarts import Restarts
+from trialflow.flows.lifecycle.shared_gpus import gpu_slots
 from trialflow.flows.lifecycle.stop_monitor import POLL_SECONDS, StopMonitor
 from trialflow.flows.uploads import Uploads
 from trialflow.tasks.build import build_loaders, build_trial, fetch_checkpoint
 from trialflow.tasks.callbacks import run_callbacks
 from trialflow.tasks.checkpoint import checkpoint_save, checkpoint_upload, sweep_leftovers
 from trialflow.tasks.report import Report
-from trialflow.tasks.run import TrialRun
-from trialflow.tasks.run_files import upload_run_files
 from trialflow.tasks.train_workload import train_workload
+from trialflow.tasks.trial_run import TrialRun
+from trialflow.tasks.upload_run_files import upload_run_files
 from trialflow.tasks.validate import validate
 
 

@@ -10,7 +10,7 @@ from prefect.futures import PrefectFuture
 from trial_core.checkpoint.manifest import Manifest
 from trialflow.tasks.callbacks import run_callbacks
 from trialflow.tasks.prune import Pruning
-from trialflow.tasks.run import TrialRun
+from trialflow.tasks.trial_run import TrialRun
 
 
 class Uploads:

@@ -20,7 +20,7 @@ from trial_core.messages import (
 from trial_core.transfer.fetch import fetch_files
 from trial_core.units import EpochLength
 from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
-from trialflow.tasks.run import TrialRun
+from trialflow.tasks.trial_run import TrialRun
 
 
 @task(name="build-trial", task_run_name="build-trial", cache_policy=NO_CACHE)

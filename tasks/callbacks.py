@@ -8,7 +8,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from trial_core.messages import HookDone, RunHook
-from trialflow.tasks.run import TrialRun
+from trialflow.tasks.trial_run import TrialRun
 
 
 def run_callbacks(run: TrialRun, hook: str, batches_trained: int, **arguments: Any) -> None:

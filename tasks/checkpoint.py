@@ -27,7 +27,7 @@ from trial_core.run.sequencer import Progress
 from trial_core.transfer.staged_checkpoint import StagedCheckpoint
 from trial_core.transfer.upload import prefix_rank, upload_files
 from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
-from trialflow.tasks.run import TrialRun
+from trialflow.tasks.trial_run import TrialRun
 
 
 def sweep_leftovers(run: TrialRun) -> None:

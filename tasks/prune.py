@@ -33,7 +33,7 @@ from trial_core.retention.pruning import (
     prune_trial,
 )
 from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
-from trialflow.tasks.run import TrialRun
+from trialflow.tasks.trial_run import TrialRun
 
 # Options of every task of the flow `prune`.
 _STAGE: dict[str, Any] = {

@@ -43,7 +43,7 @@ from trial_core.models.records import Version
 from trial_core.models.registry import Registry
 from trial_core.retention.policy import own_metric
 from trial_core.run.run_dirs import home_folder, trial_id
-from trial_core.run.stop_request import StopHandler
+from trial_core.run.stop_handler import StopHandler
 from trialflow.tasks.model_events import outcome_event, send
 from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
 

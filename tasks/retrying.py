@@ -7,7 +7,7 @@ from typing import Any
 from prefect.context import TaskRunContext
 
 from trial_core.errors import StorageError
-from trialflow.tasks.run import TrialRun
+from trialflow.tasks.trial_run import TrialRun
 
 STORAGE_RETRIES = 2
 STORAGE_RETRY_SECONDS = 5

@@ -8,7 +8,7 @@ from prefect.logging import get_run_logger
 
 from trial_core.messages import TrainBatches, Trained
 from trialflow.tasks.result_memory import forget_results
-from trialflow.tasks.run import TrialRun
+from trialflow.tasks.trial_run import TrialRun
 
 
 @task(

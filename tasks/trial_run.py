@@ -15,8 +15,8 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.retention.claims import RunClaim
 from trial_core.run.observer import Observer
-from trial_core.run.stop_request import StopHandler
-from trial_core.slots.group import SlotGroup
+from trial_core.run.stop_handler import StopHandler
+from trial_core.slots.slot_group import SlotGroup
 from trial_core.units import EpochLength
 
 

@@ -10,7 +10,7 @@ from trial_core.errors import StorageError
 from trial_core.messages import FinishRunFiles, RunFilesStored
 from trial_core.transfer.run_files import TENSORBOARD, RunFiles, tensorboard_url
 from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
-from trialflow.tasks.run import TrialRun
+from trialflow.tasks.trial_run import TrialRun
 
 
 @task(

@@ -8,7 +8,7 @@ from prefect.logging import get_run_logger
 
 from trial_core.messages import RunValidation, Validated
 from trial_core.run.searcher_metric import searcher_metric
-from trialflow.tasks.run import TrialRun
+from trialflow.tasks.trial_run import TrialRun
 
 
 @task(name="validate", task_run_name="validate @{batches_trained}", cache_policy=NO_CACHE)

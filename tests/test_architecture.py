@@ -201,7 +201,7 @@ def test_the_driver_half_loads_neither_torch_nor_deepspeed() -> None:
     assert {
         "trialflow.flows.train",
         "trialflow.tasks.checkpoint",
-        "trial_core.slots.worker",
+        "trial_core.slots.rank_main",
     } <= set(driver_half)
     program = (
         "import importlib, sys\n"

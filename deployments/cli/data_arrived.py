@@ -66,7 +66,7 @@ def _check_name(model: str) -> None:
 
 def _automation_problem(client: SyncPrefectClient, model: str) -> str | None:
     """Why no automation reacts to the event; None: one does."""
-    from trialflow.deployments.retraining.requests import automation_name
+    from trialflow.deployments.retraining.retraining_requests import automation_name
 
     found = client.read_automations_by_name(automation_name(model))
     if not found:

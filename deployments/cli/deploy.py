@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from trialflow.deployments.desired_state import PoolType
     from trialflow.deployments.resources import Change, Resource
-    from trialflow.deployments.retraining.requests import RetrainingRequest
+    from trialflow.deployments.retraining.retraining_requests import RetrainingRequest
 
 
 DEFAULT_POOL = "local"
@@ -168,7 +168,7 @@ def wanted_resources(
     from trialflow.deployments.flow_deployment import FlowDeployment
     from trialflow.deployments.resources import FixedAutomation, GpuLimit, Pool
     from trialflow.deployments.retraining.model_resources import all_resources, requested_resources
-    from trialflow.deployments.retraining.requests import base_deployment
+    from trialflow.deployments.retraining.retraining_requests import base_deployment
 
     folder = directory or (Path.cwd() if pool_type == "process" else None)
     where = str(folder.absolute()) if folder else None
@@ -191,7 +191,7 @@ def read_retrainings(files: Sequence[Path]) -> list[RetrainingRequest]:
     Raises:
         ConfigError: a file is invalid, or has no such section.
     """
-    from trialflow.deployments.retraining.requests import retraining_requests
+    from trialflow.deployments.retraining.retraining_requests import retraining_requests
 
     return retraining_requests({path: read_experiment(path, []) for path in files})
 
@@ -220,7 +220,7 @@ def configured_client() -> Iterator[SyncPrefectClient]:
     from prefect.client.orchestration import get_client
     from prefect.settings import get_current_settings
 
-    from trialflow.flows.server.embedded import configured_api_problem
+    from trialflow.flows.server.embedded_server import configured_api_problem
     from trialflow.flows.server.prefect_server import PrefectServerError
 
     if not get_current_settings().api.url:

@@ -165,7 +165,7 @@ def registry(store: CheckpointStore) -> Check:
 
 def prefect_server() -> Check:
     """Check that the configured Prefect server, if any, answers."""
-    from trialflow.flows.server.embedded import configured_api_problem
+    from trialflow.flows.server.embedded_server import configured_api_problem
     from trialflow.flows.server.prefect_settings import prepare_prefect
 
     prepare_prefect()

@@ -13,7 +13,7 @@ from trialflow.deployments.cli.run_display import Display
 from trialflow.deployments.cli.signals import Terminated, stoppable
 
 if TYPE_CHECKING:
-    from trialflow.flows.server.embedded import PrefectApi
+    from trialflow.flows.server.embedded_server import PrefectApi
 
 Result = TypeVar("Result")
 StateHook = Callable[..., None]  # called by Prefect with flow, flow run and state
@@ -64,7 +64,7 @@ class FlowRun(Generic[Result]):
         return 0
 
     def _run_on_server(self, call: Callable[[StateHook], Result]) -> None:
-        from trialflow.flows.server.embedded import prefect_api
+        from trialflow.flows.server.embedded_server import prefect_api
         from trialflow.flows.server.prefect_server import PrefectServerError
 
         self._display.waiting_for("starting Prefect")

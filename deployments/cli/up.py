@@ -26,7 +26,7 @@ from trialflow.deployments.cli.signals import Terminated, stoppable
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
-    from trialflow.deployments.retraining.requests import RetrainingRequest
+    from trialflow.deployments.retraining.retraining_requests import RetrainingRequest
     from trialflow.flows.server.prefect_server import PrefectServerProcess
 
 DEFAULT_PORT = 4200
@@ -114,7 +114,7 @@ def _serve(
     from trialflow.deployments.local_worker import LocalWorker
     from trialflow.deployments.single_instance import single_instance
     from trialflow.flows.server.child_process import log_tail
-    from trialflow.flows.server.local_server import local_server
+    from trialflow.flows.server.up_server import local_server
 
     print("starting Prefect…", flush=True)
     server_log, worker_log = home / "trialflow-server.log", home / "trialflow-worker.log"

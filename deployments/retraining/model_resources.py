@@ -12,7 +12,7 @@ from prefect.events.schemas.automations import AutomationCore
 from trialflow.deployments.desired_state import DeploymentTarget
 from trialflow.deployments.flow_deployment import FlowDeployment, deployment_of
 from trialflow.deployments.resources import AutomationResource, Resource
-from trialflow.deployments.retraining.requests import (
+from trialflow.deployments.retraining.retraining_requests import (
     FLOW,
     RetrainingRequest,
     Schedule,

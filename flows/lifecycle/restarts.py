@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trial_core.errors import RankFailed, Stalled
-from trialflow.tasks.run import TrialRun
+from trialflow.tasks.trial_run import TrialRun
 
 MAX_PAUSE_SECONDS = 60
 

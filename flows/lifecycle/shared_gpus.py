@@ -19,7 +19,7 @@ from trial_core.config import ExperimentConfig
 from trial_core.errors import LaunchError
 from trial_core.slots.accelerators import count_accelerators, resolve_slot_count
 from trial_core.slots.device_locks import reserve_devices
-from trialflow.flows.lifecycle.leases import concurrency_slots
+from trialflow.flows.lifecycle.concurrency_limits import concurrency_slots
 from trialflow.flows.lifecycle.requeue import requeue_if_stopped
 
 GPU_LIMIT = "gpu"

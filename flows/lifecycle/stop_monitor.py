@@ -27,7 +27,7 @@ from prefect.states import Cancelled
 
 from trial_core.errors import Stopped, Superseded
 from trial_core.run.observer import current_observer
-from trial_core.run.stop_request import StopHandler, StopReason
+from trial_core.run.stop_handler import StopHandler, StopReason
 from trialflow.flows.lifecycle.detached_engine import has_lost_supervisor, ignore_broken_output
 from trialflow.flows.lifecycle.requeue import has_queue, requeue
 

@@ -25,7 +25,7 @@ from trialflow.flows.server.child_process import log_tail, start_child, stop_chi
 from trialflow.flows.server.prefect_settings import chosen_settings, environment
 
 HOST = "127.0.0.1"
-SCRIPT = str(Path(__file__).with_name("server_process.py"))
+SCRIPT = str(Path(__file__).with_name("server_script.py"))
 
 
 class PrefectServerError(TrialflowError):

@@ -23,8 +23,8 @@ from tests.support.slots import toy_config
 from trial_core.config import ExperimentConfig
 from trial_core.errors import LaunchError
 from trialflow.deployments.resources import GpuLimit
-from trialflow.flows.lifecycle.gpu_slots import GPU_LIMIT, gpu_slots
-from trialflow.flows.server.embedded import flush
+from trialflow.flows.lifecycle.shared_gpus import GPU_LIMIT, gpu_slots
+from trialflow.flows.server.embedded_server import flush
 
 pytestmark = pytest.mark.server
 

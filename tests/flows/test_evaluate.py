@@ -31,7 +31,7 @@ def trained(here: Path) -> tuple[ExperimentConfig, Any]:
 
 def evaluate(config: ExperimentConfig, checkpoint: str | None = None) -> Any:
     from trialflow.flows.evaluate import evaluate as flow
-    from trialflow.flows.server.embedded import flush
+    from trialflow.flows.server.embedded_server import flush
 
     try:
         return flow(config, checkpoint)

@@ -17,7 +17,7 @@ from trial_core.errors import LaunchError
 from trial_core.run.observer import Observer
 from trialflow.flows.lifecycle.crash_limit import CrashedTooOften
 from trialflow.flows.train import launch_slots
-from trialflow.tasks.run import TrialRun
+from trialflow.tasks.trial_run import TrialRun
 
 
 @pytest.fixture

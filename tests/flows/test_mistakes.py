@@ -14,7 +14,7 @@ from tests.support.prefect import PrefectServer
 from tests.support.slots import lines
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError, LaunchError, TrialError
-from trialflow.flows.server.embedded import flush
+from trialflow.flows.server.embedded_server import flush
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 

@@ -23,7 +23,7 @@ from trial_core.retention.pins import pin
 from trial_core.run.observer import Observer
 from trial_core.run.sequencer import Progress
 from trialflow.tasks.prune import Pruning
-from trialflow.tasks.run import TrialRun
+from trialflow.tasks.trial_run import TrialRun
 
 pytestmark = pytest.mark.server
 
@@ -54,7 +54,7 @@ def commit(config: ExperimentConfig, *batches: int) -> list[Manifest]:
 def prune(config: ExperimentConfig, **parameters: Any) -> tuple[Any, str]:
     """Run the flow; its result and the flow run's id."""
     from trialflow.flows.prune import prune as prune_flow
-    from trialflow.flows.server.embedded import flush
+    from trialflow.flows.server.embedded_server import flush
 
     ids: list[str] = []
     watched = prune_flow.with_options(on_running=[lambda flow, run, state: ids.append(str(run.id))])
@@ -133,7 +133,7 @@ def test_an_experiment_without_rules_is_refused(here: Path) -> None:
 
 def in_a_run(config: ExperimentConfig, act: Any) -> str:
     """Call `act` with a run's `Pruning` inside a flow run; the flow run's id."""
-    from trialflow.flows.server.embedded import flush
+    from trialflow.flows.server.embedded_server import flush
 
     store = CheckpointStore(config.checkpoint_storage.url)
     run = TrialRun(config, TRIAL, Path(), store, Observer())

@@ -20,7 +20,7 @@ from trial_core.errors import SlotsError
 from trial_core.run.observer import Observer
 from trialflow.flows.server.prefect_settings import environment
 from trialflow.flows.uploads import Uploads
-from trialflow.tasks.run import TrialRun
+from trialflow.tasks.trial_run import TrialRun
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def stages(server: PrefectServer, flow_run_id: str | None, last: str = "") -> li
 
 def train(config: Any, trial: str | None = None, retries: int = 0) -> Any:
     """Run the flow, then send its remaining events to the server."""
-    from trialflow.flows.server.embedded import flush
+    from trialflow.flows.server.embedded_server import flush
     from trialflow.flows.train import train as flow
 
     try:
@@ -110,7 +110,9 @@ def resumption(here: Path, broke_at: int, end: int) -> int:
 
 def ranks() -> set[int]:
     """The rank processes that this process has started, warm groups included."""
-    return {pid for pid in descendants(os.getpid()) if "trial_core.slots.worker" in _command(pid)}
+    return {
+        pid for pid in descendants(os.getpid()) if "trial_core.slots.rank_main" in _command(pid)
+    }
 
 
 def _command(pid: int) -> str:

@@ -146,7 +146,7 @@ class Scene:
 
     def ranks(self) -> list[int]:
         """Its rank processes."""
-        return [pid for pid in self.processes() if "trial_core.slots.worker" in command(pid)]
+        return [pid for pid in self.processes() if "trial_core.slots.rank_main" in command(pid)]
 
     def uploaders(self) -> list[int]:
         """The processes that upload for the ranks."""

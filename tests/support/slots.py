@@ -39,7 +39,7 @@ from trial_core.messages import (
     Validated,
 )
 from trial_core.run.sequencer import Checkpoint, Finish, Progress, Train, Validate, next_workload
-from trial_core.slots.group import SlotGroup
+from trial_core.slots.slot_group import SlotGroup
 from trial_core.units import EpochLength
 
 ONE_TWO_FOUR = [

@@ -15,7 +15,7 @@ from trial_core.run.observer import Observer
 from trial_core.run.sequencer import Progress
 from trial_core.transfer.staged_checkpoint import StagedCheckpoint
 from trialflow.tasks.checkpoint import _upload
-from trialflow.tasks.run import TrialRun
+from trialflow.tasks.trial_run import TrialRun
 
 
 class OneRank:

@@ -17,9 +17,9 @@ from trial_core.run.sequencer import Progress
 from trialflow.tasks.build import build_loaders, build_trial, fetch_checkpoint
 from trialflow.tasks.callbacks import callbacks
 from trialflow.tasks.checkpoint import checkpoint_save
-from trialflow.tasks.run import TrialRun
-from trialflow.tasks.run_files import upload_run_files
 from trialflow.tasks.train_workload import train_workload
+from trialflow.tasks.trial_run import TrialRun
+from trialflow.tasks.upload_run_files import upload_run_files
 from trialflow.tasks.validate import validate
 
 CHECKPOINT: Any = SimpleNamespace(

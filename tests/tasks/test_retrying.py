@@ -16,9 +16,9 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import CheckpointError, StorageError
 from trial_core.run.observer import Observer
-from trial_core.run.stop_request import StopHandler
+from trial_core.run.stop_handler import StopHandler
 from trialflow.tasks.retrying import STORAGE_RETRY_SECONDS, storage_failed
-from trialflow.tasks.run import TrialRun
+from trialflow.tasks.trial_run import TrialRun
 
 FAILED = SimpleNamespace(data=StorageError("503 SlowDown"))
 

@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
-from trial_core.config.base import Section
 from trial_core.config.error_text import did_you_mean, format_value, validation_error
 from trial_core.config.lengths import Period
+from trial_core.config.section_base import Section
 from trial_core.config.values import Count, PlainMapping, Text
 from trial_core.retention.policy import RetentionPolicy
 from trial_core.run.run_dirs import home_folder

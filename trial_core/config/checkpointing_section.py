@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from trial_core.config.base import Section
+from trial_core.config.section_base import Section
 from trial_core.config.values import Flag
 from trial_core.run.timeouts import TRANSFER_STALL_SECONDS
 

@@ -13,13 +13,13 @@ from pydantic import AfterValidator, BeforeValidator, Field, Strict, ValidationE
 from typing_extensions import Self
 
 from trial_core.config import determined
-from trial_core.config.base import Section
 from trial_core.config.checkpoint_storage import StorageConfig
 from trial_core.config.checkpointing_section import CheckpointingConfig
 from trial_core.config.error_text import error_lines
 from trial_core.config.lengths import Period
 from trial_core.config.parsing import override, read_mapping
 from trial_core.config.retraining_section import RetrainingConfig
+from trial_core.config.section_base import Section
 from trial_core.config.sections import (
     EnvironmentConfig,
     ReproducibilityConfig,

@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from trial_core.checkpoint.layout import is_name
-from trial_core.config.base import Section
 from trial_core.config.error_text import format_value, validation_error
+from trial_core.config.section_base import Section
 from trial_core.config.values import Flag, Text
 
 Start = Literal["scratch", "warm", "continue"]

@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from trial_core.config import determined
-from trial_core.config.base import Section
 from trial_core.config.error_text import format_value, validation_error
 from trial_core.config.lengths import Length
+from trial_core.config.section_base import Section
 from trial_core.config.values import Flag, Seed, Text
 
 

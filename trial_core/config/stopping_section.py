@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from trial_core.config.base import Section
+from trial_core.config.section_base import Section
 from trial_core.run.timeouts import RANK_STALL_SECONDS
 
 MIN_IDLE_TIMEOUT_SECONDS = 1800.0

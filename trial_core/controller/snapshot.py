@@ -16,13 +16,13 @@ from typing import Any
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.controller.rank_remap import RankRemap, read_remapped_state
 from trial_core.controller.rank_state import (
     rank_state,
     read_rank_state,
     restore_callbacks,
     write_rank_state,
 )
+from trial_core.controller.reshard_rank_state import RankRemap, read_remapped_state
 from trial_core.controller.safe_load import Reader
 from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext

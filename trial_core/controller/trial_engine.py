@@ -10,7 +10,7 @@ from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.controller.safe_load import Reader
 from trial_core.pytorch.callback import PyTorchCallback
-from trial_core.pytorch.reducer import Reducer, ReducerRegistry
+from trial_core.pytorch.custom_reducers import Reducer, ReducerRegistry
 from trial_core.transfer.memory_files import MemoryFiles
 
 

@@ -21,7 +21,7 @@ from trial_core.deepspeed.mpu import (
 )
 from trial_core.distributed import SINGLE_RANK_ENVIRONMENT, DistributedContext, is_launched
 from trial_core.errors import TrialError
-from trial_core.pytorch.reducer import FunctionReducer, MetricReducer, ReducerRegistry
+from trial_core.pytorch.custom_reducers import FunctionReducer, MetricReducer, ReducerRegistry
 from trial_core.pytorch.to_device import to_device
 
 logger = logging.getLogger(__name__)

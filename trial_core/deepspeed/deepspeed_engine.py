@@ -16,7 +16,7 @@ from trial_core.deepspeed.checkpoint_classes import CHECKPOINT_CLASSES
 from trial_core.deepspeed.checkpoint_engine import snapshot_checkpoint_engines
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.mpu import check_mpu
-from trial_core.deepspeed.reshard.reshard import resharded
+from trial_core.deepspeed.reshard.reshard_loader import resharded
 from trial_core.deepspeed.restore_files import (
     files_for_load,
     files_for_load_weights,
@@ -25,7 +25,7 @@ from trial_core.deepspeed.restore_files import (
 from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.errors import CheckpointError, TrialError
 from trial_core.pytorch.callback import PyTorchCallback
-from trial_core.pytorch.reducer import Reducer
+from trial_core.pytorch.custom_reducers import Reducer
 from trial_core.transfer.memory_files import MemoryFiles
 
 ZERO_STAGE_WEIGHTS = 3

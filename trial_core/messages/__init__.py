@@ -29,7 +29,7 @@ from trial_core.messages.envelopes import (
     decode_hello,
     encode,
 )
-from trial_core.messages.workloads import (
+from trial_core.messages.requests import (
     AnyRequest,
     AnyResult,
     BuildLoaders,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from trial_core.messages.workloads import AnyRequest, AnyResult, Message
+from trial_core.messages.requests import AnyRequest, AnyResult, Message
 
 
 class Hello(Message):

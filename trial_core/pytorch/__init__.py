@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trial_core import deepspeed
     from trial_core.pytorch.callback import PyTorchCallback
+    from trial_core.pytorch.custom_reducers import MetricReducer
     from trial_core.pytorch.data import samplers
     from trial_core.pytorch.data.dataloader import DataLoader
-    from trial_core.pytorch.metrics import Reducer
-    from trial_core.pytorch.reducer import MetricReducer
+    from trial_core.pytorch.metric_reduction import Reducer
     from trial_core.pytorch.to_device import TorchData
     from trial_core.units import Batch, Epoch, TrainUnit
 
@@ -22,9 +22,9 @@ _HOMES = {
     "Batch": "trial_core.units",
     "DataLoader": "trial_core.pytorch.data.dataloader",
     "Epoch": "trial_core.units",
-    "MetricReducer": "trial_core.pytorch.reducer",
+    "MetricReducer": "trial_core.pytorch.custom_reducers",
     "PyTorchCallback": "trial_core.pytorch.callback",
-    "Reducer": "trial_core.pytorch.metrics",
+    "Reducer": "trial_core.pytorch.metric_reduction",
     "TorchData": "trial_core.pytorch.to_device",
     "TrainUnit": "trial_core.units",
 }

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trial_core.errors import TrialError
+from trial_core.pytorch.metric_reduction import BatchMetrics, Reducer, combine
 from trial_core.pytorch.metric_values import as_array, as_plain
-from trial_core.pytorch.metrics import BatchMetrics, Reducer, combine
 from trial_core.run.observer import MetricsKind
 
 __all__ = [

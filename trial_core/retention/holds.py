@@ -15,7 +15,7 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import decode_json, encode_json
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound, CommitConflict
-from trial_core.retention.deletions import check_not_deleted
+from trial_core.retention.deletion_markers import check_not_deleted
 
 WHEN_RELEASED = "the registry releases it once it is neither champion nor previous"
 

@@ -16,7 +16,7 @@ from trial_core.checkpoint.json_objects import decode_json, encode_json, user_at
 from trial_core.checkpoint.manifest import utc_now
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound, CommitConflict
-from trial_core.retention.deletions import check_not_deleted
+from trial_core.retention.deletion_markers import check_not_deleted
 from trial_core.retention.holds import WHEN_RELEASED, describe_holds, holds
 
 

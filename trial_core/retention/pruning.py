@@ -16,7 +16,7 @@ from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError
 from trial_core.retention.claims import claimed_checkpoints, claims, uploading_trials
-from trial_core.retention.deletions import finish_deletions, mark_deletion, unmark_deletion
+from trial_core.retention.deletion_markers import finish_deletions, mark_deletion, unmark_deletion
 from trial_core.retention.pins import protected, why_protected
 from trial_core.retention.policy import RetentionDecision, RetentionPolicy, decide
 

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import TrialError
-from trial_core.run.resume import fetch_first_intact
+from trial_core.run.choose_resume_point import fetch_first_intact
 from trial_core.run.sequencer import (
     Checkpoint,
     Finish,

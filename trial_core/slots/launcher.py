@@ -21,7 +21,7 @@ from pathlib import Path
 from trial_core.errors import LaunchError
 from trial_core.slots.accelerators import count_accelerators
 
-WORKER_MODULE = "trial_core.slots.worker"
+WORKER_MODULE = "trial_core.slots.rank_main"
 
 
 class RankProcess:

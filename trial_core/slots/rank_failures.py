@@ -16,7 +16,7 @@ from typing import Any
 from trial_core.errors import DeadlineExceeded, RankFailed, Stalled
 from trial_core.messages import Answer, Peer
 from trial_core.slots.launcher import RankProcess
-from trial_core.slots.pending import PendingRequest, PendingRequests
+from trial_core.slots.pending_requests import PendingRequest, PendingRequests
 from trial_core.slots.progress_monitor import has_batches
 from trial_core.slots.stacks import log_stacks
 

@@ -1,4 +1,4 @@
-"""The process of every slot: ``python -m trial_core.slots.worker``, started by any launcher.
+"""The process of every slot: ``python -m trial_core.slots.rank_main``, started by any launcher.
 
 It joins the driver's channel before it imports torch, so that the driver notices its death from
 the beginning. The main thread is the compute lane: one workload at a time, collectives allowed. A

@@ -40,7 +40,7 @@ from trial_core.messages import (
 )
 from trial_core.slots.channel import Channel
 from trial_core.slots.launcher import RankProcess, launch_ranks
-from trial_core.slots.pending import PendingRequest, PendingRequests
+from trial_core.slots.pending_requests import PendingRequest, PendingRequests
 from trial_core.slots.progress_monitor import ProgressMonitor
 from trial_core.slots.rank_failures import RankFailures
 from trial_core.slots.stop_barrier import Position, StopCoordinator

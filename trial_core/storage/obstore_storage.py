@@ -21,9 +21,9 @@ from trial_core.storage.base import RangeRead, StorageSpec
 from trial_core.storage.local_files import changed_during_upload, read_at
 from trial_core.storage.obstore_options import UntranslatableError, s3_store
 from trial_core.storage.parallel import StopSignal
-from trial_core.storage.s3 import S3Storage
+from trial_core.storage.s3_multipart import abort_uploads_to
 from trial_core.storage.s3_requests import ETAG, VERSION
-from trial_core.storage.s3_upload import abort_uploads_to
+from trial_core.storage.s3fs_storage import S3Storage
 from trial_core.storage.storage_errors import service_code
 
 if TYPE_CHECKING:

@@ -94,10 +94,10 @@ def _s3_storage(spec: StorageSpec, fs: Any, root: str) -> Storage:
     with ErrorTranslator(spec.url, spec.options).translated("use"):
         uses_checksums = _uses_checksums(spec.options)
     if engine == "s3fs" or not has_obstore:
-        from trial_core.storage.s3 import S3Storage
+        from trial_core.storage.s3fs_storage import S3Storage
 
         return S3Storage(spec, fs, root, uses_checksums)
-    from trial_core.storage.obstore_s3 import ObstoreS3Storage
+    from trial_core.storage.obstore_storage import ObstoreS3Storage
 
     return ObstoreS3Storage(spec, fs, root, uses_checksums, is_required=engine == "obstore")
 

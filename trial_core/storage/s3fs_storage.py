@@ -21,8 +21,8 @@ from trial_core.storage.buffer_pool import piece_bytes
 from trial_core.storage.event_loop import LoopTask
 from trial_core.storage.local_files import changed_during_upload, read_at
 from trial_core.storage.parallel import StopSignal
+from trial_core.storage.s3_multipart import multipart_upload
 from trial_core.storage.s3_requests import S3Requests
-from trial_core.storage.s3_upload import multipart_upload
 
 _logger = logging.getLogger(__name__)
 

@@ -24,13 +24,13 @@ from trial_core.entrypoint import build_engine, engine_of
 from trial_core.errors import ConfigError, StorageError, TrialError
 from trial_core.messages import TrialBuilt
 from trial_core.retention.claims import RunClaim, claim_run
-from trial_core.run.resume import resume_points
+from trial_core.run.choose_resume_point import resume_points
 from trial_core.run.run_dirs import clear_kept, home_folder, locked_run_dir, prepare_run_dir
 from trial_core.run.run_loop import TrialResult, follow_schedule
 from trial_core.run.sequencer import CheckpointPolicy, Schedule
 from trial_core.slots.stop_barrier import StopBarrier
 from trial_core.trainer.fit_stages import FitStages
-from trial_core.trainer.termination import Termination
+from trial_core.trainer.fit_stop import Termination
 from trial_core.transfer.run_files import rank_folder
 from trial_core.units import Batch, Epoch, TrainUnit
 

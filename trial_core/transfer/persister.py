@@ -30,8 +30,8 @@ from trial_core.transfer.persister_process import (
     Stored,
     UploadRequest,
 )
+from trial_core.transfer.persister_watch import StallWatch
 from trial_core.transfer.staging import StagedFile
-from trial_core.transfer.stall_watch import StallWatch
 
 _logger = logging.getLogger(__name__)
 

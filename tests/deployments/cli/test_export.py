@@ -17,7 +17,7 @@ from tests.support.manifests import FILES, new_manifest, upload
 from tests.support.slots import drive, toy_config
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.slots.group import SlotGroup
+from trial_core.slots.slot_group import SlotGroup
 from trialflow.deployments.cli.main import main
 
 pytestmark = pytest.mark.slots

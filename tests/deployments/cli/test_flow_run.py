@@ -16,9 +16,9 @@ import pytest
 from trial_core.errors import CheckpointDamaged, Stopped, TrialflowError
 from trialflow.deployments.cli.flow_run import FlowRun, StateHook
 from trialflow.deployments.cli.run_display import PlainLines
-from trialflow.flows.server import embedded
+from trialflow.flows.server import embedded_server
 
-API = embedded.PrefectApi("http://server/api", "http://server", Path("/server.log"))
+API = embedded_server.PrefectApi("http://server/api", "http://server", Path("/server.log"))
 
 
 @pytest.fixture
@@ -32,10 +32,10 @@ def run(monkeypatch: pytest.MonkeyPatch, out: io.StringIO) -> FlowRun[str]:
     """A flow run with a fake Prefect server."""
 
     @contextmanager
-    def prefect_api() -> Iterator[embedded.PrefectApi]:
+    def prefect_api() -> Iterator[embedded_server.PrefectApi]:
         yield API
 
-    monkeypatch.setattr(embedded, "prefect_api", prefect_api)
+    monkeypatch.setattr(embedded_server, "prefect_api", prefect_api)
     return FlowRun(PlainLines(out), Path("/code"))
 
 
@@ -82,7 +82,7 @@ def test_a_signal(
         (CheckpointDamaged("bad.pt"), CheckpointDamaged, "error: bad.pt"),
         (
             httpx.ConnectError("refused"),
-            embedded.PrefectServerError,
+            embedded_server.PrefectServerError,
             "the Prefect server at http://server/api failed during the run "
             "(ConnectError: refused); its log: /server.log",
         ),

@@ -16,7 +16,7 @@ from tests.support.prefect import PrefectServer
 from trialflow.deployments.cli.main import main
 from trialflow.flows.retrain import retrain
 from trialflow.flows.retraining.model_lock import HEARTBEAT_LABEL, MODEL_LABEL
-from trialflow.flows.server.embedded import prefect_api
+from trialflow.flows.server.embedded_server import prefect_api
 from trialflow.flows.server.prefect_settings import environment
 
 

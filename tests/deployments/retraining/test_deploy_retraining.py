@@ -22,7 +22,7 @@ from trialflow.deployments.cli.deploy import remove_withdrawn, wanted_resources
 from trialflow.deployments.flow_deployment import models_on_server
 from trialflow.deployments.resources import set_up, take_down
 from trialflow.deployments.retraining.model_resources import SLUG, all_resources
-from trialflow.deployments.retraining.requests import (
+from trialflow.deployments.retraining.retraining_requests import (
     RetrainingRequest,
     automation_name,
     retraining_requests,

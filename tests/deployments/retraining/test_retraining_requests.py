@@ -13,7 +13,7 @@ from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
 from tests.support.cli import trialflow, write_experiment
 from tests.support.slots import toy_config
 from trial_core.errors import ConfigError
-from trialflow.deployments.retraining.requests import retraining_requests
+from trialflow.deployments.retraining.retraining_requests import retraining_requests
 
 FILE = Path("toy.yaml")
 

@@ -38,7 +38,7 @@ def experiment(here: Path, run: str, batches: int, **changes: Any) -> Experiment
 
 def retrain(config: ExperimentConfig, data: dict[str, Any] | None = None) -> Any:
     from trialflow.flows.retrain import retrain as flow
-    from trialflow.flows.server.embedded import flush
+    from trialflow.flows.server.embedded_server import flush
 
     try:
         return flow(config, data)

@@ -21,10 +21,10 @@ import uvicorn
 
 from tests.support.browser import chromium
 from tests.support.prefect import PrefectServer, isolated
-from trialflow.flows.server.embedded import prefect_api
+from trialflow.flows.server.embedded_server import prefect_api
 from trialflow.flows.server.prefect_server import PrefectServerError, PrefectServerProcess
 from trialflow.flows.server.prefect_settings import environment
-from trialflow.flows.server.server_process import LOCK, RunServer
+from trialflow.flows.server.server_script import LOCK, RunServer
 
 pytestmark = pytest.mark.server
 
@@ -71,7 +71,7 @@ def servers_of(driver_pid: int) -> list[int]:
     return [
         process.pid
         for process in psutil.process_iter(["cmdline"])
-        if "server_process.py" in " ".join(process.info["cmdline"] or ())
+        if "server_script.py" in " ".join(process.info["cmdline"] or ())
         and process.info["cmdline"][-1] == str(driver_pid)
     ]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 
-from trialflow.flows.server.embedded import prefect_api
+from trialflow.flows.server.embedded_server import prefect_api
 
 
 def main(tasks: int, hold: bool) -> None:

@@ -22,7 +22,7 @@ from trial_core.errors import StorageError
 from trial_core.storage.open_storage import ENGINE_VARIABLE
 from trial_core.transfer.upload import upload_files
 
-EAGER = ("s3fs", "aiobotocore.session", "trial_core.storage.obstore_s3")
+EAGER = ("s3fs", "aiobotocore.session", "trial_core.storage.obstore_storage")
 
 
 def carry_out(job: dict[str, Any]) -> None:

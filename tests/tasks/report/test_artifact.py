@@ -15,7 +15,7 @@ from tests.support.prefect import PrefectServer
 from tests.support.slots import toy_config
 from tests.support.waiting import until
 from trial_core.run.observer import Observer
-from trialflow.flows.server.embedded import flush
+from trialflow.flows.server.embedded_server import flush
 from trialflow.tasks.report import Report
 from trialflow.tasks.report.artifact import ReportArtifact
 

@@ -10,7 +10,7 @@ import pytest
 from tests.support.slots import TOY, drive, toy_config
 from trial_core.entrypoint import load_trial_class
 from trial_core.errors import RankFailed, TrialError
-from trial_core.slots.group import SlotGroup
+from trial_core.slots.slot_group import SlotGroup
 
 BESIDE = ", ".join(sorted(path.stem for path in TOY.glob("*.py")))
 

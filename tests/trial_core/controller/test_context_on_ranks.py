@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.slots import ONE_TWO_FOUR, TOY, Driven, drive, lines, toy_config
 from trial_core.entrypoint import initialises_torch_distributed
-from trial_core.slots.group import SlotGroup
+from trial_core.slots.slot_group import SlotGroup
 
 Warm = Callable[[int], SlotGroup]
 RANKS = pytest.mark.parametrize("world_size", ONE_TWO_FOUR)

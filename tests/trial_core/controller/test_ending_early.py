@@ -14,7 +14,7 @@ from tests.support.slots import TOY, build, drive, lines, toy_config
 from tests.support.tensors import differing, tensors
 from trial_core.errors import Stalled
 from trial_core.messages import BuildLoaders, LoadersBuilt, TrainBatches, Trained
-from trial_core.slots.group import SlotGroup
+from trial_core.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]

@@ -25,7 +25,7 @@ from tests.support.hook_calls import (
 )
 from tests.support.slots import ONE_TWO_FOUR, Driven, drive, toy_config
 from trial_core.pytorch.callback import HOOKS
-from trial_core.slots.group import SlotGroup
+from trial_core.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.slots import ONE_TWO_FOUR, Driven, drive, toy_config
 from trial_core.messages import FinishRunFiles, RunFilesStored
-from trial_core.slots.group import SlotGroup
+from trial_core.slots.slot_group import SlotGroup
 
 pytestmark = [pytest.mark.slots, pytest.mark.parametrize("world_size", ONE_TWO_FOUR)]
 Warm = Callable[[int], SlotGroup]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.support.slots import ONE_TWO_FOUR, Driven, drive, lines, toy_config
-from trial_core.slots.group import SlotGroup
+from trial_core.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]

@@ -27,8 +27,8 @@ from trial_core.entrypoint import build_engine
 from trial_core.errors import CheckpointDamaged, TrialError
 from trial_core.messages import PersistCheckpoint, Persisted
 from trial_core.pytorch import DataLoader, PyTorchCallback
-from trial_core.pytorch.reducer import BatchMetrics, ReducerRegistry
-from trial_core.slots.group import SlotGroup
+from trial_core.pytorch.custom_reducers import BatchMetrics, ReducerRegistry
+from trial_core.slots.slot_group import SlotGroup
 
 Warm = Callable[[int], SlotGroup]
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from trial_core.checkpoint.manifest import Topology
-from trial_core.controller.rank_remap import RankRemap, read_remapped_state
 from trial_core.controller.rank_state import capture_rng, restore_rng, write_rank_state
+from trial_core.controller.reshard_rank_state import RankRemap, read_remapped_state
 from trial_core.controller.safe_load import Reader
 from trial_core.errors import CheckpointDamaged, CheckpointError
 

@@ -19,7 +19,7 @@ from tests.trial_core.deepspeed.resuming import assert_resuming_is_bit_identical
 from trial_core.controller.data.loaders import Loaders, build_loaders
 from trial_core.errors import TrialError
 from trial_core.pytorch import DataLoader
-from trial_core.slots.group import SlotGroup
+from trial_core.slots.slot_group import SlotGroup
 
 Warm = Callable[[int], SlotGroup]
 

@@ -19,7 +19,7 @@ from trial_core.controller.snapshot import Snapshots
 from trial_core.distributed import DistributedContext
 from trial_core.errors import CheckpointError, StorageError
 from trial_core.messages import PersistCheckpoint, Persisted, SaveCheckpoint, Saved
-from trial_core.slots.group import SlotGroup
+from trial_core.slots.slot_group import SlotGroup
 from trial_core.transfer.memory_files import is_memory_file
 
 Warm = Callable[[int], SlotGroup]

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.support.slots import Driven, drive, lines, toy_config
 from tests.support.tensors import differing, tensors
-from trial_core.slots.group import SlotGroup
+from trial_core.slots.slot_group import SlotGroup
 
 
 def assert_resuming_is_bit_identical(

@@ -23,7 +23,7 @@ from trial_core.messages import (
     SaveCheckpoint,
     Saved,
 )
-from trial_core.slots.group import SlotGroup
+from trial_core.slots.slot_group import SlotGroup
 
 Warm = Callable[[int], SlotGroup]
 

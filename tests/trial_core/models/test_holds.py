@@ -26,7 +26,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound, PromotionConflict, PromotionRefused
 from trial_core.models.records import Move
 from trial_core.models.registry import Registry
-from trial_core.retention.deletions import mark_deletion
+from trial_core.retention.deletion_markers import mark_deletion
 from trial_core.retention.holds import holds
 from trial_core.retention.pins import pin, pins, unpin
 from trial_core.retention.pruning import plan_pruning, prune

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trial_core.errors import TrialError
-from trial_core.pytorch.reducer import FunctionReducer, MetricReducer, ReducerRegistry
+from trial_core.pytorch.custom_reducers import FunctionReducer, MetricReducer, ReducerRegistry
 
 
 class Mean(MetricReducer):

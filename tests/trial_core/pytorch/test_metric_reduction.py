@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from trial_core.errors import TrialError
-from trial_core.pytorch.metrics import BatchMetrics, Partials, Reducer, combine
+from trial_core.pytorch.metric_reduction import BatchMetrics, Partials, Reducer, combine
 
 floats = st.floats(-1e6, 1e6)
 

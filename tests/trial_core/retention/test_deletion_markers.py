@@ -8,7 +8,7 @@ from tests.support.manifests import LONG_AGO, commit_files, keys_of, stored_keys
 from trial_core.checkpoint.layout import DELETIONS, deletion_key
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.retention.deletions import finish_deletions, mark_deletion
+from trial_core.retention.deletion_markers import finish_deletions, mark_deletion
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_a_stale_marker_is_deleted(
     """Its pruner died before it deleted anything: the checkpoint stays."""
     assert finish_deletions(local_store) == []
     assert len(local_store.storage.sizes(DELETIONS)) == 1
-    monkeypatch.setattr("trial_core.retention.deletions.utc_now", lambda: LONG_AGO)
+    monkeypatch.setattr("trial_core.retention.deletion_markers.utc_now", lambda: LONG_AGO)
     mark_deletion(local_store, manifest)
     assert finish_deletions(local_store) == []
     assert local_store.storage.sizes(DELETIONS) == {}

@@ -15,7 +15,7 @@ from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.layout import pin_key
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound, CommitConflict
-from trial_core.retention.deletions import mark_deletion
+from trial_core.retention.deletion_markers import mark_deletion
 from trial_core.retention.pins import Pin, pin, pins, read_pin, unpin
 from trial_core.retention.policy import RetentionPolicy
 from trial_core.retention.pruning import plan_pruning, prune
@@ -93,7 +93,7 @@ def test_a_stale_deletion_does_not_prevent_a_pin(
 ) -> None:
     """Its pruner died, and the checkpoint is still there."""
     manifest = commit_files(local_store)
-    monkeypatch.setattr("trial_core.retention.deletions.utc_now", lambda: LONG_AGO)
+    monkeypatch.setattr("trial_core.retention.deletion_markers.utc_now", lambda: LONG_AGO)
     mark_deletion(local_store, manifest)
     pin(local_store, manifest.uuid)
     assert list(pins(local_store)) == [manifest.uuid]

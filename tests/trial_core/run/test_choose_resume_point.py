@@ -12,7 +12,7 @@ from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointDamaged
-from trial_core.run.resume import fetch_first_intact, resume_points
+from trial_core.run.choose_resume_point import fetch_first_intact, resume_points
 
 TRIAL = "toy-0000beef"
 SOURCE = new_manifest(3, trial="other-0000beef")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trial_core.transfer.staged_checkpoint import StagedCheckpoint
 
 from tests.support.manifests import new_manifest
 from trial_core.checkpoint.resume_point import ResumePoint
@@ -15,6 +14,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointDamaged, TrialError
 from trial_core.run.run_loop import Validation, follow_schedule
 from trial_core.run.sequencer import Progress, Schedule
+from trial_core.transfer.staged_checkpoint import StagedCheckpoint
 from trial_core.units import Batch, EpochLength
 
 MISTAKE = TrialError("the metric is not reported")

@@ -16,9 +16,9 @@ import pytest
 from trial_core.errors import Stalled
 from trial_core.messages import AnyRequest, Done, Ping, RunValidation, TrainBatches
 from trial_core.slots import progress_monitor
-from trial_core.slots.group import SlotGroup
 from trial_core.slots.launcher import RankProcess
 from trial_core.slots.progress_monitor import ProgressMonitor
+from trial_core.slots.slot_group import SlotGroup
 
 
 class FakeRank:

@@ -6,7 +6,7 @@ import pytest
 
 from trial_core.errors import ConfigError, TrialError
 from trial_core.messages import Answer, encode
-from trial_core.slots.worker import to_rank_error
+from trial_core.slots.rank_main import to_rank_error
 
 
 class TrialErrorOfTheUser(Exception):

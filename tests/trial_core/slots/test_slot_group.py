@@ -16,7 +16,7 @@ from tests.support.processes import alive, descendants, wait_until_gone
 from tests.support.slots import ONE_TWO_FOUR, TOY, build, toy_config
 from trial_core.errors import DeadlineExceeded, LaunchError, RankFailed, SlotsError
 from trial_core.messages import BuildLoaders, Done, LoadersBuilt, Ping
-from trial_core.slots.group import SlotGroup
+from trial_core.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
 
@@ -105,7 +105,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from trial_core.slots.group import SlotGroup
+from trial_core.slots.slot_group import SlotGroup
 
 slots = SlotGroup(2, working_dir=Path(sys.argv[1]))
 print(*slots.pids, flush=True)

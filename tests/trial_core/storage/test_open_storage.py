@@ -12,9 +12,9 @@ from tests.support.manifests import FILES, stored_files, upload
 from tests.support.s3 import S3Server
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
-from trial_core.storage.obstore_s3 import ObstoreS3Storage
+from trial_core.storage.obstore_storage import ObstoreS3Storage
 from trial_core.storage.open_storage import ENGINE_VARIABLE, open_storage
-from trial_core.storage.s3 import S3Storage
+from trial_core.storage.s3fs_storage import S3Storage
 from trial_core.transfer.fetch import fetch_files
 from trial_core.transfer.upload import upload_files
 

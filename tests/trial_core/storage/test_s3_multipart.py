@@ -22,9 +22,9 @@ from trial_core.storage import buffer_pool
 from trial_core.storage.local_files import read_at
 from trial_core.storage.open_storage import ENGINE_VARIABLE
 from trial_core.storage.parallel import StopSignal, WorkCancelled
-from trial_core.storage.s3 import S3Storage
+from trial_core.storage.s3_multipart import abort_uploads_to
 from trial_core.storage.s3_requests import S3Requests
-from trial_core.storage.s3_upload import abort_uploads_to
+from trial_core.storage.s3fs_storage import S3Storage
 from trial_core.transfer.upload import upload_files
 
 PART = 5 * 2**20  # the smallest part that S3 accepts

@@ -15,10 +15,10 @@ from tests.support.manifests import entry, stage
 from tests.trial_core.transfer.test_persister import persister_processes
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
-from trial_core.transfer import stall_watch
+from trial_core.transfer import persister_watch
 from trial_core.transfer.persister import Persister
+from trial_core.transfer.persister_watch import MIN_PROGRESS_BYTES, POLLS_PER_TIMEOUT, StallWatch
 from trial_core.transfer.staging import StagedFile
-from trial_core.transfer.stall_watch import MIN_PROGRESS_BYTES, POLLS_PER_TIMEOUT, StallWatch
 
 TIMEOUT_SECONDS = 0.5
 
@@ -109,7 +109,7 @@ def test_a_long_transfer_logs_its_progress(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The rank logs nothing else meanwhile, and would count as hung."""
-    monkeypatch.setattr(stall_watch, "PROGRESS_LOG_SECONDS", 0.0)
+    monkeypatch.setattr(persister_watch, "PROGRESS_LOG_SECONDS", 0.0)
     moved, is_over = iter([0, 3 * 2**30]), threading.Event()
 
     def moved_bytes(watch: StallWatch) -> int | None:

@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from trial_core.deepspeed.reshard.parameter_state import MASTER, ParameterState, ZeroStateKeys
 from trial_core.deepspeed.reshard.partitions import Partitions, zero3_part_elements
-from trial_core.deepspeed.reshard.source_engine import SourceEngine
+from trial_core.deepspeed.reshard.saved_state import SourceEngine
 from trial_core.errors import CheckpointError
 
 _ZERO_OPTIMIZERS = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_Optimizer)

@@ -22,19 +22,19 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from trial_core.deepspeed.checkpoint_engine import checkpoint_engines_replaced
-from trial_core.deepspeed.reshard.source_engine import (
-    MODEL_STATES,
-    OPTIMIZER_STATES,
-    ReadFile,
-    SourceEngine,
-)
-from trial_core.deepspeed.reshard.target_engine import (
+from trial_core.deepspeed.reshard.live_state import (
     check_engine,
     frozen_fragments,
     full_optimizer_state,
     module_state,
     shapes_by_group,
     zero_optimizer_state,
+)
+from trial_core.deepspeed.reshard.saved_state import (
+    MODEL_STATES,
+    OPTIMIZER_STATES,
+    ReadFile,
+    SourceEngine,
 )
 from trial_core.errors import TrialError
 

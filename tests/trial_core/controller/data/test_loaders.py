@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.slots import drive, lines, toy_config
 from trial_core.controller.data.loaders import MicroBatches, build_loaders
-from trial_core.slots.group import SlotGroup
+from trial_core.slots.slot_group import SlotGroup
 
 
 @pytest.mark.slots

@@ -21,7 +21,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.controller.safe_load import Reader
 from trial_core.deepspeed.export.weights_file import export_weights, write_weights
 from trial_core.errors import CheckpointError
-from trial_core.slots.group import SlotGroup
+from trial_core.slots.slot_group import SlotGroup
 from trialflow.deployments.cli.main import main
 
 pytestmark = pytest.mark.slots

@@ -13,11 +13,11 @@ import torch
 from tests.support.toy.toy_trial import ToyTrial
 from trial_core.controller.safe_load import Reader
 from trial_core.deepspeed.deepspeed_engine import DeepSpeedTrialEngine
-from trial_core.deepspeed.reshard import target_engine
+from trial_core.deepspeed.reshard import live_state as live_state_module
+from trial_core.deepspeed.reshard.live_state import check_engine, zero_optimizer_state
 from trial_core.deepspeed.reshard.parameter_state import MASTER
-from trial_core.deepspeed.reshard.reshard import resharded
-from trial_core.deepspeed.reshard.source_engine import SourceEngine
-from trial_core.deepspeed.reshard.target_engine import check_engine, zero_optimizer_state
+from trial_core.deepspeed.reshard.reshard_loader import resharded
+from trial_core.deepspeed.reshard.saved_state import SourceEngine
 from trial_core.errors import CheckpointDamaged, CheckpointError, TrialError
 
 THREE = torch.Size([3])
@@ -174,7 +174,7 @@ def test_parameters_with_different_numbers_of_steps_are_refused(
     shapes = dict.fromkeys(names, THREE)
     zero = SimpleNamespace(single_partition_of_fp32_groups=[torch.zeros(6)])
     engine: Any = SimpleNamespace(optimizer=zero, _get_zero_param_shapes=lambda: [shapes])
-    monkeypatch.setattr(target_engine, "_data_parallel_place", lambda engine: (0, 1))
+    monkeypatch.setattr(live_state_module, "_data_parallel_place", lambda engine: (0, 1))
     live_state = {"base_optimizer_state": {"param_groups": [{"params": [0]}]}}
 
     def state_after(*steps: float) -> Any:

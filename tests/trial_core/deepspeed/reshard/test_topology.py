@@ -14,7 +14,7 @@ import torch
 from tests.support.slots import Driven, build, drive
 from tests.support.tensors import differing
 from tests.trial_core.deepspeed.reshard.resharding import config, contents, files, restore, save
-from trial_core.slots.group import SlotGroup
+from trial_core.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]
