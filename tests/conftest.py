@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# Before anything imports deepspeed or prefect: tests run on CPU ranks, and speak to nobody.
+# Before anything imports deepspeed or prefect: tests use CPU ranks and no network.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
 os.environ["DO_NOT_TRACK"] = "1"
@@ -18,6 +18,9 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 # A shell starts background jobs with SIGINT ignored, and commands under test would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+FLOWS = ("flows", "deployments")
+"""Groups of tests with a Prefect server; each starts its own."""
 
 pytest_plugins = [
     "tests.support.s3",
@@ -31,24 +34,25 @@ pytest_plugins = [
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What shares servers or warm ranks is a group, which one process of xdist's runs.
+    """Group tests that share servers or warm ranks: one process of xdist runs a group.
 
-    A process that has run a Prefect flow keeps exit hooks of its threads, over which a data
-    loader's forked workers stumble. So flows come last; with several processes they are the first
-    group, and loaders the second, which another process takes.
+    A process that has run a Prefect flow keeps exit hooks of its threads, and the forked workers of
+    a data loader fail in them. So in one process flows come last. With several processes the first
+    one begins with flows, the second one with loaders.
     """
     here = Path(__file__).parent
     for item in items:
         if group := _group(item, item.path.relative_to(here)):
             item.add_marker(pytest.mark.xdist_group(group))
-    order = ["loaders", *sorted(set(map(_group_of, items)) - {"flows", "loaders", ""}), "", "flows"]
+    others = {*map(_group_of, items)} - {*FLOWS, "loaders", ""}
+    order = ["loaders", *sorted(others), "", *FLOWS]
     if "PYTEST_XDIST_WORKER" in os.environ:
-        order = ["flows", *order[:-1]]
+        order = [FLOWS[0], "loaders", FLOWS[1], *sorted(others), ""]
     items.sort(key=lambda item: order.index(_group_of(item)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Groups that xdist does not see would start every server twice, and nobody would notice."""
+    """Fail if xdist does not see the groups: every process would start every server."""
     if getattr(session.config.option, "loadgroup", False):
         for item in session.items:
             if _group_of(item) and "@" not in item.nodeid:
@@ -56,9 +60,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _group(item: pytest.Item, path: Path) -> str:
-    """The group that a test belongs to; empty: none."""
+    """The group of a test; empty: none."""
     if item.get_closest_marker("server"):
-        return "flows"
+        return "flows" if path.parts[0] == "flows" else "deployments"
     if item.get_closest_marker("gateway"):
         return "gateway"
     if path.parts[:2] == ("trial_core", "pytorch"):
