@@ -28,7 +28,7 @@ test: $(VENV)/.installed-dev
 test-long: $(VENV)/.installed-dev
 	@echo "part $(PART): about 25 minutes on 2 CPU cores for an eighth"
 	@$(PYTEST) -m long --splits $(lastword $(subst /, ,$(PART))) --group $(firstword $(subst /, ,$(PART))) \
-	  --splitting-algorithm least_duration --durations-path tests/durations-long.json $(ARGS)
+	  --durations-path tests/long-durations.json $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -58,7 +58,7 @@ def test_a_killed_rank_leaves_only_leftovers(
         kill(scene, saves, Fault("kill before", first=index), rank=1)
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("moment", ["kill before", "kill after"])
 def test_killed_at_any_request(scene: Scene, saves: ForkedSaves, moment: Moment) -> None:

@@ -1,6 +1,6 @@
 """Fetching a checkpoint from S3: any request fails.
 
-By default some faults at some requests, with ``-m faults`` (``make test-long``) every one.
+By default some faults at some requests, every one with ``make test-long``.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def test_a_fault_that_stays(stored: Callable[[str], Stored], tmp_path: Path) -> 
     here.stays(tmp_path / "target", replace(FAULTS["hang"], first=here.requests // 2))
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize(

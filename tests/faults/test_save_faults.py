@@ -1,7 +1,7 @@
 """A save on 2 ranks to S3: any request fails.
 
-By default one kind of fault at each kind of request, with moto and s3fs. With ``-m faults`` (``make
-test-long``) every kind at every single request, with each engine and on a real gateway too.
+By default one kind of fault at each kind of request, with moto and s3fs. ``make test-long`` tries
+every kind at every single request, with each engine, and on a real gateway too.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def test_a_failed_save_can_be_repeated(scene: Scene, request_kind: str) -> None:
     check(site, uuid, outcome)
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_that_passes_at_any_request(scene: Scene, name: str) -> None:
@@ -153,7 +153,7 @@ def test_a_fault_that_passes_at_any_request(scene: Scene, name: str) -> None:
         passes(scene, replace(FAULTS[name], first=seen.index))
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", HARD)
 def test_a_fault_that_stays_at_any_request(scene: Scene, name: str) -> None:
@@ -162,7 +162,7 @@ def test_a_fault_that_stays_at_any_request(scene: Scene, name: str) -> None:
         stays(scene, replace(FAULTS[name], first=seen.index))
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", HARD)
 def test_a_server_that_goes_away_at_any_request(scene: Scene, name: str) -> None:

@@ -96,7 +96,7 @@ def test_the_next_deletion_finishes_a_failed_one(scenes: Scenes) -> None:
     assert index > SOME
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("times", [1, None], ids=["once", "from then on"])
 @pytest.mark.parametrize("work", [sweep, delete])

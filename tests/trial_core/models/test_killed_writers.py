@@ -198,7 +198,7 @@ def test_killed_under_the_lock(how: str, template: Path, tmp_path: Path) -> None
     _at_operations("promote", lambda nth: DyingPlan(nth, how), 5, template, tmp_path)
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @each_way
 @each_operation
 def test_killed_at_any_operation(name: str, how: str, template: Path, tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_lost_reply_is_no_conflict(template: Path, tmp_path: Path) -> None:
     _at_operations("promote", lose_reply, 5, template, tmp_path)
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @each_operation
 @pytest.mark.parametrize("kind", ["500", "503", "cut request", "lose reply"])
 def test_a_fault_at_any_operation(name: str, kind: Any, template: Path, tmp_path: Path) -> None:
