@@ -63,7 +63,7 @@ def test_the_stages_of_a_run(
     before = ranks()
     result = train(config)
 
-    seen = stages(prefect_server, result.flow_run_id)
+    seen = stages(prefect_server, result.flow_run_id, "callbacks on_trial_shutdown @20")
     by_name = {stage.name: stage for stage in seen}
     assert {stage.state for stage in seen} == {"Completed"}
     assert [stage.name for stage in seen if "upload" not in stage.name] == [
