@@ -14,11 +14,11 @@ import pytest
 from prefect.client.orchestration import get_client
 
 from tests.support.prefect import PrefectServer
+from tests.support.waiting import WAIT_SECONDS, ask
 
 pytestmark = pytest.mark.server
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "guides" / "deploying.md"
-PATIENCE_SECONDS = 30.0
 
 
 @pytest.fixture
@@ -51,13 +51,14 @@ def test_a_failed_run_is_posted(
         (created,) = {each.id for each in client.read_automations()} - before
         try:
             for name, tags in (("theirs", []), ("ours", ["trialflow"])):
-                run = prefect_server.query(
+                run = ask(
+                    prefect_server,
                     "flow_runs/",
                     {"flow_id": str(client.create_flow_from_name("f")), "name": name, "tags": tags},
                 )
                 state = {"state": {"type": "FAILED", "name": "Failed"}, "force": True}
-                prefect_server.query(f"flow_runs/{run['id']}/set_state", state)
-            text = json.loads(received.get(timeout=PATIENCE_SECONDS))["text"]
+                ask(prefect_server, f"flow_runs/{run['id']}/set_state", state)
+            text = json.loads(received.get(timeout=WAIT_SECONDS))["text"]
             assert text.startswith("ours: Failed ")
             assert received.empty()
         finally:

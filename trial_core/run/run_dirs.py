@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import socket
@@ -92,17 +91,9 @@ def clear_leftovers(run_dir: Path) -> None:
         shutil.rmtree(run_dir / leftover, ignore_errors=True)
 
 
-def clear_kept(run_dir: Path, rank: int | None = None) -> None:
-    """Delete the files that were kept for a restart, at the end of the trial.
-
-    Args:
-        rank: delete this rank's files only; the other ranks may still be writing theirs.
-    """
-    for folder in run_dir.glob(f"{KEPT}/*/{'*' if rank is None else f'rank-{rank}'}"):
-        shutil.rmtree(folder, ignore_errors=True)
-    for parent in (*run_dir.glob(f"{KEPT}/*"), run_dir / KEPT):
-        with contextlib.suppress(OSError):  # other ranks' files are still in it
-            parent.rmdir()
+def clear_kept(run_dir: Path) -> None:
+    """Delete the files that were kept for a restart, at the end of the trial."""
+    shutil.rmtree(run_dir / KEPT, ignore_errors=True)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ POLL_SECONDS = 1.0
 AGREE_SECONDS = 0.01
 
 
-class Termination:
+class FitStop:
     """Handles SIGTERM and stop requests during the block. Collective: every rank enters it.
 
     SIGTERM does not end the process during the block. Only the main thread may handle signals: in
@@ -49,7 +49,7 @@ class Termination:
         self._thread = threading.Thread(target=self._watch, name="termination", daemon=True)
         self.is_requested = False
 
-    def __enter__(self) -> Termination:
+    def __enter__(self) -> FitStop:
         if threading.current_thread() is threading.main_thread():
             self._previous_handler = signal.signal(signal.SIGTERM, self._on_signal)
         self._thread.start()

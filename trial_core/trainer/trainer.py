@@ -30,7 +30,7 @@ from trial_core.run.run_loop import TrialResult, follow_schedule
 from trial_core.run.sequencer import CheckpointPolicy, Schedule
 from trial_core.slots.stop_barrier import StopBarrier
 from trial_core.trainer.fit_stages import FitStages
-from trial_core.trainer.fit_stop import Termination
+from trial_core.trainer.fit_stop import FitStop
 from trial_core.transfer.run_files import rank_folder
 from trial_core.units import Batch, Epoch, TrainUnit
 
@@ -217,11 +217,11 @@ class Trainer:
 
     def _attach(
         self, stack: ExitStack, store: CheckpointStore, config: ExperimentConfig
-    ) -> tuple[Controller, Termination, TrialBuilt]:
-        """A controller with the trial attached, which stops on `Termination`'s request."""
+    ) -> tuple[Controller, FitStop, TrialBuilt]:
+        """A controller with the trial attached, which stops on `FitStop`'s request."""
         distributed, info = self._context.distributed, self._context.run_info
         stop_barrier = StopBarrier()
-        termination = stack.enter_context(Termination(distributed, stop_barrier))
+        termination = stack.enter_context(FitStop(distributed, stop_barrier))
         controller = Controller(
             build_engine,
             emit=lambda _: None,

@@ -73,7 +73,7 @@ def after_pieces(monkeypatch: pytest.MonkeyPatch, count: int, do: Callable[[], o
             do()
         return size_bytes
 
-    for module in ("s3", "obstore_s3"):
+    for module in ("s3fs_storage", "obstore_storage"):
         monkeypatch.setattr(f"trial_core.storage.{module}.read_at", read_and_do)
 
 
@@ -151,17 +151,17 @@ INTERRUPTED = """
 import sys, threading
 from pathlib import Path
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.storage import buffer_pool, obstore_s3, s3
+from trial_core.storage import buffer_pool, obstore_storage, s3fs_storage
 from trial_core.transfer.upload import upload_files
 buffer_pool.PIECE_BYTES = 5 * 2**20
-read_at, numbers = s3.read_at, iter(range(1, 1000))
+read_at, numbers = s3fs_storage.read_at, iter(range(1, 1000))
 def wait_after_the_third(*arguments):
     size_bytes = read_at(*arguments)
     if next(numbers) == 3:
         print("begun", flush=True)
         threading.Event().wait(0.5)
     return size_bytes
-s3.read_at = obstore_s3.read_at = wait_after_the_third
+s3fs_storage.read_at = obstore_storage.read_at = wait_after_the_third
 store = CheckpointStore(sys.argv[1], dict(zip(("endpoint_url", "key", "secret"), sys.argv[2:5])))
 try:
     upload_files(store, "u", Path(sys.argv[5]), 0)
