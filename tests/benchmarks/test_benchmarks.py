@@ -16,6 +16,7 @@ from benchmarks.figures import Estimate, conclude
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.slots
 def test_the_loop_benchmark_ends_with_one_line_of_json() -> None:
     """A short run on a real rank prints figures, targets and whether they hold, last."""

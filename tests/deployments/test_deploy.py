@@ -96,6 +96,7 @@ def test_changes_made_in_the_ui_stay(client: SyncPrefectClient) -> None:
     assert not client.read_automations_by_name(CRASH_SILENT)[0].enabled
 
 
+@pytest.mark.long
 def test_pool_and_folder_that_are_not_given_stay(client: SyncPrefectClient) -> None:
     """Deployments keep their pool and working folder, unless others are given."""
 
@@ -173,6 +174,7 @@ def test_invalid_pool_names(name: str) -> None:
         check_pool_name(name)
 
 
+@pytest.mark.long
 def test_up_warns_of_other_pools_and_folders(client: SyncPrefectClient) -> None:
     """Its worker does not serve another pool, and runs use the deployments' working folder."""
     deploy(client, directory=Path.cwd())
@@ -184,6 +186,7 @@ def test_up_warns_of_other_pools_and_folders(client: SyncPrefectClient) -> None:
     assert len(warnings) == 5
 
 
+@pytest.mark.long
 def test_a_worker_does_not_create_a_pool(prefect_server: PrefectServer, tmp_path: Path) -> None:
     """A mistyped pool name is an error that names the command to create the pool."""
     variables = prefect_server.environment
@@ -192,6 +195,7 @@ def test_a_worker_does_not_create_a_pool(prefect_server: PrefectServer, tmp_path
     assert "no work pool 'mistyped': create it with `trialflow deploy --pool" in done.stderr
 
 
+@pytest.mark.long
 def test_an_interrupted_start_is_requeued(client: SyncPrefectClient, tmp_path: Path) -> None:
     """A run that was Pending when its worker ended is scheduled again; a running one is not."""
     deploy(client)

@@ -53,6 +53,7 @@ def test_a_missing_searcher_metric_costs_no_training(
     assert [line[0] for line in lines(here, "samples", 0)] == list(range(6))
 
 
+@pytest.mark.long
 def test_files_that_no_checkpoint_can_have_end_the_run(
     here: Path, prefect_server: PrefectServer
 ) -> None:

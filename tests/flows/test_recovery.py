@@ -34,6 +34,7 @@ def retry_after_repair(
     monkeypatch.setattr(trialflow.flows.train, stage, quick)
 
 
+@pytest.mark.long
 def test_a_failed_upload_is_retried_with_warm_ranks(
     here: Path, prefect_server: PrefectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,6 +139,7 @@ def test_a_killed_rank_costs_only_unsaved_batches(
     assert staged <= of_the_new_rank
 
 
+@pytest.mark.long
 def test_without_restarts_a_killed_rank_fails_the_run(here: Path) -> None:
     """The error has the rank and its signal; no process is left."""
     config = toy_config(
@@ -182,6 +183,7 @@ def test_a_damaged_checkpoint_gives_way_to_an_older_one(here: Path) -> None:
     assert [line[0] for line in lines(here, "samples", 0)] == [*range(8), *range(4, 12)]
 
 
+@pytest.mark.long
 def test_memory_storage(here: Path) -> None:
     """Only the driver sees memory://, so it moves the files; a killed rank resumes from them."""
     config = one_slot(

@@ -67,6 +67,7 @@ def test_a_trial_starts_on_any_number_of_slots(here: Path) -> None:
         assert first["metrics"]["loss"] == expected
 
 
+@pytest.mark.long
 def test_a_missing_or_damaged_source_checkpoint(here: Path) -> None:
     """The error names the damaged file; nothing is trained."""
     with pytest.raises(CheckpointNotFound, match=r"no checkpoint in file://.* begins with 'abcd'"):

@@ -101,6 +101,7 @@ def test_the_second_time_changes_nothing(client: SyncPrefectClient) -> None:
     assert models_on_server(client) == []
 
 
+@pytest.mark.long
 def test_a_changed_file(client: SyncPrefectClient) -> None:
     """It changes its experiment and schedule, and removes what it no longer requests. Changes by
     people stay: another schedule, another parameter, a paused schedule."""
@@ -132,6 +133,7 @@ def test_a_changed_file(client: SyncPrefectClient) -> None:
     assert [each.slug for each in read_deployment(client).schedules] == ["mondays"]
 
 
+@pytest.mark.long
 def test_deploying_without_the_file(client: SyncPrefectClient) -> None:
     """Without it, its deployment stays, and moves and is removed with the others."""
     deploy(client, requests(schedule=NIGHTLY))
@@ -212,6 +214,7 @@ def test_the_commands_take_files(
     assert client.read_deployment_by_name("train/train").work_pool_name == POOL
 
 
+@pytest.mark.long
 def test_data_arrived_is_refused(tmp_path: Path) -> None:
     """Without a server, with an invalid name, and with data that JSON lacks."""
     for arguments, refusal in [

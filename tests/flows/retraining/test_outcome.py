@@ -80,6 +80,7 @@ def test_a_callback_that_hangs(harness: RetrainHarness) -> None:
     assert harness.champion() == 1
 
 
+@pytest.mark.long
 def test_an_event_that_cannot_be_sent(
     harness: RetrainHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +104,7 @@ def test_an_event_that_cannot_be_sent(
     assert len(harness.events()) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "error",
     [
@@ -130,6 +132,7 @@ def test_a_presumed_dead_attempt_keeps_the_report(
     assert "**version 2 promoted**" in harness.report_artifact(run)["data"]
 
 
+@pytest.mark.long
 def test_a_superseded_attempt_writes_no_report(harness: RetrainHarness) -> None:
     """The report of an undecided run is left to the newer attempt."""
     run = harness.create_run()

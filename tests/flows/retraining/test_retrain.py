@@ -64,6 +64,7 @@ def test_a_damaged_challenger_is_not_promoted(harness: RetrainHarness) -> None:
     assert "**version 1 kept, version 2 not promoted**" in harness.report(result.flow_run_id)
 
 
+@pytest.mark.long
 def test_a_damaged_champion(harness: RetrainHarness) -> None:
     """Nothing is trained. After the rollback that the error advises, a retry compares with the
     previous champion."""
@@ -119,6 +120,7 @@ def test_two_runs_promote_at_once(harness: RetrainHarness, monkeypatch: pytest.M
     assert f"version {winner.challenger} " in loser.why
 
 
+@pytest.mark.long
 def test_the_champion_changes_between_attempts(harness: RetrainHarness) -> None:
     """The later attempt trains nothing, names the change, and completes."""
     harness.promote_by_hand()
@@ -177,6 +179,7 @@ def test_a_late_run_is_skipped(harness: RetrainHarness) -> None:
     assert harness.trained == []
 
 
+@pytest.mark.long
 def test_data_of_the_scheduled_time(harness: RetrainHarness) -> None:
     """Templates are rendered for the scheduled time; data given to the run is not rendered."""
     harness.experiment["data"] = {
@@ -210,6 +213,7 @@ def test_a_run_stopped_while_it_trains(harness: RetrainHarness) -> None:
     assert len(harness.validated) == 1
 
 
+@pytest.mark.long
 def test_a_run_stopped_while_the_champion_is_validated(
     harness: RetrainHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +256,7 @@ def test_suspended_after_the_training(harness: RetrainHarness) -> None:
     assert harness.execute(run).promoted
 
 
+@pytest.mark.long
 @pytest.mark.gateway
 def test_retrain_on_s3(
     prefect_server: PrefectServer,

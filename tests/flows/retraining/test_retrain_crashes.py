@@ -108,6 +108,7 @@ def test_an_event_is_not_sent_twice(
     assert len(harness.events(at_least=2)) == 2
 
 
+@pytest.mark.long
 def test_a_rollback_between_attempts_stands(
     harness: RetrainHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:

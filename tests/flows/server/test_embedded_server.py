@@ -187,6 +187,7 @@ def test_a_configured_server_that_does_not_answer(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.long
 def test_a_server_that_cannot_start(tmp_path: Path) -> None:
     """The message has the exit code, and the cause from the server's log."""
     database = f"sqlite+aiosqlite:///{tmp_path}/no/such/folder/prefect.db"
