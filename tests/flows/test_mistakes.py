@@ -19,9 +19,9 @@ from trialflow.flows.server.embedded_server import flush
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
 
-def newest_run(server: PrefectServer) -> list[Stage]:
+def newest_run(server: PrefectServer, last: str = "") -> list[Stage]:
     (run, *_) = server.query("flow_runs/filter", {"sort": "START_TIME_DESC", "limit": 1})
-    return stages(server, run["id"])
+    return stages(server, run["id"], last)
 
 
 def searcher(metric: str) -> dict[str, Any]:
@@ -41,7 +41,8 @@ def test_a_missing_searcher_metric_costs_no_training(
 
     with pytest.raises(TrialError, match=r'searcher.metric "accuracy" is not among .*mean_index$'):
         train(config("accuracy"))
-    states = {stage.name: stage.state for stage in newest_run(prefect_server)}
+    last = "callbacks on_trial_shutdown @6"
+    states = {stage.name: stage.state for stage in newest_run(prefect_server, last)}
     assert states["validate @6"] == "Failed"
     assert states["checkpoint-upload @6"] == states["callbacks on_trial_shutdown @6"] == "Completed"
 

@@ -51,16 +51,20 @@ def stages(server: PrefectServer, flow_run_id: str | None, last: str = "") -> li
         AssertionError: the server has not recorded it, or the end of a stage, within 30 s.
     """
     deadline = time.monotonic() + RECORD_SECONDS
+    before: list[str] | None = None
     while True:
         found = server.query(
             "task_runs/filter",
             {"flow_runs": {"id": {"any_": [flow_run_id]}}, "limit": 200},
         )
         names = [run["name"] for run in found]
-        if all(run["end_time"] for run in found) and (not last or last in names):
+        is_complete = all(run["end_time"] for run in found)
+        # Without a last stage to wait for: nothing new since the look before.
+        if is_complete and (last in names if last else names == before):
             break
         assert time.monotonic() < deadline, f"recorded: {names}, of which some have not ended"
-        time.sleep(0.1)
+        before = names if is_complete else None
+        time.sleep(0.1 if last else 0.5)
     known = [
         Stage(
             run["name"], run["state_name"], run["run_count"],
