@@ -190,7 +190,7 @@ def _convert(folder: Path, request: ExportRequest, target: Path) -> int:
     # DeepSpeed logs to stdout, which is reserved for this command's result.
     with contextlib.redirect_stdout(io.StringIO()):
         from trial_core.controller.safe_load import Reader
-        from trial_core.deepspeed.checkpoint_classes import CHECKPOINT_CLASSES
+        from trial_core.deepspeed.checkpoint_engine import CHECKPOINT_CLASSES
         from trial_core.deepspeed.export.weights_file import (
             export_weights,
             write_weights,

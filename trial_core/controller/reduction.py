@@ -8,7 +8,7 @@ from typing import Any
 from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
-from trial_core.pytorch.custom_reducers import BatchMetrics, Reducer, combine
+from trial_core.pytorch.metric_reduction import BatchMetrics, Reducer, combine
 from trial_core.run.observer import MetricsKind
 
 

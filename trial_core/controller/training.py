@@ -24,7 +24,7 @@ from trial_core.controller.reduction import reduce_metrics
 from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
 from trial_core.pytorch.callback import PyTorchCallback
-from trial_core.pytorch.custom_reducers import BatchMetrics
+from trial_core.pytorch.metric_reduction import BatchMetrics
 from trial_core.slots.stop_barrier import StopBarrier
 from trial_core.units import EpochLength
 
