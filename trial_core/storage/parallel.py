@@ -17,7 +17,7 @@ class WorkCancelled(Exception):
 
 
 class CancelSignal:
-    """Cancels the other work of a call after a failure. No stop request of a run."""
+    """Cancels running work, for example after a failure of other work."""
 
     def __init__(self) -> None:
         self._event = Event()
@@ -64,7 +64,7 @@ def in_parallel(
 ) -> list[Result]:
     """Call `work` on every item, on at most `threads` threads; return the results in order.
 
-    After the first failure no further item is started, running work is asked to stop, and the
+    After the first failure no further item is started, running work is cancelled, and the
     first error is raised. No work is still running when this returns or raises.
     """
     stop = CancelSignal()
