@@ -273,7 +273,7 @@ class TrainStages:
 
 
 def fetch(run: TrialRun, point: ResumePoint) -> str | None:
-    """Fetch a resume point's checkpoint to the ranks; its damage, or None.
+    """Fetch a resume point's checkpoint to the ranks. Return what is damaged; None if intact.
 
     Raises:
         CheckpointError: these ranks cannot restore it.

@@ -186,7 +186,10 @@ def is_json(data: bytes) -> bool:
 
 
 def tombstone(uuid: str) -> bytes:
-    """Stored under a manifest's key during a sweep, so that the checkpoint cannot be committed."""
+    """The content of a tombstone.
+
+    A sweep creates it under a manifest's key, so that the checkpoint cannot be committed.
+    """
     return _TOMBSTONE + msgspec.json.encode(uuid) + b"}\n"
 
 

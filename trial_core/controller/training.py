@@ -103,7 +103,7 @@ def train_batches(
 def _begin_epochs(
     callbacks: Mapping[str, PyTorchCallback], epoch: EpochLength | None, batch_idx: int
 ) -> int:
-    """Call on_training_epoch_start for epochs that begin with this batch; the batch's epoch."""
+    """Call on_training_epoch_start for epochs that begin here. Return this batch's epoch."""
     if epoch is None:
         return 0
     current = epoch.epoch_of(batch_idx)

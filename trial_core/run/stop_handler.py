@@ -102,7 +102,7 @@ class StopHandler:
         self._queue.put("kill")
 
     def wait(self, seconds: float) -> bool:
-        """Wait for a stop request, at most `seconds`; whether there is one."""
+        """Wait for a stop request, at most `seconds`. Return whether there is one."""
         return self._was_asked.wait(seconds)
 
     @contextmanager

@@ -63,7 +63,7 @@ class StopBarrier:
         return self._may_reach(LAST_STEP)
 
     def pause(self) -> Position:
-        """Let no step begin until `resume_until`; how far this rank is."""
+        """Let no step begin until `resume_until`. Return this rank's position."""
         self._end = None
         self._is_paused = True
         return self._at
