@@ -185,7 +185,7 @@ def launch_slots(run: TrialRun) -> SlotGroup:
 
 @contextmanager
 def stopping_ranks(run: TrialRun) -> Iterator[None]:
-    """Pass stop requests on to the ranks during the block."""
+    """Pass stop requests on to the ranks during the block (step 4 in `run/stop_handler.py`)."""
 
     def stop() -> None:
         if run.can_save:

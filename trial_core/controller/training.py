@@ -9,6 +9,8 @@ One train-workload, with every hook inside it::
     average the metrics over batches and ranks  the workload's only collective of ours, and its
                                                 only wait for the accelerator
     (on_training_workload_end(avg_metrics, batch_metrics) is the next stage)
+
+The whole route of a stop: `trial_core/run/stop_handler.py`.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ Prefect tasks, the trainer on every rank. The hooks in their places::
                         (the upload runs beside training; on_checkpoint_upload_end follows it)
     wait for the upload
     on_trial_shutdown
+
+The whole route of a stop: `trial_core/run/stop_handler.py`.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ without a timeout. When a rank fails, the group kills the other ranks, which may
 collective that never completes, and every pending request raises `RankFailed` with the first cause.
 The group compares the time that the progress monitor measures with the stall timeout. Hung ranks
 log their stacks before they are killed.
+
+The whole route of a stop: `trial_core/run/stop_handler.py`.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ continue to the greatest position. Without a stop request, a step costs two attr
       ResumeUntil 8 ───────► begins step 8              ends after step 8
 
 `StopBarrier` is a rank's part, `StopCoordinator` the driver's.
+
+The whole route of a stop: `trial_core/run/stop_handler.py`.
 """
 
 from __future__ import annotations
