@@ -26,7 +26,7 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         trial: the trial's id.
         uuid: the checkpoint's.
-        attempt: the id of the attempt that uploads; empty if the intent is unreadable.
+        attempt: `Manifest.attempt` of the checkpoint; empty if the intent is unreadable.
         created_at: start of the upload: ISO 8601, UTC; empty if the intent is unreadable.
         number: the attempt's number, 0 if it has not taken over the trial.
         batches: those in its manifest's key; None until the commit begins.
