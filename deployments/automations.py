@@ -135,7 +135,7 @@ def _not_followed(
     labels: Mapping[str, list[str]] | None = None,
     related: Iterable[ResourceSpecification] = (OURS,),
 ) -> EventTrigger:
-    """Fires for one of our runs if none of the expected events follows `event` in time."""
+    """A trigger for each trialflow run: no event of `expect` within this time after `event`."""
     return EventTrigger(
         posture=Posture.Proactive,
         after=_events(event),

@@ -34,7 +34,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def run(parent_pid: int, command: list[str]) -> int:
-    """Run `command` until it ends or the parent does; the exit code."""
+    """Run `command` until it ends or the parent does. Return the exit code."""
     adopt_orphans()
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 

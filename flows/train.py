@@ -32,7 +32,7 @@ from trial_core.errors import (
 from trial_core.retention.claims import claim_run
 from trial_core.run.choose_resume_point import resume_points
 from trial_core.run.observer import current_observer
-from trial_core.run.run_dirs import clear_kept, clear_leftovers, locked_run_dir, trial_id
+from trial_core.run.run_dirs import clear_kept, clear_rank_files, locked_run_dir, trial_id
 from trial_core.run.run_loop import TrialResult as TrialResult  # part of the flow's interface
 from trial_core.run.run_loop import Validation, follow_schedule
 from trial_core.run.sequencer import Progress, Schedule
@@ -136,7 +136,7 @@ def train_trial(
                 if not restarts.grant(failure, run):
                     raise
                 report.restarting(str(failure), restarts.count, restarts.limit)
-                clear_leftovers(run_dir)
+                clear_rank_files(run_dir)
                 if stopping.wait(restarts.pause_seconds):
                     raise Stopped(f"{stopping.request}, and no ranks ran") from failure
             else:
@@ -185,7 +185,7 @@ def launch_slots(run: TrialRun) -> SlotGroup:
 
 @contextmanager
 def stopping_ranks(run: TrialRun) -> Iterator[None]:
-    """Pass stop requests on to the ranks during the block."""
+    """Pass stop requests on to the ranks during the block (step 4 in `run/stop_handler.py`)."""
 
     def stop() -> None:
         if run.can_save:
@@ -273,7 +273,7 @@ class TrainStages:
 
 
 def fetch(run: TrialRun, point: ResumePoint) -> str | None:
-    """Fetch a resume point's checkpoint to the ranks; its damage, or None.
+    """Fetch a resume point's checkpoint to the ranks. Return what is damaged; None if intact.
 
     Raises:
         CheckpointError: these ranks cannot restore it.

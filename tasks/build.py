@@ -55,7 +55,7 @@ def build_trial(run: TrialRun) -> None:
 def fetch_checkpoint(
     run: TrialRun, manifest: Manifest, restore: Restore = "everything"
 ) -> str | None:
-    """Fetch a checkpoint to the ranks' machines and verify it; its damage, or None.
+    """Fetch and verify a checkpoint. Return what is damaged; None if it is intact.
 
     Args:
         restore: how much of it will be restored.
@@ -101,7 +101,7 @@ def _fetch(run: TrialRun, manifest: Manifest, restore: Restore) -> str | None:
     cache_policy=NO_CACHE,
 )
 def build_loaders(run: TrialRun, point: ResumePoint) -> EpochLength | None:
-    """Build the data loaders and restore the fetched checkpoint; the length of an epoch."""
+    """Build the loaders and restore the checkpoint. Return the length of an epoch."""
     begin = point.progress.batches_trained
     run.batches_trained = begin
     with run.stage("build-loaders", f"@{begin}"):

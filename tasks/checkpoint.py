@@ -109,7 +109,7 @@ def checkpoint_upload(run: TrialRun, staged: StagedCheckpoint) -> Manifest:
 
 
 def _upload(run: TrialRun, staged: StagedCheckpoint) -> dict[int, list[FileEntry]]:
-    """Upload what was staged; each rank's files."""
+    """Upload a staged checkpoint; return each rank's files."""
     if run.store.is_process_local:
         # Only this process sees that storage, so it uploads the files itself.
         return {
@@ -127,9 +127,10 @@ def _upload(run: TrialRun, staged: StagedCheckpoint) -> dict[int, list[FileEntry
 
 
 def _upload_stall_seconds(run: TrialRun) -> float | None:
-    """The stall timeout of an upload: longer than the one within each rank, which reports itself.
+    """The stall timeout of the upload request; None: no limit.
 
-    This one detects a rank that is stopped, or hangs outside the transfer.
+    Each rank detects a hung persister itself, within `checkpointing.stall_timeout_seconds`. This
+    timeout is longer. It detects a rank that is stopped, or that hangs outside the transfer.
     """
     silence = run.config.stopping.idle_timeout_seconds
     transfer = run.config.checkpointing.stall_timeout_seconds

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.storage.parallel import StopSignal, WorkCancelled
+from trial_core.storage.parallel import CancelSignal, WorkCancelled
 from trial_core.transfer.run_files import TENSORBOARD, tensorboard_url
 
 BURST_LINES = 500
@@ -104,7 +104,7 @@ class StoredLogs:
         self._logs = run_dir / "logs"
         self._folder = _stored_folder(run_dir / "logs-place")
         self._uploaded: dict[Path, tuple[int, int]] = {}
-        self._stop = StopSignal()
+        self._stop = CancelSignal()
 
     def locations(self) -> dict[str, str]:
         """Where the logs are, by title: in the storage, and on this machine."""
@@ -158,7 +158,7 @@ class StoredLogs:
             StorageError: the storage failed.
             OSError: a log cannot be copied.
         """
-        stop = StopSignal()
+        stop = CancelSignal()
         timeout_seconds = URGENT_TIMEOUT_SECONDS if is_urgent else FINAL_TIMEOUT_SECONDS
         timer = threading.Timer(timeout_seconds, stop.set)
         timer.daemon = True
@@ -168,7 +168,7 @@ class StoredLogs:
         finally:
             timer.cancel()
 
-    def _store_all(self, is_due: Callable[[Path, int], bool], stop: StopSignal) -> None:
+    def _store_all(self, is_due: Callable[[Path, int], bool], stop: CancelSignal) -> None:
         if self._store.is_process_local:
             return
         try:
@@ -195,7 +195,7 @@ class StoredLogs:
             if layout.is_file_path(path.name):
                 yield path, f"{self._folder}/{path.name}"
 
-    def _upload(self, path: Path, name: str, stop: StopSignal) -> None:
+    def _upload(self, path: Path, name: str, stop: CancelSignal) -> None:
         # A copy: the file is being written, and an upload must be of one state.
         scratch = self._run_dir / "staging"
         scratch.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,7 @@
-"""train-workload: trains up to a batch."""
+"""train-workload: trains up to a batch.
+
+The whole route of a stop: `trial_core/run/stop_handler.py`.
+"""
 
 from __future__ import annotations
 

@@ -21,12 +21,13 @@ from trial_core.units import EpochLength
 
 
 class TrialRun:
-    """One attempt at training a trial.
+    """One launch of the ranks of a trial. A restart of the ranks is a new `TrialRun`.
 
     Attributes:
         config: the experiment.
-        trial: the trial's id, the same over all attempts.
-        attempt: this attempt's id, which is in the manifests that it commits.
+        trial: the trial's id.
+        attempt: a random id of this launch, stored as `Manifest.attempt`. The attempt of `fence` is
+            the flow run's, and the same for all its launches.
         run_dir: the trial's folder on this machine: logs, staged checkpoints, the report.
         store: the trial's checkpoint storage.
         slots: the ranks, once they are launched.
@@ -41,8 +42,8 @@ class TrialRun:
         epoch: the length of an epoch, once the loaders are built; None if it is unknown.
         stop_requested: whether the trial has requested a stop.
         can_save: whether a workload has begun. A stop request before that aborts the ranks.
-        has_trained: whether this attempt has finished a train-workload.
-        batches_trained: where the last train-workload ended, or this attempt began.
+        has_trained: whether this launch has finished a train-workload.
+        batches_trained: where the last train-workload ended, or this launch began.
         writes_run_files: whether a rank writes files for TensorBoard.
         tensorboard_url: where these files are, once they are uploaded.
     """

@@ -1,4 +1,4 @@
-"""An installed wheel: it works in a folder whose own packages have the names of our folders."""
+"""The installed wheel works beside a user's packages `flows`, `tasks` and `deployments`."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ ENDLESS = 10**6
 
 @dataclass(frozen=True)
 class Installed:
-    """A fresh environment with our wheel, and a user's folder in which commands run.
+    """A fresh environment with trialflow's wheel, and a user's folder in which commands run.
 
     Attributes:
         bin: where the environment's commands are.
-        folder: has packages `flows`, `tasks`, `deployments` and a module `engine`, which fail when
-            they are imported; on PYTHONPATH. Holds a trial too.
+        folder: a user's folder, on PYTHONPATH. Holds a trial. Its packages `flows`, `tasks` and
+            `deployments`, and its module `engine`, raise ImportError.
     """
 
     bin: Path
@@ -56,7 +56,7 @@ class Installed:
         }
 
     def run(self, *command: str, server: PrefectServer | None = None) -> str:
-        """Run a command of the environment to its end; its standard output."""
+        """Run a command of the environment to its end. Return its standard output."""
         done = subprocess.run(
             [str(self.bin / command[0]), *command[1:]], cwd=self.folder, check=False, text=True,
             env=self.variables(server), capture_output=True, stdin=subprocess.DEVNULL,
@@ -66,7 +66,7 @@ class Installed:
 
     @contextmanager
     def running(self, *command: str, server: PrefectServer) -> Iterator[subprocess.Popen[bytes]]:
-        """A command of the environment, stopped by SIGTERM at the end of the block."""
+        """Start a command of the environment. Stop it by SIGTERM at the end of the block."""
         with (self.folder / "command.log").open("ab") as log:
             process = subprocess.Popen(
                 [str(self.bin / command[0]), *command[1:]], cwd=self.folder, stdout=log, stderr=log,
@@ -85,7 +85,7 @@ class Installed:
                 process.wait()
 
     def experiment(self, name: str, batches: int, **fields: Any) -> str:
-        """Write an experiment for two ranks into the folder; its file's name."""
+        """Write an experiment for two ranks into the folder. Return its file's name."""
         file = self.folder / f"{name}.yaml"
         record = self.folder / f"record-{name}"
         record.mkdir()
@@ -102,13 +102,13 @@ class Installed:
         return file.name
 
     def batches(self, name: str) -> list[int]:
-        """The batches that rank 1 of an experiment has trained."""
+        """The indices of the batches that rank 1 of an experiment has trained."""
         return [line[0] for line in lines(self.folder / f"record-{name}", "samples", 1)]
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Our wheel, built from a copy without the metadata of earlier builds."""
+    """trialflow's wheel, built from a copy without the metadata of earlier builds."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in ("flows", "tasks", "trial_core", "deployments"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -125,7 +125,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """The wheel in a new environment, which takes dependencies from the one that runs the tests."""
+    """The wheel in a new environment, which uses the test environment's dependencies."""
     where = tmp_path_factory.mktemp("installed")
     venv.create(where / "env")
     paths = {"base": str(where / "env"), "platbase": str(where / "env")}
@@ -147,7 +147,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installe
 
 
 def test_the_wheel_holds_two_packages(wheel: Path) -> None:
-    """`trial_core` and `trialflow`, with all that flows need that is no Python."""
+    """The wheel has `trial_core` and `trialflow`, with the data files of `deployments`."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     tops = {name.split("/")[0] for name in names}
@@ -157,7 +157,7 @@ def test_the_wheel_holds_two_packages(wheel: Path) -> None:
 
 
 def test_names_of_the_facade_can_be_imported(installed: Installed) -> None:
-    """All of `trialflow.__all__`; and importing the package alone loads next to nothing."""
+    """All of `trialflow.__all__` can be imported. `import trialflow` loads no torch or Prefect."""
     program = (
         "import sys, trialflow; heavy = {'torch', 'prefect', 'fsspec'} & sys.modules.keys();"
         "assert not heavy, heavy;"
@@ -170,7 +170,7 @@ def test_names_of_the_facade_can_be_imported(installed: Installed) -> None:
 def test_a_trial_is_trained_and_resumed_in_a_folder_with_packages_of_our_names(
     installed: Installed,
 ) -> None:
-    """`trialflow train` on two ranks, `--resume`, and what was saved."""
+    """`trialflow train --resume` continues a trial, and both runs' checkpoints are listed."""
     experiment = installed.experiment("alone", 4)
     installed.run("trialflow", "train", experiment)
     longer = ("--set", "searcher.max_length.batches=6", "--resume")
@@ -186,7 +186,7 @@ def test_a_trial_is_trained_and_resumed_in_a_folder_with_packages_of_our_names(
 @pytest.mark.slots
 @pytest.mark.long
 def test_every_command_runs_in_a_folder_with_packages_of_our_names(installed: Installed) -> None:
-    """None of them imports a package of the folder."""
+    """No command imports a package of the user's folder."""
     experiment = installed.experiment("commands", 4)
     installed.run("trialflow", "train", experiment)
     at = ("--config", experiment)
@@ -213,7 +213,7 @@ def test_every_command_runs_in_a_folder_with_packages_of_our_names(installed: In
 def test_a_worker_runs_cancels_and_resumes_in_a_folder_with_packages_of_our_names(
     installed: Installed, prefect_server: PrefectServer
 ) -> None:
-    """`trialflow deploy` and `worker`: a run is cancelled, and its trial goes on in another run."""
+    """A worker runs a deployed trial. After a Cancel, another run continues the trial."""
     experiment = installed.experiment("worked", ENDLESS)
     config = json.loads(installed.run("trialflow", "config", experiment))
 
@@ -252,7 +252,7 @@ def test_a_worker_runs_cancels_and_resumes_in_a_folder_with_packages_of_our_name
 def test_a_flow_is_served_in_a_folder_with_packages_of_our_names(
     installed: Installed, prefect_server: PrefectServer
 ) -> None:
-    """`flow.serve()` of `trialflow.train`, the flow pickled and all."""
+    """`trialflow.train.serve()` runs the flow, which Prefect pickles."""
     experiment = installed.experiment("served", 4)
     parameters = installed.run("trialflow", "config", experiment)
     script = installed.folder / "serve.py"

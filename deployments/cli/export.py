@@ -160,7 +160,7 @@ def _is_trusted(config: Path | None) -> bool:
 def _export(
     store: CheckpointStore, request: ExportRequest, to: Path, force: bool
 ) -> tuple[int, int]:
-    """Fetch the files, consolidate and write the weights; the number of names and of bytes."""
+    """Fetch the files and write the weights. Return the number of names and of bytes."""
     from trial_core.storage.local_files import atomic_file
     from trial_core.storage.storage_errors import ErrorTranslator
     from trial_core.transfer.fetch import fetch_files
@@ -186,11 +186,11 @@ def _export(
 
 
 def _convert(folder: Path, request: ExportRequest, target: Path) -> int:
-    """Consolidate the weights in fetched files, and write them; the number of names."""
+    """Consolidate and write the weights of fetched files. Return the number of names."""
     # DeepSpeed logs to stdout, which is reserved for this command's result.
     with contextlib.redirect_stdout(io.StringIO()):
         from trial_core.controller.safe_load import Reader
-        from trial_core.deepspeed.checkpoint_classes import CHECKPOINT_CLASSES
+        from trial_core.deepspeed.checkpoint_engine import CHECKPOINT_CLASSES
         from trial_core.deepspeed.export.weights_file import (
             export_weights,
             write_weights,

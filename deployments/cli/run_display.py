@@ -39,8 +39,8 @@ class Display(RunStatus):
         preferred: the metrics to show where there is room for one only, in this order.
     """
 
-    def __init__(self, preferred: tuple[str, ...] = ("loss",), **progress: Any) -> None:
-        super().__init__(**progress)
+    def __init__(self, preferred: tuple[str, ...] = ("loss",), **options: Any) -> None:
+        super().__init__(**options)
         self.preferred = preferred
         self._stop_note: str | None = None
 

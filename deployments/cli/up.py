@@ -110,7 +110,12 @@ def _serve(
     home: Path,
     start_timeout_seconds: float,
 ) -> None:
-    """Start server and worker; return never, but raise when a signal or the end of one ends it."""
+    """Start the server and the worker, and keep them until one ends or a signal comes.
+
+    Raises:
+        ServiceEnded: the server or the worker ended.
+        KeyboardInterrupt, Terminated: a signal came.
+    """
     from trialflow.deployments.local_worker import LocalWorker
     from trialflow.deployments.single_instance import single_instance
     from trialflow.flows.server.child_process import log_tail

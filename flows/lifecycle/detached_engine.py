@@ -43,7 +43,7 @@ def _silence(console: Console) -> None:
 
 
 def main() -> int:
-    """Run the engine as its supervisor; the exit code, as a shell reports it."""
+    """Run the engine as its supervisor. Return its exit code, as a shell reports it."""
     engine = subprocess.Popen(
         [sys.executable, "-m", "prefect.engine", *sys.argv[1:]],
         env={**os.environ, SUPERVISOR: str(os.getpid())},

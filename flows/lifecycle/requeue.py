@@ -22,7 +22,7 @@ def has_queue(run: FlowRun | None) -> bool:
 
 
 def requeue(reason: str) -> bool:
-    """Put this flow run back into its queue; whether the server accepted it."""
+    """Put this flow run back into its queue; return whether the server accepted it."""
     try:
         with get_client(sync_client=True) as client:
             client.set_flow_run_state(
@@ -36,9 +36,10 @@ def requeue(reason: str) -> bool:
 
 @contextmanager
 def requeue_if_stopped(waiting_for: str) -> Iterator[None]:
-    """Around a wait in the flow's thread, before the stop monitor takes over signals.
+    """Put the run back into its queue if it is stopped within the block.
 
-    A run that is stopped there has nothing to save. It goes back into its queue if it has one.
+    For waits in the flow's thread before the stop monitor handles signals. A run that is stopped
+    there has nothing to save.
 
     Raises:
         Abort: the run is back in its queue.

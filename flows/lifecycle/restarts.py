@@ -21,7 +21,7 @@ class Restarts:
         self._last_cause: tuple[object, ...] | None = None
 
     def grant(self, failure: RankFailed | Stalled, run: TrialRun) -> bool:
-        """Whether the ranks are launched again after `failure`; if so, count the restart."""
+        """Decide whether to launch the ranks again after `failure`. Counts a granted restart."""
         cause = _cause(failure, run)
         if self.count == self.limit or cause == self._last_cause:
             return False
@@ -32,7 +32,7 @@ class Restarts:
 
     @property
     def pause_seconds(self) -> int:
-        """How long to wait before the restart that was granted last; the first is immediate."""
+        """How long to wait before the last granted restart. The first restart has no pause."""
         return 0 if self.count <= 1 else min(2 ** (self.count - 1), MAX_PAUSE_SECONDS)
 
 
@@ -45,9 +45,10 @@ def _can_help(failure: RankFailed | Stalled, run: TrialRun) -> bool:
 
 
 def _cause(failure: RankFailed | Stalled, run: TrialRun) -> tuple[object, ...]:
-    """Equal for two failures that are the same exception at the same place: no restart helps.
+    """Identifies the cause of a failure. A restart does not help against the same cause twice.
 
-    A killed or hung rank equals no other: what kills processes (memory, preemption) is outside.
+    Two causes are equal if the same exception was raised at the same place. A killed or hung rank
+    equals no earlier one: its cause (memory, preemption) is usually outside the trial.
     """
     if isinstance(failure, Stalled) or failure.error_type is None:
         return (failure,)

@@ -3,6 +3,8 @@
 Prefect stops a flow by raising in the middle of its work. The stop monitor takes the signal first,
 so that the run can save; afterwards it lets Prefect do what it would have done. Where no signal
 comes (Suspend, a Cancel whose worker is gone), the monitor sees it in the flow run's state.
+
+The whole route of a stop: `trial_core/run/stop_handler.py`.
 """
 
 from __future__ import annotations

@@ -143,7 +143,10 @@ def report_failure(facts: RetrainingFacts, retraining: RetrainingRun) -> Iterato
 
 
 def publish_report(facts: RetrainingFacts, retraining: RetrainingRun) -> Path:
-    """Publish the report, unless this attempt is undecided and another one has decided the run."""
+    """Publish this attempt's report.
+
+    Not if another attempt has decided the run and this one has not: the other's report is kept.
+    """
     if facts.outcome is None:
         try:
             decided = retraining.journal.read("outcome", PromotionDecision)
@@ -157,7 +160,7 @@ def publish_report(facts: RetrainingFacts, retraining: RetrainingRun) -> Path:
 
 @contextmanager
 def ending_at_time_budget(stopping: StopHandler) -> Iterator[None]:
-    """Leave the block without an error if the time budget stopped it, in whichever stage."""
+    """End the block without an error if the time budget stopped it."""
     try:
         yield
     except Stopped:

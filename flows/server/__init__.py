@@ -1,1 +1,7 @@
-"""The Prefect servers that trialflow starts: for one run, or for `trialflow up`."""
+"""The Prefect servers that trialflow starts: for one run, or for `trialflow up`.
+
+- `embedded_server` serves one run where no server is configured; `up_server` serves `trialflow up`.
+- Both start `prefect_server`, which runs `server_script` in a `child_process`.
+- `child_process` starts processes that end when their parent ends.
+- `prefect_settings` has the settings of Prefect for a run on a terminal.
+"""

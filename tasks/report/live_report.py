@@ -110,24 +110,24 @@ class Report(Observer):
                 end = f"; previous run: {self._previous_end}" if self._previous_end else ""
                 facts.history.add_event(begins_at, f"{what}{end}")
             self._previous_end = ""
-            facts.progress.run_started(trial, total_batches, begins_at, batch_samples)
+            facts.run_status.run_started(trial, total_batches, begins_at, batch_samples)
         self._observer.run_started(trial, total_batches, begins_at, batch_samples)
 
     def stage_started(self, stage: str, detail: str) -> None:
         with self._update() as facts:
-            facts.progress.stage_started(stage, detail)
+            facts.run_status.stage_started(stage, detail)
         self._observer.stage_started(stage, detail)
 
     def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
         with self._update() as facts:
-            facts.progress.stage_ended(stage, detail, seconds)
+            facts.run_status.stage_ended(stage, detail, seconds)
             if stage == "checkpoint-save":
                 _remember(self._blocked_seconds, detail, seconds)
         self._observer.stage_ended(stage, detail, seconds)
 
     def batches_trained(self, batches: int) -> None:
         with self._update() as facts:
-            facts.progress.batches_trained(batches)
+            facts.run_status.batches_trained(batches)
         self._observer.batches_trained(batches)
 
     def training_timed(
@@ -135,14 +135,14 @@ class Report(Observer):
     ) -> None:
         with self._update() as facts:
             facts.waits.append((seconds, tuple(data_seconds)))
-            samples = (reached - begin) * facts.progress.batch_samples
+            samples = (reached - begin) * facts.run_status.batch_samples
             if seconds > 0 and samples:
                 facts.history.add_point("speed", reached, {"samples/s": samples / seconds})
         self._observer.training_timed(begin, reached, seconds, data_seconds)
 
     def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
         with self._update() as facts:
-            facts.progress.metrics_reported(kind, batches, metrics)
+            facts.run_status.metrics_reported(kind, batches, metrics)
             facts.last[kind] = (batches, metrics)
             facts.history.add_point(kind, batches, metrics)
             metric = metrics.get(facts.searcher_metric)
@@ -152,16 +152,16 @@ class Report(Observer):
 
     def checkpoint_committed(self, uuid: str, batches: int, total_bytes: int) -> None:
         with self._update() as facts:
-            upload = facts.progress.running(UPLOAD, f"@{batches}")
+            upload = facts.run_status.running(UPLOAD, f"@{batches}")
             saved = SavedCheckpoint(
                 uuid=uuid,
                 batches=batches,
                 total_bytes=total_bytes,
                 metric=self._searcher_metrics.get(batches),
                 blocked_seconds=self._blocked_seconds.pop(f"@{batches}", None),
-                upload_seconds=None if upload is None else facts.progress.seconds_in(upload),
+                upload_seconds=None if upload is None else facts.run_status.seconds_in(upload),
             )
-            facts.progress.checkpoint_committed(uuid, batches, total_bytes)
+            facts.run_status.checkpoint_committed(uuid, batches, total_bytes)
             facts.history.add_checkpoint(saved, facts.smaller_is_better)
             self._logs_are_due = True
         self._observer.checkpoint_committed(uuid, batches, total_bytes)
@@ -184,10 +184,10 @@ class Report(Observer):
 
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
         with self._update() as facts:
-            batches = facts.progress.batches
+            batches = facts.run_status.batches
             what = f"restart {attempt} of at most {max_restarts}: {text_format.one_line(reason)}"
             facts.history.add_event(batches, what)
-            facts.progress.restarting(reason, attempt, max_restarts)
+            facts.run_status.restarting(reason, attempt, max_restarts)
         self._observer.restarting(reason, attempt, max_restarts)
 
     def ended(self, status: str, tensorboard_url: str | None = None) -> None:

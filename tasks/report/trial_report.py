@@ -67,7 +67,7 @@ class TrialFacts:
     locations: dict[str, str] = field(default_factory=dict)
     status: str = "running"
     is_over: bool = False
-    progress: RunStatus = field(default_factory=RunStatus)
+    run_status: RunStatus = field(default_factory=RunStatus)
     history: ReportHistory = field(default_factory=ReportHistory)
     last: dict[MetricsKind, tuple[int, Mapping[str, Any]]] = field(default_factory=dict)
     waits: deque[tuple[float, Sequence[float]]] = field(
@@ -81,7 +81,7 @@ class TrialFacts:
         checkpoints = self.history.checkpoints
         return _TEMPLATE.render(
             facts=self,
-            progress=self.progress,
+            run_status=self.run_status,
             history=self.history,
             now=f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S}",
             progress_line=self._progress_line(),
@@ -95,14 +95,14 @@ class TrialFacts:
         )
 
     def _progress_line(self) -> str:
-        progress = self.progress
-        share = min(1.0, progress.batches / (progress.total_batches or 1))
+        status = self.run_status
+        share = min(1.0, status.batches / (status.total_batches or 1))
         filled = round(share * BAR_CELLS)
         parts = [f"`{'█' * filled}{'░' * (BAR_CELLS - filled)}` **{share:.0%}**"]
-        if progress.samples_per_second is not None:
-            parts.append(text_format.speed(progress.samples_per_second))
-        if not self.is_over and progress.seconds_left is not None:
-            parts.append(f"{text_format.duration(progress.seconds_left)} left")
+        if status.samples_per_second is not None:
+            parts.append(text_format.speed(status.samples_per_second))
+        if not self.is_over and status.seconds_left is not None:
+            parts.append(f"{text_format.duration(status.seconds_left)} left")
         return " · ".join(parts)
 
     def _chart_lines(self) -> list[str]:

@@ -40,7 +40,8 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         trial: the trial's id.
         number: the attempt's number among all attempts at the trial. The highest may commit.
-        attempt: the attempt's id.
+        attempt: the attempt's id. In a flow it is the flow run's id, which all its attempts share;
+            in a script it is random. `Manifest.attempt` differs from it in a flow.
         by: user and machine of its driver: ``user@host``.
         at: time of the take-over: ISO 8601, UTC.
     """

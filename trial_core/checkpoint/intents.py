@@ -26,7 +26,7 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         trial: the trial's id.
         uuid: the checkpoint's.
-        attempt: the id of the attempt that uploads; empty if the intent is unreadable.
+        attempt: `Manifest.attempt` of the checkpoint; empty if the intent is unreadable.
         created_at: start of the upload: ISO 8601, UTC; empty if the intent is unreadable.
         number: the attempt's number, 0 if it has not taken over the trial.
         batches: those in its manifest's key; None until the commit begins.
@@ -80,7 +80,7 @@ def sweep(storage: Storage, trial: str, number: int | None = None) -> list[Swept
             other attempt may be running.
     """
     begun = intents(storage, trial, number)
-    committed = _committed(storage, trial, {intent.uuid for intent in begun})
+    committed = _remove_partial_manifests(storage, trial, {intent.uuid for intent in begun})
     swept = []
     for intent in begun:
         if intent.uuid in committed or not _prevent_commit(storage, intent):
@@ -123,11 +123,11 @@ def intents(storage: Storage, trial: str, number: int | None = None) -> list[Int
     return found
 
 
-def _committed(storage: Storage, trial: str, uuids: Collection[str]) -> set[str]:
-    """Those of the checkpoints that are committed.
+def _remove_partial_manifests(storage: Storage, trial: str, uuids: Collection[str]) -> set[str]:
+    """Delete the partly written manifests of checkpoints; return which checkpoints are committed.
 
-    Deletes half manifests: where a storage has no conditional writes, a broken connection may leave
-    one, and it is no commit.
+    In a storage without conditional writes, a broken connection may leave a partly written
+    manifest. Such a checkpoint is not committed.
     """
     found = set()
     for key, size_bytes in storage.sizes(layout.trial_folder(trial)).items():

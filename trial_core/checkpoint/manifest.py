@@ -76,7 +76,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         uuid: the checkpoint's id.
         trial: id of the trial that saved it.
         experiment: the experiment's name.
-        attempt: id of the attempt that saved it.
+        attempt: id of the launch of ranks that saved it. In a flow run it is random, and changes
+            when ranks are restarted. In a script it is `AttemptRecord.attempt`.
         created_at: time of the snapshot: ISO 8601, UTC (see `utc_now`).
         progress: the trial's progress at the snapshot.
         metrics: the latest at the snapshot: ``{"training": {…}, "validation": {…}}``.
@@ -186,7 +187,10 @@ def is_json(data: bytes) -> bool:
 
 
 def tombstone(uuid: str) -> bytes:
-    """Stored under a manifest's key during a sweep, so that the checkpoint cannot be committed."""
+    """The content of a tombstone.
+
+    A sweep creates it under a manifest's key, so that the checkpoint cannot be committed.
+    """
     return _TOMBSTONE + msgspec.json.encode(uuid) + b"}\n"
 
 

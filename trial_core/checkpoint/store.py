@@ -25,7 +25,7 @@ from trial_core.errors import (
 )
 from trial_core.storage.base import NOT_DELETED_ADVICE, StorageSpec
 from trial_core.storage.open_storage import open_storage
-from trial_core.storage.parallel import StopSignal, in_parallel
+from trial_core.storage.parallel import CancelSignal, in_parallel
 
 __all__ = ["CheckpointStore", "StorageSpec"]
 
@@ -289,7 +289,7 @@ class CheckpointStore:
     def _read_all(self, names: Iterable[layout.ManifestName]) -> _Manifests:
         """The manifests that can be read; a warning for each other one."""
 
-        def read(name: layout.ManifestName, stop: StopSignal) -> Manifest | None:
+        def read(name: layout.ManifestName, stop: CancelSignal) -> Manifest | None:
             stop.check()
             try:
                 return self._read(name)

@@ -19,7 +19,7 @@ from trial_core.errors import CheckpointDamaged
 from trial_core.storage import buffer_pool
 from trial_core.storage.base import RangeRead, Storage
 from trial_core.storage.local_files import PartFile
-from trial_core.storage.parallel import StopSignal, in_parallel
+from trial_core.storage.parallel import CancelSignal, in_parallel
 
 READ_THREADS = buffer_pool.POOL_BUFFERS
 """Ranges read at once, each in one buffer of the storage's pool."""
@@ -124,7 +124,7 @@ class StoredFile:
         storage: Storage,
         start: int,
         view: memoryview,
-        stop: StopSignal,
+        stop: CancelSignal,
         on_damage: Callable[[Damage], None],
     ) -> None:
         """Read a range into `view`, write it, and hash it after all earlier ranges."""
@@ -198,7 +198,7 @@ def read_files(
     buffers, lock = storage.buffers, Lock()
     ranges = (each for file in files for each in file.ranges())
 
-    def take(stop: StopSignal) -> tuple[Range, bytearray] | None:
+    def take(stop: CancelSignal) -> tuple[Range, bytearray] | None:
         # The range and its buffer together, to avoid a deadlock: a range keeps its buffer until all
         # earlier ranges are hashed, so the earlier ranges must have theirs.
         with lock:
@@ -207,7 +207,7 @@ def read_files(
             _, start, end = taken
             return taken, buffers.acquire(end - start, stop)
 
-    def work(number: int, stop: StopSignal) -> None:
+    def work(number: int, stop: CancelSignal) -> None:
         while (taken := take(stop)) is not None:
             (file, start, end), buffer = taken
             try:

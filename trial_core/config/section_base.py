@@ -75,7 +75,10 @@ class Section(BaseModel):
 
     @classmethod
     def _takes_null(cls, name: str) -> bool:
-        """Whether null differs from absent; else it is dropped: Determined's files have many."""
+        """Whether null is a value of its own for a field.
+
+        If not, null is dropped: Determined's files have many nulls that mean the default.
+        """
         field = cls.model_fields.get(name)
         if field is None:
             return name not in cls.refused  # keep an unknown field: validation refuses it

@@ -60,7 +60,7 @@ def _key(key: Any) -> str:
 
 
 def to_plain_data(value: Any, path: Location, problems: list[Problem]) -> Any:
-    """`value` as JSON can represent it; adds the parts that it cannot to `problems`."""
+    """Convert `value` to data that JSON can represent. Adds its invalid parts to `problems`."""
     if isinstance(value, Mapping):
         named = {_key(key): inner for key, inner in value.items()}
         return {key: to_plain_data(inner, (*path, key), problems) for key, inner in named.items()}

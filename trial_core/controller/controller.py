@@ -83,8 +83,9 @@ class Controller:
         emit: gets progress messages during workloads, on rank 0.
         distributed: this rank's place among all; by default from the environment.
         stop_barrier: asked before each batch whether it may begin.
-        on_stop_requested: called when the trial requests a stop during a train-workload; must make
-            all ranks stop_barrier. None: the train-workload is finished first.
+        on_stop_requested: called when the trial requests a stop during a train-workload; must have
+            the driver pause all ranks (see `stop_barrier`). None: the train-workload is finished
+            first.
     """
 
     def __init__(

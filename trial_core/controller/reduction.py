@@ -8,7 +8,7 @@ from typing import Any
 from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
-from trial_core.pytorch.custom_reducers import BatchMetrics, Reducer, combine
+from trial_core.pytorch.metric_reduction import BatchMetrics, Reducer, combine
 from trial_core.run.observer import MetricsKind
 
 
@@ -22,8 +22,8 @@ def reduce_metrics(
 ) -> dict[str, Any]:
     """Reduce per-batch metrics and custom reducers. Collective: every rank calls this.
 
-    Every rank gets the same result. Only ranks that report metrics count. This is the only place
-    where a workload waits for the accelerator.
+    Every rank gets the same result. Only ranks that report metrics count. In a train-workload,
+    this is the only wait for the accelerator.
 
     Args:
         contribution: this rank's values for the custom reducers; None: their present values.

@@ -9,6 +9,8 @@ One train-workload, with every hook inside it::
     average the metrics over batches and ranks  the workload's only collective of ours, and its
                                                 only wait for the accelerator
     (on_training_workload_end(avg_metrics, batch_metrics) is the next stage)
+
+The whole route of a stop: `trial_core/run/stop_handler.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from trial_core.controller.reduction import reduce_metrics
 from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
 from trial_core.pytorch.callback import PyTorchCallback
-from trial_core.pytorch.custom_reducers import BatchMetrics
+from trial_core.pytorch.metric_reduction import BatchMetrics
 from trial_core.slots.stop_barrier import StopBarrier
 from trial_core.units import EpochLength
 
@@ -103,7 +105,7 @@ def train_batches(
 def _begin_epochs(
     callbacks: Mapping[str, PyTorchCallback], epoch: EpochLength | None, batch_idx: int
 ) -> int:
-    """Call on_training_epoch_start for epochs that begin with this batch; the batch's epoch."""
+    """Call on_training_epoch_start for epochs that begin here. Return this batch's epoch."""
     if epoch is None:
         return 0
     current = epoch.epoch_of(batch_idx)

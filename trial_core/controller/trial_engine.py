@@ -10,7 +10,8 @@ from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.controller.safe_load import Reader
 from trial_core.pytorch.callback import PyTorchCallback
-from trial_core.pytorch.custom_reducers import Reducer, ReducerRegistry
+from trial_core.pytorch.custom_reducers import ReducerRegistry
+from trial_core.pytorch.metric_reduction import Reducer
 from trial_core.transfer.memory_files import MemoryFiles
 
 
@@ -85,7 +86,7 @@ class TrialEngine(Protocol):
     def restore_accelerator_rng(self, state: Any) -> None:
         """Restore a state from `accelerator_rng_state`, if this rank has an accelerator."""
 
-    def save(self, folder: Path, images: MemoryFiles) -> None:
+    def save(self, folder: Path, memory_files: MemoryFiles) -> None:
         """Write this rank's shards below `folder`, as far as possible as memory files.
 
         Collective: every rank calls this.

@@ -25,7 +25,7 @@ from trial_core.controller.training import ProgressReporter
 from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
-from trial_core.pytorch.custom_reducers import BatchMetrics, Reducer
+from trial_core.pytorch.metric_reduction import BatchMetrics, Reducer
 from trial_core.slots.stop_barrier import StopBarrier
 
 

@@ -16,11 +16,16 @@ import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 from torch.utils.serialization import config as serialization
 
 from trial_core.controller.safe_load import Reader
-from trial_core.deepspeed.checkpoint_classes import CHECKPOINT_CLASSES
 from trial_core.transfer.memory_files import MemoryFiles
+
+CHECKPOINT_CLASSES = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
+"""Classes of DeepSpeed that its shards contain. Constructing them runs no code of a checkpoint."""
 
 
 class SnapshotCheckpointEngine(TorchCheckpointEngine):

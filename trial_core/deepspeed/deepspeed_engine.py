@@ -12,8 +12,10 @@ from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.controller.safe_load import Reader
 from trial_core.deepspeed.accelerator import accelerator_rng_state, restore_accelerator_rng
-from trial_core.deepspeed.checkpoint_classes import CHECKPOINT_CLASSES
-from trial_core.deepspeed.checkpoint_engine import snapshot_checkpoint_engines
+from trial_core.deepspeed.checkpoint_engine import (
+    CHECKPOINT_CLASSES,
+    snapshot_checkpoint_engines,
+)
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.mpu import check_mpu
 from trial_core.deepspeed.reshard.reshard_loader import resharded
@@ -25,7 +27,7 @@ from trial_core.deepspeed.restore_files import (
 from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.errors import CheckpointError, TrialError
 from trial_core.pytorch.callback import PyTorchCallback
-from trial_core.pytorch.custom_reducers import Reducer
+from trial_core.pytorch.metric_reduction import Reducer
 from trial_core.transfer.memory_files import MemoryFiles
 
 ZERO_STAGE_WEIGHTS = 3
@@ -121,8 +123,8 @@ class DeepSpeedTrialEngine:
     def restore_accelerator_rng(self, state: Any) -> None:
         restore_accelerator_rng(state)
 
-    def save(self, folder: Path, images: MemoryFiles) -> None:
-        with snapshot_checkpoint_engines(self._context.models, folder, memory_files=images):
+    def save(self, folder: Path, memory_files: MemoryFiles) -> None:
+        with snapshot_checkpoint_engines(self._context.models, folder, memory_files=memory_files):
             self._trial.save(self._context, folder)
 
     def load(self, folder: Path, reader: Reader, reshape: bool = False) -> None:

@@ -14,7 +14,7 @@ from trial_core.deepspeed.weights import load_engine, load_weights
 from trial_core.errors import TrialError
 from trial_core.pytorch.batch_length import batch_length
 from trial_core.pytorch.callback import PyTorchCallback
-from trial_core.pytorch.custom_reducers import Reducer
+from trial_core.pytorch.metric_reduction import Reducer
 
 if TYPE_CHECKING:
     from trial_core.controller.controller import Controller

@@ -22,7 +22,7 @@ from trial_core.errors import RegistryError
 from trial_core.models.records import Numbered
 from trial_core.models.storage_lock import locked
 from trial_core.storage.base import Storage
-from trial_core.storage.parallel import StopSignal, in_parallel
+from trial_core.storage.parallel import CancelSignal, in_parallel
 
 _READ_THREADS = 8
 _RESTORE_ADVICE = "the registry never changes a stored object: restore it from a backup"
@@ -75,7 +75,7 @@ class NumberedLog(Generic[Entry]):
     def entries(self, after: int = 0) -> list[Entry]:
         """All entries with numbers above `after`, in order."""
 
-        def read(number: int, stop: StopSignal) -> Entry | None:
+        def read(number: int, stop: CancelSignal) -> Entry | None:
             stop.check()
             return self.read(number)
 

@@ -67,7 +67,7 @@ class PromotionRequest:
         version: the version to make champion.
         run: id of the run that requests it; empty: a person.
         why: reason, for people.
-        expected_champion: the version that must be champion until then.
+        expected_champion: the version that must be champion just before the move.
     """
 
     kind: Kind

@@ -64,7 +64,8 @@ class Version(Numbered, frozen=True, kw_only=True):
 
 
 class Move(Numbered, frozen=True, kw_only=True):
-    """A change of a model's aliases. Holds all aliases after the change; the last move is valid.
+    """A change of a model's aliases. Holds all aliases after it; the move with the highest number
+    applies.
 
     Attributes:
         kind: what was requested.

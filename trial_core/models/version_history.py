@@ -8,7 +8,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import RegistryError
 from trial_core.models.journal import Journal, PromotionDecision
 from trial_core.models.records import Move, Version
-from trial_core.storage.parallel import StopSignal, in_parallel
+from trial_core.storage.parallel import CancelSignal, in_parallel
 
 _READ_THREADS = 8
 
@@ -21,7 +21,7 @@ def explain_versions(
     Reads the journals of the retrainings that registered them.
     """
 
-    def explain(version: Version, stop: StopSignal) -> str:
+    def explain(version: Version, stop: CancelSignal) -> str:
         stop.check()
         return _explain(store, version, moves)
 

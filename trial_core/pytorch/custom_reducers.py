@@ -13,18 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trial_core.errors import TrialError
-from trial_core.pytorch.metric_reduction import BatchMetrics, Reducer, combine
 from trial_core.pytorch.metric_values import as_array, as_plain
 from trial_core.run.observer import MetricsKind
-
-__all__ = [
-    "BatchMetrics",
-    "FunctionReducer",
-    "MetricReducer",
-    "Reducer",
-    "ReducerRegistry",
-    "combine",
-]
 
 
 class MetricReducer(ABC):

@@ -5,10 +5,11 @@ A pruner on another machine learns of a run only from the storage::
     claims/{trial}.json     that the trial runs, since when, where, and from which checkpoints
 
 The driver deletes its claim when the run ends. The claim of a killed driver is ignored after
-`CLAIM_LIFETIME`; until then it keeps one or two checkpoints too many. An intent also shows a run.
+`CLAIM_LIFETIME`. Until then it protects one or two checkpoints that no run needs. An intent also
+shows that a trial runs.
 
-Claims are not part of attempts (see `checkpoint.fencing`): attempts outlive their runs, and a prune
-reads all claims of a storage, which must be no more than its runs.
+Claims are separate from the records of attempts (see `checkpoint.fencing`). Those records stay when
+the run ends. A prune reads all claims of a storage, so there must be only one for each run.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from trial_core.text_format import slug as slug  # part of every trial's id
 
 LOCK = "lock"
 POLL_SECONDS = 0.2
-LEFTOVERS = ("staging", "restored")
+RANK_FILE_FOLDERS = ("staging", "restored")
+"""The folders that ranks write: snapshots before their upload, and fetched checkpoints."""
 
 KEPT = "kept"
 """The folder with the files of the newest committed checkpoint, if they were staged on disk. A
@@ -37,9 +38,10 @@ def trial_id(name: str, unique: str) -> str:
 
 @contextmanager
 def locked_run_dir(trial: str, timeout_seconds: float = 0.0) -> Iterator[Path]:
-    """The folder of `trial` on this machine, locked for the length of the block, without leftovers.
+    """The folder of `trial` on this machine, locked for the length of the block.
 
-    The kernel frees the lock when this process ends, also while a forked child lives on. On a file
+    Deletes the files that the ranks of an earlier process left there. The kernel frees the lock
+    when this process ends, also while a forked child lives on. On a file
     system without locks there is no lock.
 
     Args:
@@ -66,14 +68,16 @@ def locked_run_dir(trial: str, timeout_seconds: float = 0.0) -> Iterator[Path]:
     except OSError:
         pass  # a file system without locks
     try:
-        clear_leftovers(run_dir)
+        clear_rank_files(run_dir)
         yield run_dir
     finally:
         lock.release()
 
 
 def prepare_run_dir(trial: str) -> Path:
-    """The folder of `trial` on a machine that does not hold the run's lock, without leftovers.
+    """The folder of `trial` on a machine that does not hold the run's lock.
+
+    Deletes the files that the ranks of an earlier process left there.
 
     Raises:
         TrialflowError: the folder cannot be created.
@@ -81,14 +85,14 @@ def prepare_run_dir(trial: str) -> Path:
     run_dir = home_folder() / trial
     with _explaining_errors(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
-    clear_leftovers(run_dir)
+    clear_rank_files(run_dir)
     return run_dir
 
 
-def clear_leftovers(run_dir: Path) -> None:
-    """Delete what a dead attempt has left staged. Only while no rank runs there."""
-    for leftover in LEFTOVERS:
-        shutil.rmtree(run_dir / leftover, ignore_errors=True)
+def clear_rank_files(run_dir: Path) -> None:
+    """Delete the local files of ranks that have ended. Call only while no rank runs there."""
+    for folder in RANK_FILE_FOLDERS:
+        shutil.rmtree(run_dir / folder, ignore_errors=True)
 
 
 def clear_kept(run_dir: Path) -> None:

@@ -14,6 +14,8 @@ Prefect tasks, the trainer on every rank. The hooks in their places::
                         (the upload runs beside training; on_checkpoint_upload_end follows it)
     wait for the upload
     on_trial_shutdown
+
+The whole route of a stop: `trial_core/run/stop_handler.py`.
 """
 
 from __future__ import annotations
@@ -117,19 +119,19 @@ class RunStages(Protocol):
         """What the run may resume from, best first."""
 
     def fetch(self, point: ResumePoint) -> str | None:
-        """Fetch a resume point's checkpoint, verified; its damage, or None."""
+        """Fetch and verify a resume point's checkpoint. Return what is damaged; None if intact."""
 
     def schedule(self, progress: Progress) -> Schedule:
         """The schedule of a run that resumes at `progress`."""
 
     def build_loaders(self, point: ResumePoint) -> EpochLength | None:
-        """Build the loaders and restore the fetched checkpoint; the length of an epoch."""
+        """Build the loaders and restore the checkpoint. Return the length of an epoch."""
 
     def run_hook(self, hook: str, batches_trained: int, **arguments: Any) -> None:
         """Call one hook of every callback, if any callback overrides it."""
 
     def train(self, begin: int, until: int) -> int:
-        """Train from batch `begin` to `until`; how many batches are then trained in all."""
+        """Train from batch `begin` to `until`. Return how many batches are trained in all."""
 
     def validate(self, batches_trained: int) -> Validation | None:
         """Validate on the whole set; None if a stop request ended the validation early."""
@@ -144,7 +146,7 @@ class RunStages(Protocol):
         """Wait for the upload, if there is one, and run its hook. Raises its error."""
 
     def poll(self) -> bool:
-        """Between workloads: finish an upload that has ended; whether the run should stop."""
+        """Between workloads: finish an ended upload. Return whether the run should stop."""
 
     def finish(self, batches_trained: int) -> None:
         """After the last hook: wait for background work, and upload the remaining run files."""

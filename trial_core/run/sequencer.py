@@ -1,6 +1,7 @@
 """Decides the next workload of a run from its progress and schedule alone. Pure.
 
-The flow, `Trainer.fit` and resumed runs all call `next_workload`, so they make the same decisions.
+The run loop calls `next_workload` for the flow and for `Trainer.fit`, also after a resume. So all
+runs make the same decisions.
 At a batch where several workloads are due, the order is: train, validate, save. One monotone
 counter, `Progress.batches_trained`, drives every period.
 """

@@ -55,7 +55,7 @@ class RankProcess:
         return self._process.pid
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Wait until the rank and its children have ended; whether they have."""
+        """Wait until the rank and its children have ended. Return whether they have."""
         return self._ended.wait(timeout_seconds)
 
     def kill(self) -> None:

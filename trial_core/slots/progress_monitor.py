@@ -1,4 +1,4 @@
-"""Detects hung ranks: no progress within the stall timeout.
+"""Measures how long ranks have made no progress. `slot_group` compares it with the stall timeout.
 
 While ranks train or validate, progress is the end of a batch. Other requests (build, fetch,
 restore, save, hooks) have no batches; there, progress is any write to a rank's log or to a disk,

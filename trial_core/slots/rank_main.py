@@ -5,6 +5,8 @@ the beginning. The main thread is the compute lane: one workload at a time, coll
 background thread is the I/O lane: no collectives. A rank that loses its driver kills itself and
 its children.
 
+The whole route of a stop: `trial_core/run/stop_handler.py`.
+
 Environment: torchrun's RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; TRIALFLOW_CHANNEL,
 TRIALFLOW_CHANNEL_SECRET; TRIALFLOW_LOG, the path of this rank's log, if it has one.
 """
@@ -55,7 +57,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Worker:
+class Rank:
     """One rank: its connection, its two lanes and its controller."""
 
     def __init__(self, connection: RankConnection) -> None:
@@ -208,13 +210,13 @@ def main() -> None:
     try:
         connection = RankConnection(os.environ["TRIALFLOW_CHANNEL"], secret, hello)
     except SlotsError as error:
-        sys.exit(f"trialflow worker, rank {rank}: {error}")
+        sys.exit(f"rank {rank} cannot join its driver: {error}")
     # A forked child must not keep the connection open after the rank has ended.
     os.register_at_fork(after_in_child=connection.close)
-    worker = Worker(connection)
+    this_rank = Rank(connection)
     log = os.environ.get("TRIALFLOW_LOG")
-    pump = LogPump(Path(log), rank, worker.send) if log else None
-    worker.run()
+    pump = LogPump(Path(log), rank, this_rank.send) if log else None
+    this_rank.run()
     if pump is not None:
         pump.close()
     sys.stdout.flush()

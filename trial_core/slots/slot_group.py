@@ -3,7 +3,10 @@
 The group watches every rank's process and connection, so waiting for an answer notices a death
 without a timeout. When a rank fails, the group kills the other ranks, which may be inside a
 collective that never completes, and every pending request raises `RankFailed` with the first cause.
-Hung ranks are detected by the progress monitor, and log their stacks before they are killed.
+The group compares the time that the progress monitor measures with the stall timeout. Hung ranks
+log their stacks before they are killed.
+
+The whole route of a stop: `trial_core/run/stop_handler.py`.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ continue to the greatest position. Without a stop request, a step costs two attr
       ResumeUntil 8 ───────► begins step 8              ends after step 8
 
 `StopBarrier` is a rank's part, `StopCoordinator` the driver's.
+
+The whole route of a stop: `trial_core/run/stop_handler.py`.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class StopBarrier:
         return self._may_reach(LAST_STEP)
 
     def pause(self) -> Position:
-        """Let no step begin until `resume_until`; how far this rank is."""
+        """Let no step begin until `resume_until`. Return this rank's position."""
         self._end = None
         self._is_paused = True
         return self._at

@@ -22,7 +22,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from trial_core.errors import StorageError
 from trial_core.storage.buffer_pool import BufferPool
 from trial_core.storage.local_files import changed_during_upload, read_chunks
-from trial_core.storage.parallel import StopSignal, in_parallel
+from trial_core.storage.parallel import CancelSignal, in_parallel
 from trial_core.storage.storage_errors import (
     ErrorTranslator,
     service_code,
@@ -142,7 +142,7 @@ class Storage:
             self._put_small(self._path(key), data)
 
     def read_into(
-        self, key: str, start: int, view: memoryview, stop: StopSignal, version: str | None = None
+        self, key: str, start: int, view: memoryview, stop: CancelSignal, version: str | None = None
     ) -> RangeRead:
         """Fill `view` with the object's bytes from `start` on.
 
@@ -156,7 +156,7 @@ class Storage:
         return RangeRead(len(data), None)
 
     def upload(
-        self, source: Path, key: str, stop: StopSignal, size_bytes: int | None = None
+        self, source: Path, key: str, stop: CancelSignal, size_bytes: int | None = None
     ) -> tuple[int, str]:
         """Upload a file; return its size and its ``sha256:…`` digest. Overwrites.
 
@@ -344,7 +344,7 @@ class Storage:
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         self._fs.pipe_file(path, data, **options)
 
-    def _store_file(self, source: Path, size_bytes: int, key: str, stop: StopSignal) -> str:
+    def _store_file(self, source: Path, size_bytes: int, key: str, stop: CancelSignal) -> str:
         """Store the first `size_bytes` of a file; return their SHA-256 as hexadecimal digits."""
         digest = hashlib.sha256()
         with open(source, "rb") as file, tempfile.NamedTemporaryFile() as copy:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
 
-from trial_core.storage.parallel import StopSignal
+from trial_core.storage.parallel import CancelSignal
 
 PIECE_BYTES = 16 * 2**20
 """Size of an upload's part and of a ranged read."""
@@ -61,7 +61,7 @@ class BufferPool:
                 if self._users == 0:
                     self._free_memory()
 
-    def acquire(self, size_bytes: int, stop: StopSignal) -> bytearray:
+    def acquire(self, size_bytes: int, stop: CancelSignal) -> bytearray:
         """Wait for a buffer of at least `size_bytes`; `release` it afterwards.
 
         Raises:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-from trial_core.storage.parallel import StopSignal, WorkCancelled
+from trial_core.storage.parallel import CancelSignal, WorkCancelled
 
 Result = TypeVar("Result")
 
@@ -47,7 +47,7 @@ class LoopTask(Generic[Result]):
         """Ask the coroutine to end."""
         self._loop.call_soon_threadsafe(self._cancel)
 
-    def result(self, stop: StopSignal) -> Result:
+    def result(self, stop: CancelSignal) -> Result:
         """Wait for the result. The coroutine has ended when this returns or raises.
 
         Raises:

@@ -22,7 +22,7 @@ from trial_core.storage.local_files import (
     read_at,
     read_chunks,
 )
-from trial_core.storage.parallel import StopSignal
+from trial_core.storage.parallel import CancelSignal
 
 # fsspec's memory:// is one file system for the whole process.
 _memory_lock = threading.Lock()
@@ -32,7 +32,7 @@ class LocalStorage(Storage):
     """A folder on this machine."""
 
     def read_into(
-        self, key: str, start: int, view: memoryview, stop: StopSignal, version: str | None = None
+        self, key: str, start: int, view: memoryview, stop: CancelSignal, version: str | None = None
     ) -> RangeRead:
         """As `Storage.read_into`. The version is made of inode, modification time and size."""
         with (
@@ -97,7 +97,7 @@ class LocalStorage(Storage):
         with atomic_file(Path(path), is_durable=True) as file:
             file.write(data)
 
-    def _store_file(self, source: Path, size_bytes: int, key: str, stop: StopSignal) -> str:
+    def _store_file(self, source: Path, size_bytes: int, key: str, stop: CancelSignal) -> str:
         # One pass over the source: the digest is that of the bytes written.
         digest = hashlib.sha256()
         with (

@@ -20,7 +20,7 @@ from trial_core.storage import buffer_pool
 from trial_core.storage.base import RangeRead, StorageSpec
 from trial_core.storage.local_files import changed_during_upload, read_at
 from trial_core.storage.obstore_options import UntranslatableError, s3_store
-from trial_core.storage.parallel import StopSignal
+from trial_core.storage.parallel import CancelSignal
 from trial_core.storage.s3_multipart import abort_uploads_to
 from trial_core.storage.s3_requests import ETAG, VERSION
 from trial_core.storage.s3fs_storage import S3Storage
@@ -60,7 +60,7 @@ class ObstoreS3Storage(S3Storage):
         self._is_unsupported = False
 
     def read_into(
-        self, key: str, start: int, view: memoryview, stop: StopSignal, version: str | None = None
+        self, key: str, start: int, view: memoryview, stop: CancelSignal, version: str | None = None
     ) -> RangeRead:
         """As `S3Storage.read_into`."""
         stores = self._stores()
@@ -92,7 +92,7 @@ class ObstoreS3Storage(S3Storage):
                         raise
         return RangeRead(done, version)
 
-    def _store_file(self, source: Path, size_bytes: int, key: str, stop: StopSignal) -> str:
+    def _store_file(self, source: Path, size_bytes: int, key: str, stop: CancelSignal) -> str:
         stores = self._stores()
         step = buffer_pool.PIECE_BYTES
         if stores is None or buffer_pool.piece_bytes(size_bytes) > step:
@@ -124,7 +124,7 @@ class ObstoreS3Storage(S3Storage):
         start: int,
         size_bytes: int,
         digest: hashlib._Hash,
-        stop: StopSignal,
+        stop: CancelSignal,
     ) -> memoryview:
         """Read and hash a piece of a file.
 

@@ -16,8 +16,8 @@ class WorkCancelled(Exception):
     """The work stopped because other work of the same call failed. Never leaves `in_parallel`."""
 
 
-class StopSignal:
-    """Asks running work to stop."""
+class CancelSignal:
+    """Cancels running work, for example after a failure of other work."""
 
     def __init__(self) -> None:
         self._event = Event()
@@ -60,14 +60,14 @@ class StopSignal:
 
 
 def in_parallel(
-    work: Callable[[Item, StopSignal], Result], items: Iterable[Item], threads: int
+    work: Callable[[Item, CancelSignal], Result], items: Iterable[Item], threads: int
 ) -> list[Result]:
     """Call `work` on every item, on at most `threads` threads; return the results in order.
 
-    After the first failure no further item is started, running work is asked to stop, and the
+    After the first failure no further item is started, running work is cancelled, and the
     first error is raised. No work is still running when this returns or raises.
     """
-    stop = StopSignal()
+    stop = CancelSignal()
     with ThreadPoolExecutor(threads, thread_name_prefix="trialflow-storage") as pool:
         futures = [pool.submit(work, item, stop) for item in items]
         try:

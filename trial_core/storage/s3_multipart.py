@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from trial_core.storage.event_loop import LoopTask
-from trial_core.storage.parallel import StopSignal
+from trial_core.storage.parallel import CancelSignal
 from trial_core.storage.s3_requests import S3Requests
 from trial_core.storage.storage_errors import ErrorTranslator, storage_exceptions
 
@@ -26,7 +26,7 @@ Raises the error of an earlier part that has failed."""
 
 @contextmanager
 def multipart_upload(
-    requests: S3Requests, key: str, stop: StopSignal, errors: ErrorTranslator
+    requests: S3Requests, key: str, stop: CancelSignal, errors: ErrorTranslator
 ) -> Iterator[SendPart]:
     """Send parts inside the block; they become one object when it ends, or are aborted on an error.
 

@@ -20,7 +20,7 @@ from trial_core.storage.base import RangeRead, Storage, StorageSpec
 from trial_core.storage.buffer_pool import piece_bytes
 from trial_core.storage.event_loop import LoopTask
 from trial_core.storage.local_files import changed_during_upload, read_at
-from trial_core.storage.parallel import StopSignal
+from trial_core.storage.parallel import CancelSignal
 from trial_core.storage.s3_multipart import multipart_upload
 from trial_core.storage.s3_requests import S3Requests
 
@@ -44,7 +44,7 @@ class S3Storage(Storage):
         self._has_warned = False
 
     def read_into(
-        self, key: str, start: int, view: memoryview, stop: StopSignal, version: str | None = None
+        self, key: str, start: int, view: memoryview, stop: CancelSignal, version: str | None = None
     ) -> RangeRead:
         """As `Storage.read_into`. The version is the object's version id, or its ETag."""
         with self._errors.translated(f"read {key} in"):
@@ -56,7 +56,7 @@ class S3Storage(Storage):
         with self._errors.translated(f"abort unfinished uploads to {folder} in"):
             abort = self._requests.abort_uploads(self._key(f"{folder}/"))
             try:
-                return LoopTask(self._requests.loop, abort).result(StopSignal())
+                return LoopTask(self._requests.loop, abort).result(CancelSignal())
             except OSError as error:
                 if error.errno not in _NOT_ALLOWED and not isinstance(error, PermissionError):
                     raise
@@ -82,14 +82,14 @@ class S3Storage(Storage):
         md5 = hashlib.md5(data, usedforsecurity=False).digest()
         super()._put_small(path, data, ContentMD5=base64.b64encode(md5).decode(), **options)
 
-    def _store_file(self, source: Path, size_bytes: int, key: str, stop: StopSignal) -> str:
+    def _store_file(self, source: Path, size_bytes: int, key: str, stop: CancelSignal) -> str:
         with open(source, "rb", buffering=0) as file, self.buffers.in_use():
             if size_bytes <= piece_bytes(size_bytes):
                 return self._store_whole(source, file.fileno(), size_bytes, key, stop)
             return self._store_parts(source, file.fileno(), size_bytes, key, stop)
 
     def _store_parts(
-        self, source: Path, file: int, size_bytes: int, key: str, stop: StopSignal
+        self, source: Path, file: int, size_bytes: int, key: str, stop: CancelSignal
     ) -> str:
         digest, step = hashlib.sha256(), piece_bytes(size_bytes)
         with multipart_upload(self._requests, self._key(key), stop, self._errors) as send:
@@ -109,7 +109,7 @@ class S3Storage(Storage):
         return digest.hexdigest()
 
     def _store_whole(
-        self, source: Path, file: int, size_bytes: int, key: str, stop: StopSignal
+        self, source: Path, file: int, size_bytes: int, key: str, stop: CancelSignal
     ) -> str:
         buffer = self.buffers.acquire(size_bytes, stop)  # waits its turn; accounts for the memory
         release = partial(self.buffers.release, buffer)

@@ -67,8 +67,8 @@ class FitStages:
         metric: the name of the searcher metric; None: the run has none.
         test_mode: train and validate one batch, and keep no checkpoint.
         is_stop_requested: whether this rank was asked from outside to save and end.
-        fence: rank 0's, which commits; None on other ranks and in test mode.
-        claim: rank 0's, which announces what this run restores; None likewise.
+        fence: lets rank 0 commit; None on other ranks and in test mode.
+        claim: announces which checkpoint rank 0 restores; None on other ranks and in test mode.
         metrics: the last ones of each kind.
         newest_checkpoint: uuid of the newest checkpoint that this run has committed.
     """
@@ -194,7 +194,7 @@ class FitStages:
     # ----------------------------------------------------------------------------- internals
 
     def _fetch(self, manifest: Manifest, restore: Restore) -> str | None:
-        """Fetch a checkpoint to this machine; its damage, or None."""
+        """Fetch a checkpoint to this machine. Return what is damaged; None if it is intact."""
         # First, so that the checkpoint is not pruned meanwhile. Only rank 0 has the claim.
         run_on_rank_0(self.distributed, lambda: self._claim(manifest.uuid))
         request = FetchCheckpoint(
@@ -240,7 +240,7 @@ class FitStages:
         return persisted.files
 
     def _commit(self, staged: StagedCheckpoint, files: list[list[FileEntry]]) -> int:
-        """Commit the files of all ranks, then prune; the checkpoint's size in bytes."""
+        """Commit the files of all ranks, then prune. Return the checkpoint's size in bytes."""
         manifest = staged.manifest(
             dict(enumerate(files)),
             trial=self.trial,

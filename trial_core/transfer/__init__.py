@@ -1,1 +1,4 @@
-"""A checkpoint's bytes on their way: snapshots in memory, the persister process, verified reads."""
+"""Moves a rank's files: memory files, the persister process, uploads and downloads.
+
+Downloads are verified by `checkpoint.verified_read`.
+"""

@@ -25,7 +25,7 @@ from trial_core.checkpoint.verified_read import (
 )
 from trial_core.errors import CheckpointDamaged, CheckpointError
 from trial_core.storage.local_files import atomic_file, read_chunks, temporary_beside
-from trial_core.storage.parallel import StopSignal, in_parallel
+from trial_core.storage.parallel import CancelSignal, in_parallel
 from trial_core.storage.storage_errors import ErrorTranslator
 
 _logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def fetch_files(
     def refuse(damage: Damage) -> None:
         raise damage_error(store.storage, uuid, [damage])
 
-    def is_here(entry: FileEntry, stop: StopSignal) -> bool:
+    def is_here(entry: FileEntry, stop: CancelSignal) -> bool:
         return _matches(target / entry.path, entry, stop) or any(
             _take_local(folder / entry.path, target / entry.path, entry, stop) for folder in local
         )
@@ -124,7 +124,7 @@ def download(store: CheckpointStore, uuid: str, target: Path) -> Manifest:
     return manifest
 
 
-def _matches(path: Path, entry: FileEntry, stop: StopSignal) -> bool:
+def _matches(path: Path, entry: FileEntry, stop: CancelSignal) -> bool:
     """Whether a local file has the entry's size and digest."""
     if not path.is_file() or path.stat().st_size != entry.size_bytes:
         return False
@@ -137,7 +137,7 @@ def _matches(path: Path, entry: FileEntry, stop: StopSignal) -> bool:
     return f"sha256:{digest.hexdigest()}" == entry.digest and not has_grown
 
 
-def _take_local(source: Path, path: Path, entry: FileEntry, stop: StopSignal) -> bool:
+def _take_local(source: Path, path: Path, entry: FileEntry, stop: CancelSignal) -> bool:
     """Link or copy `source` to `path` if it matches the entry; return whether it did."""
     temporary = temporary_beside(path)
     try:

@@ -200,7 +200,7 @@ class _Process:
             )  # fmt: skip
 
     def how_it_ended(self) -> str:
-        """Completes "the process …". Call after `end`."""
+        """The text that follows "the process": how it ended. Call after `end`."""
         code = self._popen.returncode
         if code is not None and code < 0:
             name = signal.Signals(-code).name

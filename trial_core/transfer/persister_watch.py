@@ -1,4 +1,4 @@
-"""Detects a hung transfer process: no bytes moved within the stall timeout.
+"""Detects a hung persister: no bytes moved within the stall timeout.
 
 The process itself is not asked, because it may be stopped or inside a system call that never
 returns. The kernel counts the bytes that it reads and writes.
@@ -66,7 +66,7 @@ class StallWatch:
 
     @property
     def stall_message(self) -> str | None:
-        """Completes "the process …"; None if it has not stalled."""
+        """The text that follows "the process": that it stalled. None if it has not."""
         if not self.has_stalled:
             return None
         return (

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.storage.parallel import StopSignal
+from trial_core.storage.parallel import CancelSignal
 from trial_core.storage.storage_errors import ErrorTranslator
 
 _logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class RunFiles:
             self._scratch.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self._scratch, prefix="run-files-") as folder:
                 copy = Path(shutil.copyfile(path, Path(folder) / path.name))
-                self._store.storage.upload(copy, key, StopSignal())
+                self._store.storage.upload(copy, key, CancelSignal())
 
 
 def _files_in(folder: Path) -> Iterator[Path]:

@@ -10,7 +10,7 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError
-from trial_core.storage.parallel import StopSignal, in_parallel
+from trial_core.storage.parallel import CancelSignal, in_parallel
 from trial_core.transfer.staging import StagedFile, staged_files
 
 UPLOAD_THREADS = 4
@@ -57,7 +57,7 @@ def upload_staged(
     sizes = store.storage.sizes(layout.files_folder(uuid)) if stored else {}
     lock = Lock()
 
-    def upload(file: StagedFile, stop: StopSignal) -> FileEntry:
+    def upload(file: StagedFile, stop: CancelSignal) -> FileEntry:
         stop.check()
         key = layout.file_key(uuid, file.path)
         entry = (stored or {}).get(file.path)

@@ -37,12 +37,12 @@ def saved(batches: int, metric: float | None = None) -> SavedCheckpoint:
 def test_progress(facts: TrialFacts) -> None:
     """The report shows a bar, batches, speed and time left; the stage, and the upload beside it."""
     seconds = 1000.0
-    progress = facts.progress = RunStatus(lambda: seconds)
-    progress.run_started("toy-0000beef", 400, 0, 16)
-    progress.stage_started("checkpoint-upload", "@50")
-    progress.stage_started("train-workload", "[0→100]")
+    status = facts.run_status = RunStatus(lambda: seconds)
+    status.run_started("toy-0000beef", 400, 0, 16)
+    status.stage_started("checkpoint-upload", "@50")
+    status.stage_started("train-workload", "[0→100]")
     seconds += 10
-    progress.batches_trained(100)
+    status.batches_trained(100)
     text = facts.render()
     bar = "█" * 8 + "░" * 22
     assert "**running** · batch 100 of 400 · trial `toy-0000beef`" in text

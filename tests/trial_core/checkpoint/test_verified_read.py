@@ -17,7 +17,7 @@ from trial_core.errors import CheckpointDamaged
 from trial_core.storage import buffer_pool
 from trial_core.storage.base import RangeRead, Storage
 from trial_core.storage.buffer_pool import BufferPool
-from trial_core.storage.parallel import StopSignal
+from trial_core.storage.parallel import CancelSignal
 from trial_core.transfer.fetch import fetch_files
 
 PIECE = 100
@@ -45,7 +45,7 @@ def overwrite_after_the_first_range(
     key, read_into = layout.file_key(manifest.uuid, "big"), store.storage.read_into
 
     def read_then_overwrite(
-        of: str, start: int, view: memoryview, stop: StopSignal, version: str | None = None
+        of: str, start: int, view: memoryview, stop: CancelSignal, version: str | None = None
     ) -> RangeRead:
         piece = read_into(of, start, view, stop, version)
         if start == 0:

@@ -27,7 +27,8 @@ from trial_core.entrypoint import build_engine
 from trial_core.errors import CheckpointDamaged, TrialError
 from trial_core.messages import PersistCheckpoint, Persisted
 from trial_core.pytorch import DataLoader, PyTorchCallback
-from trial_core.pytorch.custom_reducers import BatchMetrics, ReducerRegistry
+from trial_core.pytorch.custom_reducers import ReducerRegistry
+from trial_core.pytorch.metric_reduction import BatchMetrics
 from trial_core.slots.slot_group import SlotGroup
 
 Warm = Callable[[int], SlotGroup]

@@ -23,78 +23,78 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def progress(clock: Clock) -> RunStatus:
+def status(clock: Clock) -> RunStatus:
     """A run of 100 batches of 16 samples that begins now."""
-    progress = RunStatus(clock=clock)
-    progress.run_started("toy-0a", 100, 0, 16)
-    return progress
+    status = RunStatus(clock=clock)
+    status.run_started("toy-0a", 100, 0, 16)
+    return status
 
 
-def train(progress: RunStatus, clock: Clock, begin: int, until: int, seconds: float) -> None:
+def train(status: RunStatus, clock: Clock, begin: int, until: int, seconds: float) -> None:
     """A train-workload with one report in the middle."""
     detail = f"[{begin}→{until}]"
-    progress.stage_started("train-workload", detail)
+    status.stage_started("train-workload", detail)
     clock.now += seconds / 2
-    progress.batches_trained((begin + until) // 2)
+    status.batches_trained((begin + until) // 2)
     clock.now += seconds / 2
-    progress.stage_ended("train-workload", detail, seconds)
-    progress.metrics_reported("training", until, {"loss": 1.0})
+    status.stage_ended("train-workload", detail, seconds)
+    status.metrics_reported("training", until, {"loss": 1.0})
 
 
-def validate(progress: RunStatus, clock: Clock, seconds: float) -> None:
-    progress.stage_started("validate", "")
+def validate(status: RunStatus, clock: Clock, seconds: float) -> None:
+    status.stage_started("validate", "")
     clock.now += seconds
-    progress.stage_ended("validate", "", seconds)
+    status.stage_ended("validate", "", seconds)
 
 
-def test_speed_counts_only_training(progress: RunStatus, clock: Clock) -> None:
+def test_speed_counts_only_training(status: RunStatus, clock: Clock) -> None:
     """A validation between two workloads does not lower samples per second."""
-    train(progress, clock, 0, 10, seconds=4)
-    validate(progress, clock, seconds=50)
-    train(progress, clock, 10, 20, seconds=4)
-    assert progress.samples_per_second == pytest.approx(20 * 16 / 8)
+    train(status, clock, 0, 10, seconds=4)
+    validate(status, clock, seconds=50)
+    train(status, clock, 10, 20, seconds=4)
+    assert status.samples_per_second == pytest.approx(20 * 16 / 8)
 
 
-def test_speed_follows_a_change(progress: RunStatus, clock: Clock) -> None:
+def test_speed_follows_a_change(status: RunStatus, clock: Clock) -> None:
     """A slow first batch stops counting after some seconds."""
-    train(progress, clock, 0, 2, seconds=60)
+    train(status, clock, 0, 2, seconds=60)
     for begin in range(2, 62, 10):
-        train(progress, clock, begin, begin + 10, seconds=5)
-    assert progress.samples_per_second == pytest.approx(10 * 16 / 5)
+        train(status, clock, begin, begin + 10, seconds=5)
+    assert status.samples_per_second == pytest.approx(10 * 16 / 5)
 
 
-def test_time_left_counts_every_stage(progress: RunStatus, clock: Clock) -> None:
+def test_time_left_counts_every_stage(status: RunStatus, clock: Clock) -> None:
     """Later validations take time, too."""
-    train(progress, clock, 0, 25, seconds=5)
-    validate(progress, clock, seconds=5)
-    assert progress.seconds_left == pytest.approx(30)
+    train(status, clock, 0, 25, seconds=5)
+    validate(status, clock, seconds=5)
+    assert status.seconds_left == pytest.approx(30)
 
 
 def test_time_left_of_a_resumed_run(clock: Clock) -> None:
     """Batches of earlier runs do not count."""
-    progress = RunStatus(clock=clock)
-    progress.run_started("toy-0a", 100, 80, 16)
-    assert progress.seconds_left is None
-    train(progress, clock, 80, 90, seconds=7)
-    assert progress.seconds_left == pytest.approx(7)
+    status = RunStatus(clock=clock)
+    status.run_started("toy-0a", 100, 80, 16)
+    assert status.seconds_left is None
+    train(status, clock, 80, 90, seconds=7)
+    assert status.seconds_left == pytest.approx(7)
 
 
-def test_an_upload_runs_beside_the_stage(progress: RunStatus) -> None:
+def test_an_upload_runs_beside_the_stage(status: RunStatus) -> None:
     """It is the current stage only if there is no other."""
-    progress.stage_started("checkpoint-upload", "@10")
-    progress.stage_started("train-workload", "[10→20]")
-    assert str(progress.stage) == "train-workload [10→20]"
-    assert [str(upload) for upload in progress.uploads] == ["checkpoint-upload @10"]
-    progress.stage_ended("train-workload", "[10→20]", 1.0)
-    assert str(progress.stage) == "checkpoint-upload @10"
-    assert progress.uploads == []
+    status.stage_started("checkpoint-upload", "@10")
+    status.stage_started("train-workload", "[10→20]")
+    assert str(status.stage) == "train-workload [10→20]"
+    assert [str(upload) for upload in status.uploads] == ["checkpoint-upload @10"]
+    status.stage_ended("train-workload", "[10→20]", 1.0)
+    assert str(status.stage) == "checkpoint-upload @10"
+    assert status.uploads == []
 
 
-def test_a_restart_returns_to_the_last_checkpoint(progress: RunStatus, clock: Clock) -> None:
+def test_a_restart_returns_to_the_last_checkpoint(status: RunStatus, clock: Clock) -> None:
     """`batches` and `committed_at` are those of the last checkpoint."""
-    train(progress, clock, 0, 40, seconds=4)
-    progress.stage_started("train-workload", "[40→50]")
-    progress.restarting("a rank died", 1, 5)
-    progress.run_started("toy-0a", 100, 30, 16)
-    assert (progress.batches, progress.committed_at, progress.has_trained) == (30, 30, True)
-    assert progress.seconds_left is None
+    train(status, clock, 0, 40, seconds=4)
+    status.stage_started("train-workload", "[40→50]")
+    status.restarting("a rank died", 1, 5)
+    status.run_started("toy-0a", 100, 30, 16)
+    assert (status.batches, status.committed_at, status.has_trained) == (30, 30, True)
+    assert status.seconds_left is None

@@ -7,7 +7,7 @@ import pytest
 
 from trial_core.storage import buffer_pool
 from trial_core.storage.buffer_pool import BufferPool, piece_bytes
-from trial_core.storage.parallel import StopSignal, WorkCancelled
+from trial_core.storage.parallel import CancelSignal, WorkCancelled
 
 MIB = 2**20
 
@@ -15,11 +15,11 @@ MIB = 2**20
 def test_the_pool_has_a_fixed_number_of_buffers() -> None:
     """A thread that needs one more waits until a buffer is released."""
     pool_of_two, waiting = BufferPool(2), Event()
-    acquired = [pool_of_two.acquire(10, StopSignal()) for _ in range(2)]
+    acquired = [pool_of_two.acquire(10, CancelSignal()) for _ in range(2)]
 
     def acquire() -> int:
         waiting.set()
-        return id(pool_of_two.acquire(10, StopSignal()))
+        return id(pool_of_two.acquire(10, CancelSignal()))
 
     with ThreadPoolExecutor(1) as threads:
         third = threads.submit(acquire)
@@ -31,8 +31,8 @@ def test_the_pool_has_a_fixed_number_of_buffers() -> None:
 
 def test_a_wait_for_a_buffer_can_be_stopped() -> None:
     """Cancelled work does not wait for its turn."""
-    pool_of_one, stop = BufferPool(1), StopSignal()
-    pool_of_one.acquire(1, StopSignal())
+    pool_of_one, stop = BufferPool(1), CancelSignal()
+    pool_of_one.acquire(1, CancelSignal())
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(pool_of_one.acquire, 1, stop)
         stop.set()
@@ -44,11 +44,11 @@ def test_memory_is_kept_only_while_the_pool_is_in_use() -> None:
     """Within a transfer a buffer is reused; between transfers its memory is freed."""
     pool_of_one = BufferPool(1)
     with pool_of_one.in_use():
-        first = pool_of_one.acquire(MIB, StopSignal())
+        first = pool_of_one.acquire(MIB, CancelSignal())
         pool_of_one.release(first)
-        assert pool_of_one.acquire(MIB // 2, StopSignal()) is first
+        assert pool_of_one.acquire(MIB // 2, CancelSignal()) is first
         pool_of_one.release(first)
-    assert len(pool_of_one.acquire(0, StopSignal())) == 0
+    assert len(pool_of_one.acquire(0, CancelSignal())) == 0
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from trial_core.storage.event_loop import LoopTask
-from trial_core.storage.parallel import StopSignal, WorkCancelled
+from trial_core.storage.parallel import CancelSignal, WorkCancelled
 
 
 @pytest.fixture
@@ -33,16 +33,16 @@ async def fail() -> int:
 
 def test_the_thread_gets_the_result_or_the_error(loop: asyncio.AbstractEventLoop) -> None:
     """`result` returns or raises what the coroutine does."""
-    assert LoopTask(loop, answer()).result(StopSignal()) == 42
+    assert LoopTask(loop, answer()).result(CancelSignal()) == 42
     failed = LoopTask(loop, fail())
     with pytest.raises(ValueError, match="the cause"):
-        failed.result(StopSignal())
+        failed.result(CancelSignal())
     assert failed.has_failed
 
 
 def test_a_stopped_task_has_ended(loop: asyncio.AbstractEventLoop) -> None:
     """`result` waits for a cancelled coroutine to end, so its buffer can be reused."""
-    stop, begun = StopSignal(), threading.Event()
+    stop, begun = CancelSignal(), threading.Event()
     events: list[str] = []
 
     async def work() -> None:
@@ -66,7 +66,7 @@ def test_a_stopped_task_has_ended(loop: asyncio.AbstractEventLoop) -> None:
 
 def test_a_task_stopped_before_the_wait_has_ended(loop: asyncio.AbstractEventLoop) -> None:
     """A stop signal that is already set cancels the coroutine too."""
-    stop, ended = StopSignal(), threading.Event()
+    stop, ended = CancelSignal(), threading.Event()
     stop.set()
     with pytest.raises(WorkCancelled):
         LoopTask(loop, asyncio.Event().wait(), ended.set).result(stop)

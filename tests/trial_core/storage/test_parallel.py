@@ -4,14 +4,14 @@ from threading import Barrier, Event
 
 import pytest
 
-from trial_core.storage.parallel import StopSignal, in_parallel
+from trial_core.storage.parallel import CancelSignal, in_parallel
 
 
 def test_results_are_in_the_order_of_the_items() -> None:
     """Two items are worked on at once; the results keep the items' order."""
     both = Barrier(2)
 
-    def work(item: int, stop: StopSignal) -> int:
+    def work(item: int, stop: CancelSignal) -> int:
         both.wait(timeout=10)
         return item * 2
 
@@ -23,7 +23,7 @@ def test_the_first_error_stops_all_other_work() -> None:
     begun = Event()
     ended: list[int] = []
 
-    def work(item: int, stop: StopSignal) -> None:
+    def work(item: int, stop: CancelSignal) -> None:
         if item == 1:
             begun.wait(timeout=10)
             raise ValueError("the cause")

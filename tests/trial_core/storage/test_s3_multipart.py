@@ -21,7 +21,7 @@ from trial_core.errors import CheckpointError, StorageError
 from trial_core.storage import buffer_pool
 from trial_core.storage.local_files import read_at
 from trial_core.storage.open_storage import ENGINE_VARIABLE
-from trial_core.storage.parallel import StopSignal, WorkCancelled
+from trial_core.storage.parallel import CancelSignal, WorkCancelled
 from trial_core.storage.s3_multipart import abort_uploads_to
 from trial_core.storage.s3_requests import S3Requests
 from trial_core.storage.s3fs_storage import S3Storage
@@ -100,7 +100,7 @@ def test_a_failed_upload_leaves_nothing(
     s3_store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     """No object, no unfinished upload, and all buffers are released, whatever the error."""
-    stop = StopSignal()
+    stop = CancelSignal()
 
     def fail() -> None:
         if not isinstance(error, WorkCancelled):
@@ -114,7 +114,7 @@ def test_a_failed_upload_leaves_nothing(
     assert unfinished(s3_store) == []
     assert s3_store.storage.sizes("checkpoints") == {}
     for _ in range(buffer_pool.POOL_BUFFERS):
-        s3_store.storage.buffers.acquire(0, StopSignal())
+        s3_store.storage.buffers.acquire(0, CancelSignal())
 
 
 def test_a_file_that_shrinks_leaves_nothing(

@@ -10,7 +10,7 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError, StorageError
-from trial_core.storage.parallel import StopSignal
+from trial_core.storage.parallel import CancelSignal
 from trial_core.transfer.staging import StagedFile, staged_files
 from trial_core.transfer.upload import merge_entries, prefix_rank, upload_files, upload_staged
 
@@ -26,7 +26,7 @@ def watch_uploads(monkeypatch: pytest.MonkeyPatch, store: CheckpointStore) -> li
     uploaded: list[str] = []
     store_file = store.storage._store_file
 
-    def note(source: Path, size_bytes: int, key: str, stop: StopSignal) -> str:
+    def note(source: Path, size_bytes: int, key: str, stop: CancelSignal) -> str:
         uploaded.append(key.removeprefix("checkpoints/u/"))
         return store_file(source, size_bytes, key, stop)
 
@@ -138,7 +138,7 @@ def test_a_file_that_changes_during_its_upload_is_refused(
     staging = stage(tmp_path / "staging", {"a": b"1"})
     store_file = store.storage._store_file
 
-    def touch_then_store(source: Path, size_bytes: int, key: str, stop: StopSignal) -> str:
+    def touch_then_store(source: Path, size_bytes: int, key: str, stop: CancelSignal) -> str:
         os.utime(source, ns=(1, 1))
         return store_file(source, size_bytes, key, stop)
 

@@ -20,19 +20,19 @@ def micro_batches_drawn(
     epoch: EpochLength | None,
     warns: bool = True,
 ) -> int:
-    """How many of its micro-batches each rank has drawn already.
+    """How many micro-batches of the present size each rank has drawn.
 
-    A batch has as many samples as before, but other ranks may divide it into other micro-batches.
-    A pass over the data has the same samples then, but not always the same number of
-    micro-batches, because its last micro-batch may be smaller.
+    The size of a batch stays the same, but a resumed run may divide it into other micro-batches.
+    An epoch then has the same samples, but not always a proportional number of micro-batches:
+    its last micro-batch may be smaller.
 
     Args:
-        saved: `Loaders.state_dict` of any rank. Earlier releases do not save `ranks` and `pass`;
-            both are then assumed to be unchanged.
-        per_batch: micro-batches of a rank in a batch now.
-        ranks: data-parallel ranks now.
-        epoch: the length of a pass now.
-        warns: whether to warn of samples that are repeated; one rank does this for all.
+        saved: `Loaders.state_dict` of any rank. Earlier releases did not save `ranks` and `pass`;
+            these are then taken as unchanged.
+        per_batch: micro-batches of one rank in a batch, in this run.
+        ranks: number of data-parallel ranks in this run.
+        epoch: length of an epoch in this run; None if unknown.
+        warns: whether to warn of repeated samples. Only one rank should.
     """
     ranks_then = int(saved.get("ranks", ranks))
     # How many of the present micro-batches one earlier micro-batch makes.

@@ -37,7 +37,7 @@ class PeekableIterator(Iterator[Any]):
         return len(self._loaded) >= count
 
     def repeat_forever(self, micro_batch: Any) -> None:
-        """End the data, and give `micro_batch` without end as padding."""
+        """Drop the remaining data, and yield `micro_batch` again and again as padding."""
         self._has_ended = True
         self._loaded.clear()
         self._source = itertools.repeat(micro_batch)
@@ -53,7 +53,8 @@ class ValidationSet:
         seed: the experiment's.
         group_size: micro-batches that one `evaluate_batch` takes.
         in_lockstep: whether all ranks must evaluate equally often.
-        pads: in lockstep, whether shorter shards are padded; otherwise the shortest ends all.
+        pads: in lockstep, whether shorter shards are padded. If not, all ranks end with the
+            shortest shard.
         own_evaluations: `evaluate_batch` calls that the shard has data for; None if unknown.
         agreed_evaluations: calls of all ranks in lockstep; None if unknown. Ranks then exchange
             before each call whether they have data.

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from trial_core.controller.safe_load import Reader
-from trial_core.deepspeed.checkpoint_classes import CHECKPOINT_CLASSES
+from trial_core.deepspeed.checkpoint_engine import CHECKPOINT_CLASSES
 from trial_core.deepspeed.export.consolidate import consolidated
 from trial_core.deepspeed.reshard.parameter_state import MASTER, ParameterState
 from trial_core.errors import CheckpointError, StorageError

@@ -196,7 +196,10 @@ def _flat_partitions(optimizer: Any) -> tuple[list[torch.Tensor], bool]:
 
 
 def _dtypes(parameters: Iterable[ParameterState]) -> dict[str, torch.dtype]:
-    """The keys of all per-element state. Without ZeRO a parameter without gradients has none."""
+    """The keys and types of the per-element state of all `parameters` together.
+
+    Without ZeRO, a parameter that never had a gradient has no such state.
+    """
     return {key: dtype for each in parameters for key, dtype in each.dtypes.items()}
 
 

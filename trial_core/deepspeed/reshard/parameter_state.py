@@ -196,7 +196,7 @@ def _add_fragments(
     """Add one partition's fragments to the parameters in `found`.
 
     Args:
-        padding: how many elements the optimizer's state has more than `master`.
+        padding: number of elements that the optimizer's state has beyond those of `master`.
     """
     size = master.numel()
     tensors, scalars = _split_state(state, (size, size + padding))
