@@ -40,6 +40,7 @@ COPY trial_core trial_core
 COPY tasks tasks
 COPY flows flows
 COPY deployments deployments
+COPY trialflow trialflow
 RUN pip install --no-cache-dir --extra-index-url "${TORCH_INDEX}" -c constraints.txt ".[${EXTRAS}]"
 
 # A number, so that Kubernetes can verify that the user is not root.

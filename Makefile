@@ -24,11 +24,11 @@ test: $(VENV)/.installed-dev
 	@echo "about 10 minutes on 2 CPU cores"
 	@$(PYTEST) $(ARGS)
 
-# The other variations of each promise: make test-long PART=2/8, at most 25 minutes a part.
+# The other variations of each promise, in parts of as many tests each: make test-long PART=2/8.
 test-long: $(VENV)/.installed-dev
-	@echo "part $(PART): about 25 minutes on 2 CPU cores for an eighth"
+	@echo "part $(PART): at most 25 minutes on 2 CPU cores for an eighth"
 	@$(PYTEST) -m long --splits $(lastword $(subst /, ,$(PART))) --group $(firstword $(subst /, ,$(PART))) \
-	  --durations-path tests/long-durations.json $(ARGS)
+	  $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -129,6 +129,7 @@ def train_trial(
                 with Uploads(run) as uploads, launch_slots(run) as run.slots, stopping_ranks(run):
                     build_trial(run)
                     result = follow_schedule(TrainStages(run, uploads))
+                    stop_reason = str(stopping.request) if stopping.request else None
             except (RankFailed, Stalled) as failure:
                 get_run_logger().error("%s", failure.report())
                 if stopping.request is not None:
@@ -142,7 +143,6 @@ def train_trial(
             else:
                 if not result.stopped_early:
                     clear_kept(run_dir)
-                stop_reason = str(stopping.request) if stopping.request else None
                 report.ended(_ending(result.stopped_early, stop_reason), run.tensorboard_url)
                 return replace(
                     result,
@@ -240,13 +240,13 @@ class TrainStages:
 
     def run_hook(self, hook: str, batches_trained: int, **arguments: Any) -> None:
         run_callbacks(self._run, hook, batches_trained, **arguments)
+        if hook == "on_training_start":  # from here on a stop request saves first
+            self._run.can_save = True
 
     def train(self, begin: int, until: int) -> int:
-        self._run.can_save = True
         return train_workload(self._run, begin, until)
 
     def validate(self, batches_trained: int) -> Validation | None:
-        self._run.can_save = True
         try:
             metric = validate(self._run, batches_trained)
         except TrialError as mistake:

@@ -310,7 +310,7 @@ def _call_callback(
 def grace_timer(stopping: StopHandler, grace_seconds: float) -> Callable[[], bool]:
     """A function that tells whether a stop was requested and its grace period is over.
 
-    The period starts when the function first sees the request. `Stopping` itself has a deadline
+    The period starts when the function first sees the request. `StopHandler` itself has a deadline
     for urgent requests only, and a callback may take any time.
     """
     first_seen: list[float] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -108,13 +109,15 @@ class Installed:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """trialflow's wheel, built from a copy without the metadata of earlier builds."""
+    """Our wheel, built from what the Dockerfile copies into the image."""
     folder = tmp_path_factory.mktemp("wheel")
-    for name in ("flows", "tasks", "trial_core", "deployments"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "trialflow", folder / "trialflow", symlinks=True)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
+    copies = re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile").read_text(), flags=re.M)
+    without_caches = shutil.ignore_patterns("__pycache__")
+    for source in (ROOT / name for copy in copies for name in copy.split()):
+        if source.is_dir():
+            shutil.copytree(source, folder / source.name, symlinks=True, ignore=without_caches)
+        else:
+            shutil.copy(source, folder)
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation",
          "--disable-pip-version-check", "-w", folder, folder], check=True,

@@ -52,7 +52,7 @@ class FlowRun(Generic[Result]):
         """
         try:
             with stoppable(self._display.stopping):
-                self._run_on_server(call)
+                result = self._run_on_server(call)
         except KeyboardInterrupt:
             return self._stopped("Ctrl-C", console.INTERRUPTED)
         except Terminated:
@@ -61,9 +61,10 @@ class FlowRun(Generic[Result]):
             self.failure = failure
             console.report(failure, code_folder=self._code_folder)
             return console.exit_code(failure, self._display.has_trained)
+        self.result = result
         return 0
 
-    def _run_on_server(self, call: Callable[[StateHook], Result]) -> None:
+    def _run_on_server(self, call: Callable[[StateHook], Result]) -> Result:
         from trialflow.flows.server.embedded_server import prefect_api
         from trialflow.flows.server.prefect_server import PrefectServerError
 
@@ -77,7 +78,7 @@ class FlowRun(Generic[Result]):
             self._display.waiting_for("starting the ranks")
             try:
                 with observing(self._display):
-                    self.result = call(self._announcing(api))
+                    return call(self._announcing(api))
             except (Abort, CancelledRun, Pause) as stop:
                 raise Stopped("the run was stopped in Prefect") from stop
             except httpx.HTTPError as error:  # in this process only Prefect's client raises these

@@ -62,12 +62,13 @@ def train(
         store = outcome.store = open_store_of(experiment)
         display = _display(quiet, json_, (experiment.searcher.metric, "loss"))
         outcome.run_status = display
-        trial = _trial_to_resume(store, experiment.name, display) if resume else None
 
         def call(on_running: StateHook) -> TrialResult:
             from trial_core.run.run_dirs import trial_id
             from trialflow.flows.train import TrialResult
             from trialflow.flows.train import train as train_flow
+
+            trial = _trial_to_resume(store, experiment.name, display) if resume else None
 
             def note_ids(flow: Any, flow_run: Any, state: Any) -> None:
                 outcome.flow_run_id = str(flow_run.id)

@@ -16,9 +16,7 @@ LEASE_SECONDS = 60.0
 
 
 @contextmanager
-def concurrency_slots(
-    limit: str, slots: int, label: str, max_retries: int | None = None, is_strict: bool = False
-) -> Iterator[None]:
+def concurrency_slots(limit: str, slots: int, label: str) -> Iterator[None]:
     """Wait for slots of a concurrency limit, and hold them for the block.
 
     A lease that cannot be renewed is only a warning: it is no reason to lose training.
@@ -26,11 +24,6 @@ def concurrency_slots(
     Args:
         label: the flow run's label that stores the lease. The next attempt releases a killed
             attempt's lease by it, instead of waiting for its own slots.
-        max_retries: how often to ask again; None: until the slots are free.
-        is_strict: whether a missing limit is an error, rather than no limit.
-
-    Raises:
-        ConcurrencySlotAcquisitionError: the slots are not free; or, if strict, no such limit.
     """
     _release_previous_lease(label)
     with (
@@ -38,9 +31,7 @@ def concurrency_slots(
         concurrency(
             limit,
             occupy=slots,
-            max_retries=max_retries,
             lease_duration=LEASE_SECONDS,
-            strict=is_strict,
             raise_on_lease_renewal_failure=False,
         ),
     ):

@@ -72,7 +72,6 @@ def test_a_failed_fetch_is_retried_with_warm_ranks(
     assert [line[0] for line in lines(here, "samples", 0)] == [4, 5, 6, 7]
 
 
-@pytest.mark.long
 def test_hung_ranks_are_replaced_and_their_stacks_logged(
     here: Path, prefect_server: PrefectServer
 ) -> None:

@@ -139,7 +139,6 @@ def test_a_killed_rank_costs_only_unsaved_batches(
     assert staged <= of_the_new_rank
 
 
-@pytest.mark.long
 def test_without_restarts_a_killed_rank_fails_the_run(here: Path) -> None:
     """The error has the rank and its signal; no process is left."""
     config = toy_config(

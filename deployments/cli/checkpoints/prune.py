@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trial_core.retention.pruning import Pruned, PruningPlan
 
 LEFTOVERS_AFTER_DAYS = 7.0
-"""`trial_core.retention.leftovers.GIVEN_UP_DAYS`, which `--help` shows without importing it."""
+"""`trial_core.retention.leftovers.LEFTOVER_AGE_DAYS`, which `--help` shows without importing it."""
 
 
 def prune(

@@ -178,12 +178,18 @@ def on_a_terminal(folder: Path, *arguments: str, **variables: str) -> Iterator[T
             process.kill()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "grace_seconds", "code", "message"),
     [
         pytest.param(signal.SIGINT, 3600, 130, "stopped by Ctrl-C", id="Ctrl-C, twice"),
-        pytest.param(signal.SIGTERM, 1, 143, "stopped by SIGTERM", id="SIGTERM, its grace over"),
+        pytest.param(
+            signal.SIGTERM,
+            1,
+            143,
+            "stopped by SIGTERM",
+            id="SIGTERM, its grace over",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_run_that_is_stopped(

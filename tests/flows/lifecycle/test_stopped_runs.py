@@ -45,7 +45,7 @@ def test_a_preempted_run_resumes_by_itself(scene: Scene) -> None:
     scene.signal_driver(signal.SIGTERM)
     assert wait_until_gone([before], WAIT_SECONDS) == []
     saved = scene.saved()
-    scene.until_it_goes_on(saved, saved)
+    scene.until_resumed(saved, saved)
     assert scene.state() == "Running"
 
 
@@ -61,7 +61,7 @@ def test_a_suspended_run_waits_until_it_is_resumed(scene: Scene) -> None:
     assert scene.state() == "Suspended"
     with scene.server.configured():
         resume_flow_run(UUID(scene.run_id))
-    scene.until_it_goes_on(saved, saved)
+    scene.until_resumed(saved, saved)
 
 
 @pytest.mark.long  # test_stop_monitor has the timer and the final state

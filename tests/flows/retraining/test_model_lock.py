@@ -79,7 +79,6 @@ def test_a_second_run_is_refused(model: str) -> None:
         pass
 
 
-@pytest.mark.long
 def test_a_later_attempt_waits(model: str) -> None:
     """Until the run that holds the lock has ended."""
     first, second = running_run(), running_run()
