@@ -100,7 +100,7 @@ class PyTorchCallback:
 
         Args:
             first_batch_idx: index of the next batch; not 0 for a resumed trial.
-            checkpoint_uuid: the checkpoint that will be restored; None if the trial starts anew.
+            checkpoint_uuid: the checkpoint that will be restored; None if there is none.
         """
 
     def on_checkpoint_load_start(self, checkpoint: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
     deletions/{uuid}.json     who deletes the checkpoint, since when, and its manifest
 
 A pruner and a person may meet: one deletes a checkpoint, the other pins it. The pruner first writes
-the marker and then looks for pins and holds. Whoever pins or holds first writes the pin and then
+the marker, then looks for pins and holds. The other process first writes its pin or hold, then
 looks for a marker (`check_not_deleted`). So at least one of them sees the other and gives way.
 
 The marker holds the manifest, so the next prune can finish an interrupted deletion.

@@ -37,7 +37,7 @@ def fetch_first_intact(
     """Fetch the first of `points` that is not damaged.
 
     Args:
-        fetch: fetches a point's checkpoint, and returns its damage or None.
+        fetch: fetches a point's checkpoint, and returns what is damaged; None if intact.
 
     Raises:
         CheckpointDamaged: all checkpoints are damaged.
