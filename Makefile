@@ -19,14 +19,14 @@ run: $(VENV)/.installed
 	@$(BIN)/trialflow train examples/gpt_stdlib/experiment.yaml $(ARGS)
 	@$(BIN)/python examples/gpt_stdlib/sample.py
 
-# Every promise of the README once.
+# The default tests: one representative of each behaviour.
 test: $(VENV)/.installed-dev
 	@echo "about 10 minutes on 2 CPU cores"
 	@$(PYTEST) $(ARGS)
 
-# The other variations of each promise, in parts of as many tests each: make test-long PART=2/8.
+# Its variations (engines, storages, ranks, ZeRO stages, faults), in parts of as many tests each: make test-long PART=2/8.
 test-long: $(VENV)/.installed-dev
-	@echo "part $(PART): at most 25 minutes on 2 CPU cores for an eighth"
+	@echo "part $(PART): an eighth takes 10 to 25 minutes on 2 CPU cores"
 	@$(PYTEST) -m long --splits $(lastword $(subst /, ,$(PART))) --group $(firstword $(subst /, ,$(PART))) \
 	  $(ARGS)
 
