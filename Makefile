@@ -26,7 +26,7 @@ test: $(VENV)/.installed-dev
 
 # Its variations (engines, storages, ranks, ZeRO stages, faults), in parts of as many tests each: make test-long PART=2/8.
 test-long: $(VENV)/.installed-dev
-	@echo "part $(PART): an eighth takes 10 to 25 minutes on 2 CPU cores"
+	@echo "part $(PART) of the long tests; each part takes many minutes"
 	@$(PYTEST) -m long --splits $(lastword $(subst /, ,$(PART))) --group $(firstword $(subst /, ,$(PART))) \
 	  $(ARGS)
 

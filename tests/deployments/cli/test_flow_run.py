@@ -76,6 +76,19 @@ def test_a_signal(
     assert f"error: stopped by {name}\n" in capsys.readouterr().err
 
 
+def test_a_signal_while_the_server_ends(run: FlowRun[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flow has returned and the command is stopped: no result, as the exit code says."""
+
+    @contextmanager
+    def prefect_api() -> Iterator[embedded_server.PrefectApi]:
+        yield API
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(embedded_server, "prefect_api", prefect_api)
+    assert run.run(lambda on_running: "result") == 130
+    assert (run.result, run.stopped_by) == (None, "Ctrl-C")
+
+
 @pytest.mark.parametrize(
     ("raised", "failure", "message"),
     [
