@@ -15,7 +15,7 @@ SHELL := bash
 
 # Trains the example through the whole DAG, then shows what it has learnt.
 run: $(VENV)/.installed
-	@echo "training examples/gpt_stdlib: about 80 seconds on 2 CPU cores, after 1-4 minutes in which DeepSpeed compiles an operator (once)"
+	@echo "training examples/gpt_stdlib: about 80 seconds on 2 CPU cores"
 	@$(BIN)/trialflow train examples/gpt_stdlib/experiment.yaml $(ARGS)
 	@$(BIN)/python examples/gpt_stdlib/sample.py
 

@@ -54,6 +54,7 @@ class Installed:
             "PATH": os.pathsep.join([str(self.bin), os.environ["PATH"]]),
             "PYTHONPATH": str(self.folder),
             "TRIALFLOW_HOME": str(self.folder / "home"),
+            "TORCH_EXTENSIONS_DIR": str(self.folder / "extensions"),
         }
 
     def run(self, *command: str, server: PrefectServer | None = None) -> str:
@@ -184,6 +185,7 @@ def test_a_trial_is_trained_and_resumed_in_a_folder_with_packages_of_our_names(
         installed.run("trialflow", "checkpoints", "list", "--config", experiment, "--json")
     )
     assert [checkpoint["batches_trained"] for checkpoint in stored] == [4, 6]
+    assert not (installed.folder / "extensions").exists(), "CPU ranks compile nothing"
 
 
 @pytest.mark.slots

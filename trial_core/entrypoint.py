@@ -18,7 +18,7 @@ from trial_core.deepspeed.accelerator import claim_accelerator
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.deepspeed_engine import DeepSpeedTrialEngine
 from trial_core.deepspeed.mpu import forget_model_parallelism
-from trial_core.deepspeed.op_builds import clear_interrupted_builds
+from trial_core.deepspeed.op_builds import prepare_op_builds
 from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
@@ -56,11 +56,10 @@ def build_engine(info: RunInfo, distributed: DistributedContext) -> TrialEngine:
     Raises:
         TrialError: the entrypoint is not a trial, or DeepSpeed rejects the trial's configuration.
     """
+    prepare_op_builds(distributed.get_local_rank())
     trial_class = load_trial_class(str(info.experiment["entrypoint"]))
     seed = info.experiment_seed
     claim_accelerator(distributed.get_local_rank())
-    if distributed.get_local_rank() == 0:
-        clear_interrupted_builds()
     if not initialises_torch_distributed():
         _init_distributed()
         distributed.connect()

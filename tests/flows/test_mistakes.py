@@ -28,6 +28,7 @@ def searcher(metric: str) -> dict[str, Any]:
     return {"name": "single", "metric": metric, "max_length": {"batches": 6}}
 
 
+@pytest.mark.long
 def test_a_missing_searcher_metric_costs_no_training(
     here: Path, prefect_server: PrefectServer
 ) -> None:

@@ -57,6 +57,7 @@ def test_a_failed_upload_is_retried_with_warm_ranks(
     assert not (Path(result.run_dir) / "kept").exists()  # a finished run needs no restart
 
 
+@pytest.mark.long
 def test_a_failed_fetch_is_retried_with_warm_ranks(
     here: Path, prefect_server: PrefectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +92,7 @@ def test_hung_ranks_are_replaced_and_their_stacks_logged(
     )
 
 
+@pytest.mark.long
 def test_a_repeated_exception_is_not_retried(here: Path) -> None:
     """The same exception at the same batch after a restart ends the run."""
     config = one_slot(here, 16, max_restarts=5, hyperparameters={"at_batch": 5, "do": "raise"})

@@ -139,6 +139,7 @@ def test_a_killed_rank_costs_only_unsaved_batches(
     assert staged <= of_the_new_rank
 
 
+@pytest.mark.long
 def test_without_restarts_a_killed_rank_fails_the_run(here: Path) -> None:
     """The error has the rank and its signal; no process is left."""
     config = toy_config(
@@ -159,6 +160,7 @@ def test_a_retry_of_the_flow_run_resumes(here: Path) -> None:
     resumption(here, broke_at=13, end=16)
 
 
+@pytest.mark.long
 def test_an_exception_before_training_is_not_retried(here: Path) -> None:
     """It would happen again, so no restart is spent on it."""
     config = one_slot(here, 8, max_restarts=5, hyperparameters={"at_batch": 0, "do": "raise"})

@@ -1,6 +1,9 @@
-"""Removes the locks of killed builds of DeepSpeed's extensions.
+"""Builds of DeepSpeed's extensions: avoids one that training never uses, and clears killed ones.
 
-DeepSpeed compiles an extension on first use. PyTorch lets one process build it while the others
+DeepSpeed compiles an extension on first use. On CPU ranks it would always compile one, for minutes:
+the shared-memory all-reduce, which only its inference engine calls.
+
+PyTorch lets one process build it while the others
 wait until its lock file is removed. A process that is killed while it builds, for example by
 Ctrl-C, leaves the lock behind, and every later process would wait forever.
 """
@@ -14,7 +17,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import deepspeed.ops
 import psutil
+from deepspeed.accelerator import get_accelerator
+from deepspeed.git_version_info import installed_ops
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +28,20 @@ logger = logging.getLogger(__name__)
 # process. But every few minutes it finishes a file.
 ABANDONED_SECONDS = 180.0
 POLL_SECONDS = 0.5
+
+
+SHARED_MEMORY_OP = "deepspeed_shm_comm"
+
+
+def prepare_op_builds(local_rank: int) -> None:
+    """Avoid needless builds, and clear killed ones. Every rank calls this before DeepSpeed starts.
+
+    A shared-memory extension that was built when DeepSpeed was installed stays in use.
+    """
+    if get_accelerator().device_name() == "cpu" and not installed_ops.get(SHARED_MEMORY_OP):
+        deepspeed.ops.__compatible_ops__[SHARED_MEMORY_OP] = False
+    if local_rank == 0:
+        clear_interrupted_builds()
 
 
 def clear_interrupted_builds(abandoned_seconds: float = ABANDONED_SECONDS) -> None:

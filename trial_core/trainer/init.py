@@ -28,7 +28,7 @@ from trial_core.controller.run_file_upload import instruments_in
 from trial_core.deepspeed.accelerator import claim_accelerator
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.mpu import forget_model_parallelism
-from trial_core.deepspeed.op_builds import clear_interrupted_builds
+from trial_core.deepspeed.op_builds import prepare_op_builds
 from trial_core.distributed import SINGLE_RANK_ENVIRONMENT, DistributedContext, is_launched
 from trial_core.entrypoint import initialises_torch_distributed
 from trial_core.run.run_dirs import home_folder, trial_id
@@ -102,8 +102,7 @@ def _initialised() -> Iterator[None]:
     atexit.unregister(_destroy_process_group)
     local_rank = DistributedContext.from_environment().get_local_rank()
     claim_accelerator(local_rank)
-    if local_rank == 0:
-        clear_interrupted_builds()
+    prepare_op_builds(local_rank)
     if not dist.is_initialized() and not initialises_torch_distributed():
         deepspeed.init_distributed()
         _INITIALISED_HERE.append(True)

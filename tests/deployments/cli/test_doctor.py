@@ -67,11 +67,11 @@ def test_a_server_that_does_not_answer(tmp_path: Path) -> None:
 
 
 def test_missing_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """DeepSpeed needs compiler and ninja; the advice says how to install them."""
+    """Some optimizers need compiler and ninja; the advice says how to install them."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(doctor.sys, "executable", str(tmp_path / "python"))
     compiler, ninja = doctor.compiler(), doctor.ninja()
-    assert (compiler.status, ninja.status) == ("fail", "fail")
+    assert (compiler.status, ninja.status) == ("warn", "warn")
     assert "apt install g++" in str(compiler)
     assert "pip install ninja" in str(ninja)
 

@@ -15,7 +15,7 @@ from parallel_trials import Unsized, ds_config
 from toy_trial import ToyTrial, samples
 
 from trial_core.deepspeed import DeepSpeedTrialContext
-from trial_core.pytorch import DataLoader, MetricReducer, Reducer
+from trial_core.pytorch import DataLoader, MetricReducer, PyTorchCallback, Reducer
 
 
 class SumAndCount(MetricReducer):
@@ -184,16 +184,28 @@ class NeitherWay(ToyTrial):
     evaluate_batch = ToyTrial.__mro__[1].evaluate_batch
 
 
+class TouchAfterEvaluation(PyTorchCallback):
+    """Creates a file when a rank has evaluated all batches."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_validation_epoch_end(self, outputs: list[Any]) -> None:
+        self.path.touch()
+
+
 class Drawing(ToyTrial):
     """Its validation metric depends on random numbers.
 
     With ZeRO-3, ranks wait for each other in each evaluation, as they do for larger parameters.
-    Each evaluation creates a file.
+    A rank creates a file once it has evaluated all batches and can no longer end early.
     """
 
-    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+    def build_callbacks(self) -> dict[str, PyTorchCallback]:
         rank = self.context.distributed.get_rank()
-        Path(self.hparams["record"], f"evaluates-{batch_idx}-{rank}").touch()
+        return {"touch": TouchAfterEvaluation(Path(self.hparams["record"], f"evaluated-{rank}"))}
+
+    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
         metrics = super().evaluate_batch(dataloader_iter, batch_idx)
         if self.hparams["zero_stage"] == 3:
             self.context.distributed.allgather(batch_idx)

@@ -104,7 +104,7 @@ def test_a_validation_that_one_rank_has_finished_is_finished_by_all(
     warm_slots: Warm, tmp_path: Path
 ) -> None:
     """Without lockstep, one rank may have finished before another is stopped."""
-    stopping = stop_at_wait(warm_slots(2), tmp_path, "evaluates-5-0")  # rank 0's last evaluation
+    stopping = stop_at_wait(warm_slots(2), tmp_path, "evaluated-0")
     config = drawing(tmp_path, at_evaluation=2, zero_stage=1)
     run = drive(warm_slots(2), config, tmp_path)
     stopping.join()

@@ -13,8 +13,19 @@ import pytest
 from torch.utils.file_baton import FileBaton
 
 from tests.support.waiting import until
-from trial_core.deepspeed.op_builds import ABANDONED_SECONDS, clear_interrupted_builds
+from trial_core.deepspeed.op_builds import (
+    ABANDONED_SECONDS,
+    SHARED_MEMORY_OP,
+    clear_interrupted_builds,
+)
 
+SCRIPT = """
+import deepspeed.comm
+from trial_core.deepspeed import init
+
+with init():
+    assert deepspeed.comm.is_initialized()
+"""
 BUILDER = """
 import sys, time
 from torch.utils.file_baton import FileBaton
@@ -27,9 +38,16 @@ time.sleep(600)
 def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The path of the lock of an extension that has not been built yet."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    folder = tmp_path / "deepspeed_shm_comm"
+    folder = tmp_path / SHARED_MEMORY_OP
     folder.mkdir()
     return folder / "lock"
+
+
+def test_a_cpu_rank_compiles_nothing(tmp_path: Path) -> None:
+    """DeepSpeed would compile its shared-memory all-reduce, which only inference calls."""
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
+    subprocess.run([sys.executable, "-c", SCRIPT], env=environment, cwd=tmp_path, check=True)
+    assert not (tmp_path / "extensions").exists()
 
 
 def age(folder: Path, seconds: float) -> None:

@@ -51,6 +51,7 @@ def fits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"folder": folder, **dict(zip(runs, outcomes, strict=True))}
 
 
+@pytest.mark.long
 def test_a_pipeline_resumes_bit_for_bit(fits: dict[str, Any]) -> None:
     """4 + 5 batches equal 9."""
     folder: Path = fits["folder"] / PIPELINE
