@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 import trial_core.deepspeed as td
 from benchmarks.trial import ShardedTrial
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.controller.snapshot import Snapshots
+from trial_core.controller.rank_checkpoint import Snapshots
 from trial_core.deepspeed.deepspeed_engine import DeepSpeedTrialEngine
 
 WIDTH = 1024

@@ -1,5 +1,5 @@
-"""The deployments and work pools that a Prefect server should have, read from the files beside this
-one. `trialflow.deployments.resources` brings them to a server.
+"""The deployments and work pools that a Prefect server should have, read from
+`prefect.yaml` and `work_pools/`. `trialflow.deployments.resources` brings them to a server.
 """
 
 from __future__ import annotations

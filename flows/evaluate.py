@@ -29,7 +29,7 @@ from trial_core.errors import (
 from trial_core.retention.claims import claim_run
 from trial_core.run.observer import current_observer
 from trial_core.run.run_dirs import locked_run_dir, slug, trial_id
-from trial_core.run.stop_handler import StopHandler
+from trial_core.run.stop_requests import StopHandler
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.shared_gpus import gpu_slots
 from trialflow.flows.lifecycle.stop_monitor import StopMonitor

@@ -32,7 +32,7 @@ from trial_core.models.journal import (
 from trial_core.models.records import Version
 from trial_core.retention.claims import claim_run
 from trial_core.run.searcher_metric import searcher_metric
-from trial_core.run.stop_handler import StopHandler
+from trial_core.run.stop_requests import StopHandler
 from trialflow.flows.evaluate import EvaluateResult, evaluate_checkpoint
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.shared_gpus import gpu_slots

@@ -36,13 +36,13 @@ from trial_core.run.run_dirs import clear_kept, clear_rank_files, locked_run_dir
 from trial_core.run.run_loop import TrialResult as TrialResult  # part of the flow's interface
 from trial_core.run.run_loop import Validation, follow_schedule
 from trial_core.run.sequencer import Progress, Schedule
-from trial_core.run.stop_handler import StopHandler
+from trial_core.run.stop_requests import StopHandler
 from trial_core.slots.accelerators import resolve_slot_count
 from trial_core.slots.slot_group import SlotGroup
 from trial_core.transfer.staged_checkpoint import StagedCheckpoint
 from trial_core.units import EpochLength, in_batches
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
-from trialflow.flows.lifecycle.restarts import Restarts
+from trialflow.flows.lifecycle.rank_restarts import Restarts
 from trialflow.flows.lifecycle.shared_gpus import gpu_slots
 from trialflow.flows.lifecycle.stop_monitor import POLL_SECONDS, StopMonitor
 from trialflow.flows.uploads import Uploads
@@ -185,7 +185,7 @@ def launch_slots(run: TrialRun) -> SlotGroup:
 
 @contextmanager
 def stopping_ranks(run: TrialRun) -> Iterator[None]:
-    """Pass stop requests on to the ranks during the block (step 4 in `run/stop_handler.py`)."""
+    """Pass stop requests on to the ranks during the block (step 4 in `run/stop_requests.py`)."""
 
     def stop() -> None:
         if run.can_save:

@@ -30,7 +30,6 @@ from trial_core.errors import (
     TrialflowError,
 )
 from trial_core.models.callback_process import call_function
-from trial_core.models.comparison import PromotionRule
 from trial_core.models.data_templates import check_plain_data, merge_data, render_data
 from trial_core.models.journal import (
     Challenger,
@@ -39,11 +38,12 @@ from trial_core.models.journal import (
     PromotionDecision,
     RetrainingPlan,
 )
+from trial_core.models.promotion_rule import PromotionRule
 from trial_core.models.records import Version
 from trial_core.models.registry import Registry
 from trial_core.retention.policy import own_metric
 from trial_core.run.run_dirs import home_folder, trial_id
-from trial_core.run.stop_handler import StopHandler
+from trial_core.run.stop_requests import StopHandler
 from trialflow.tasks.model_events import outcome_event, send
 from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
 

@@ -1,6 +1,6 @@
 """train-workload: trains up to a batch.
 
-The whole route of a stop: `trial_core/run/stop_handler.py`.
+The whole route of a stop: `trial_core/run/stop_requests.py`.
 """
 
 from __future__ import annotations

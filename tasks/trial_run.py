@@ -15,7 +15,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.retention.claims import RunClaim
 from trial_core.run.observer import Observer
-from trial_core.run.stop_handler import StopHandler
+from trial_core.run.stop_requests import StopHandler
 from trial_core.slots.slot_group import SlotGroup
 from trial_core.units import EpochLength
 

@@ -4,7 +4,7 @@ Prefect stops a flow by raising in the middle of its work. The stop monitor take
 so that the run can save; afterwards it lets Prefect do what it would have done. Where no signal
 comes (Suspend, a Cancel whose worker is gone), the monitor sees it in the flow run's state.
 
-The whole route of a stop: `trial_core/run/stop_handler.py`.
+The whole route of a stop: `trial_core/run/stop_requests.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from prefect.states import Cancelled
 
 from trial_core.errors import Stopped, Superseded
 from trial_core.run.observer import current_observer
-from trial_core.run.stop_handler import StopHandler, StopReason
+from trial_core.run.stop_requests import StopHandler, StopReason
 from trialflow.flows.lifecycle.detached_engine import has_lost_supervisor, ignore_broken_output
 from trialflow.flows.lifecycle.requeue import has_queue, requeue
 

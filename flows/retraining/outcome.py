@@ -15,7 +15,7 @@ from prefect.logging import get_run_logger
 
 from trial_core.errors import RegistryError, Stopped, StorageError, Superseded
 from trial_core.models.journal import PromotionDecision, StageRecord
-from trial_core.run.stop_handler import StopHandler
+from trial_core.run.stop_requests import StopHandler
 from trialflow.tasks.report.retraining_report import FILE, RetrainingFacts, publish
 from trialflow.tasks.retrain import CallbackFailed, RetrainingRun, run_callback, send_event
 

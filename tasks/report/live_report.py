@@ -23,7 +23,7 @@ from trial_core.config import ExperimentConfig
 from trial_core.errors import Stopped, TrialflowError
 from trial_core.run.observer import MetricsKind, Observer
 from trial_core.run.run_status import UPLOAD
-from trial_core.run.stop_handler import StopHandler
+from trial_core.run.stop_requests import StopHandler
 from trial_core.slots.log_pump import WARNING_PATTERN
 from trialflow.tasks.rank_logs import LogLimits, StoredLogs
 from trialflow.tasks.report.artifact import ReportArtifact

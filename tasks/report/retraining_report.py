@@ -14,7 +14,6 @@ from prefect.logging import get_run_logger
 
 from trial_core import text_format
 from trial_core.errors import StorageError
-from trial_core.models.comparison import PromotionRule
 from trial_core.models.journal import (
     REPORT,
     Challenger,
@@ -23,6 +22,7 @@ from trial_core.models.journal import (
     PromotionDecision,
     RetrainingPlan,
 )
+from trial_core.models.promotion_rule import PromotionRule
 from trial_core.models.records import Version
 from trialflow.tasks.report.artifact import MarkdownArtifact, ReportArtifact
 from trialflow.tasks.report.markdown import escaped as said

@@ -12,9 +12,8 @@ import trialflow.flows.train
 from tests.support.flow import breaking, one_slot, resumption, stages, train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import lines
-from trial_core.errors import RankFailed, Stalled, TrialflowError
+from trial_core.errors import RankFailed, TrialflowError
 from trial_core.run.run_dirs import locked_run_dir
-from trialflow.flows.lifecycle.restarts import Restarts
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
@@ -108,13 +107,3 @@ def test_two_drivers_do_not_train_one_trial(here: Path) -> None:
         with pytest.raises(TrialflowError, match="toy-0000beef is being trained by process"):
             train(one_slot(here, 4), "toy-0000beef")
         assert not (run_dir / "logs").exists()
-
-
-def test_the_pause_before_a_restart_grows() -> None:
-    """From none to one minute."""
-    restarts, pauses = Restarts(8), []
-    for _ in range(8):
-        assert restarts.grant(Stalled("no batch has ended"), None)
-        pauses.append(restarts.pause_seconds)
-    assert pauses == [0, 2, 4, 8, 16, 32, 60, 60]
-    assert not restarts.grant(Stalled("no batch has ended"), None)

@@ -13,7 +13,7 @@ import trialflow.flows.retrain
 from tests.support.slots import toy_config
 from trial_core.errors import RankFailed, Stalled
 from trial_core.models.journal import RetrainingPlan
-from trial_core.run.stop_handler import StopHandler
+from trial_core.run.stop_requests import StopHandler
 from trialflow.flows.evaluate import EvaluateResult
 from trialflow.flows.retrain import RetrainingAttempt, describe_lateness, evaluate_with_restarts
 from trialflow.tasks.retrain import RetrainingRun

@@ -51,11 +51,19 @@ class PrefectServer:
         return environment(self.environment)
 
     def query(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The API's answer to a GET request, or with a `body` to a POST request."""
+        """The API's answer to a GET request, or with a `body` to a POST request.
+
+        Like Prefect's client, asks again while the server says that its database is busy.
+        """
         url = f"{self.api_url}/{path}"
+        deadline = time.monotonic() + STANDSTILL_SECONDS
         with httpx.Client(timeout=STANDSTILL_SECONDS) as client:
-            answer = client.get(url) if body is None else client.post(url, json=dict(body))
-        return answer.raise_for_status().json()
+            while True:
+                answer = client.get(url) if body is None else client.post(url, json=dict(body))
+                if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                    return answer.raise_for_status().json()
+                assert time.monotonic() < deadline, f"{url} answers 503"
+                time.sleep(0.2)
 
     def prefect(self, *arguments: str, cwd: Path = ROOT) -> str:
         """Run a Prefect CLI command against this server; its output.

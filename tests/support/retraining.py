@@ -27,7 +27,7 @@ from trial_core.config import ExperimentConfig
 from trial_core.models.records import Move
 from trial_core.models.registry import Registry
 from trial_core.run.sequencer import Progress
-from trial_core.run.stop_handler import StopHandler
+from trial_core.run.stop_requests import StopHandler
 from trial_core.transfer.upload import upload_files
 from trialflow.flows.evaluate import EvaluateResult
 from trialflow.flows.server.embedded_server import flush

@@ -11,7 +11,7 @@ from tests.support.manifests import new_manifest
 from tests.support.slots import toy_config
 from trial_core.models.journal import RetrainingPlan
 from trial_core.models.records import Version
-from trial_core.run.stop_handler import StopHandler
+from trial_core.run.stop_requests import StopHandler
 from trialflow.tasks.retrain import RetrainingRun, grace_timer
 
 PLAN = RetrainingPlan(

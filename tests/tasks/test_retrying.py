@@ -16,7 +16,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import CheckpointError, StorageError
 from trial_core.run.observer import Observer
-from trial_core.run.stop_handler import StopHandler
+from trial_core.run.stop_requests import StopHandler
 from trialflow.tasks.retrying import STORAGE_RETRY_SECONDS, storage_failed
 from trialflow.tasks.trial_run import TrialRun
 

@@ -8,7 +8,7 @@ a commit another attempt may take over the trial and sweep what this attempt has
     C2  checks the fence: fails if superseded       T2  reads the intents
     C3  checks that all files are stored            T3  for each with a manifest's key: writes a
     C4  creates the manifest                            tombstone under that key, create-only
-    C5  if superseded: checks again that all        T4  where that succeeded, or there was no key:
+    C5  unless still the newest: checks that all    T4  where that succeeded, or there was no key:
         files are stored; if not, deletes the           deletes the files, the tombstone, the
         manifest and fails                              intent; then looks for checkpoints to
                                                         resume from

@@ -101,8 +101,9 @@ class Fence:
             who = f"attempt {other.attempt}, by {other.by} at {other.at},"
         return Superseded(
             f"{consequence}: {who} has taken over trial {own.trial}, as number {newest}; this is "
-            f"attempt {own.attempt}, by {own.by}, number {own.number} of {own.at}. It was presumed "
-            "dead, or the trial was started twice: end this run and let the other one continue"
+            f"attempt {own.attempt}, by {own.by}, number {own.number} of {own.at}. This "
+            "attempt was presumed dead, or the trial was started twice: end this run and let the "
+            "other one continue"
         )
 
 

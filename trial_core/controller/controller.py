@@ -19,10 +19,10 @@ from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.context import RunInfo
 from trial_core.controller.data.loaders import Loaders, build_loaders
+from trial_core.controller.rank_checkpoint import Snapshots
 from trial_core.controller.rank_state import capture_rng, restore_rng
 from trial_core.controller.reshard_rank_state import RankRemap
 from trial_core.controller.run_file_upload import RunFileUpload, instruments_in
-from trial_core.controller.snapshot import Snapshots
 from trial_core.controller.training import ProgressReporter, train_batches
 from trial_core.controller.trial_engine import TrialEngine
 from trial_core.controller.validation import validate

@@ -10,7 +10,7 @@ One train-workload, with every hook inside it::
                                                 only wait for the accelerator
     (on_training_workload_end(avg_metrics, batch_metrics) is the next stage)
 
-The whole route of a stop: `trial_core/run/stop_handler.py`.
+The whole route of a stop: `trial_core/run/stop_requests.py`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from trial_core.checkpoint.manifest import FileEntry, Topology
-from trial_core.deepspeed.weights import needs_optimizer_shards
+from trial_core.deepspeed.load_engine import needs_optimizer_shards
 
 _SHARD = re.compile(
     r"(?:.*/)?(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_\d+_(?P<kind>model|optim)_states\.pt"

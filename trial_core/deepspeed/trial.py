@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from trial_core.deepspeed.context import DeepSpeedTrialContext
-from trial_core.deepspeed.weights import load_engine, load_weights
+from trial_core.deepspeed.load_engine import load_engine, load_weights
 from trial_core.errors import TrialError
 from trial_core.pytorch.batch_length import batch_length
 from trial_core.pytorch.callback import PyTorchCallback

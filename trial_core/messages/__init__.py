@@ -4,7 +4,7 @@ The driver sends every rank the same `Request`, and each rank replies with one `
 send events. To end a workload early, both agree on its last step. No message is a pickle: the
 receiver refuses a message that does not match its type.
 
-`workloads` has the requests and results, `envelopes` the other messages and their encoding.
+`requests` has the requests and results, `envelopes` the other messages and their encoding.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from trial_core.errors import (
     PromotionRefused,
     RegistryError,
 )
+from trial_core.models.alias_moves import ANY, ExpectedChampion, PromotionRequest, move_aliases
 from trial_core.models.numbered_log import Entry, NumberedLog
-from trial_core.models.promotion import ANY, ExpectedChampion, PromotionRequest, move_aliases
 from trial_core.models.records import Alias, Move, Version
 from trial_core.retention import holds
 

@@ -4,7 +4,7 @@
 
     pins/{uuid}/{model}/{move:06d}-{unique}.json     which version of which model it is
 
-`models.promotion` places a hold before a promotion and removes it after a later move.
+`models.alias_moves` places a hold before a promotion and removes it after a later move.
 """
 
 from __future__ import annotations

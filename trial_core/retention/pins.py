@@ -4,7 +4,7 @@
 
     pins/{uuid}.json     who has pinned the checkpoint, when and why
 
-`deletions` describes what happens when a pin and a deletion meet.
+`deletion_markers` describes what happens when a pin and a deletion meet.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `policy` decides; this module collects what it decides upon, and deletes. Between plan and deletion
 a person may pin a checkpoint, or a run may start from it. So before each deletion the pruner writes
-a marker and looks again: see `deletions`.
+a marker and looks again: see `deletion_markers`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
-"""The logic of a run, without ranks: next workload, status, observers, stop requests, folders."""
+"""The logic of a run, for driver and scripts: next workload, status, observers, stop requests,
+folders and run files."""

@@ -15,7 +15,7 @@ Prefect tasks, the trainer on every rank. The hooks in their places::
     wait for the upload
     on_trial_shutdown
 
-The whole route of a stop: `trial_core/run/stop_handler.py`.
+The whole route of a stop: `trial_core/run/stop_requests.py`.
 """
 
 from __future__ import annotations

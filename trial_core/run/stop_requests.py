@@ -8,7 +8,7 @@ The whole route of a stop, from a Cancel in Prefect to the final state of the fl
 
 1. Prefect's worker sends SIGTERM to the driver, or only the state of the flow run changes.
 2. `flows/lifecycle/stop_monitor.py` handles the signal or polls the state, and calls `ask`.
-3. `run/stop_handler.py` keeps the first request and its deadline, and notifies its subscriber.
+3. `run/stop_requests.py` keeps the first request and its deadline, and notifies its subscriber.
 4. `flows/train.py` (`stopping_ranks`) is the subscriber. It calls `SlotGroup.stop`, or
    `SlotGroup.abort` if there is nothing to save or the deadline has passed.
 5. `slots/slot_group.py` sends `PauseSteps` to all ranks, for its `StopCoordinator`.

@@ -1,4 +1,4 @@
-"""Default timeouts that several rooms share."""
+"""Default timeouts that several packages share."""
 
 from __future__ import annotations
 

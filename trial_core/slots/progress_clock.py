@@ -1,4 +1,6 @@
-"""Measures how long ranks have made no progress. `slot_group` compares it with the stall timeout.
+"""Measures how long ranks have made no progress. `slot_group` compares it with the timeout.
+
+The timeouts: `config/stopping_section.py`.
 
 While ranks train or validate, progress is the end of a batch. Other requests (build, fetch,
 restore, save, hooks) have no batches; there, progress is any write to a rank's log or to a disk,
@@ -24,7 +26,7 @@ class MonitoredRank(Protocol):
     def written_bytes(self) -> int: ...
 
 
-class ProgressMonitor:
+class ProgressClock:
     """The time of a slot group's last progress. Thread-safe.
 
     Args:

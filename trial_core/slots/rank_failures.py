@@ -17,7 +17,7 @@ from trial_core.errors import DeadlineExceeded, RankFailed, Stalled
 from trial_core.messages import Answer, Peer
 from trial_core.slots.launcher import RankProcess
 from trial_core.slots.pending_requests import PendingRequest, PendingRequests
-from trial_core.slots.progress_monitor import has_batches
+from trial_core.slots.progress_clock import has_batches
 from trial_core.slots.stacks import log_stacks
 
 # How long to wait for other ranks' failures after the first one.
@@ -129,8 +129,8 @@ class RankFailures:
             seen, what = "no rank has written anything", pending.name
         return Stalled(
             f"{seen} for {seconds:g} s during {pending.name}: the ranks hang and were killed. "
-            f"Their stacks are in {self._log_dir}. If {what} may take that long, raise "
-            "stopping.stall_timeout_seconds (null: no limit)",
+            f"Their stacks are in {self._log_dir}. If {what} may take that long, set "
+            f"stopping.stall_timeout_seconds above {seconds:g} (null: no limit)",
             log_stacks(self._ranks),
         )
 

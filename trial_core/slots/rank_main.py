@@ -5,7 +5,7 @@ the beginning. The main thread is the compute lane: one workload at a time, coll
 background thread is the I/O lane: no collectives. A rank that loses its driver kills itself and
 its children.
 
-The whole route of a stop: `trial_core/run/stop_handler.py`.
+The whole route of a stop: `trial_core/run/stop_requests.py`.
 
 Environment: torchrun's RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; TRIALFLOW_CHANNEL,
 TRIALFLOW_CHANNEL_SECRET; TRIALFLOW_LOG, the path of this rank's log, if it has one.

@@ -6,7 +6,7 @@ collective that never completes, and every pending request raises `RankFailed` w
 The group compares the time that the progress monitor measures with the stall timeout. Hung ranks
 log their stacks before they are killed.
 
-The whole route of a stop: `trial_core/run/stop_handler.py`.
+The whole route of a stop: `trial_core/run/stop_requests.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from trial_core.messages import (
 from trial_core.slots.channel import Channel
 from trial_core.slots.launcher import RankProcess, launch_ranks
 from trial_core.slots.pending_requests import PendingRequest, PendingRequests
-from trial_core.slots.progress_monitor import ProgressMonitor
+from trial_core.slots.progress_clock import ProgressClock
 from trial_core.slots.rank_failures import RankFailures
 from trial_core.slots.stop_barrier import Position, StopCoordinator
 
@@ -107,7 +107,7 @@ class SlotGroup:
             world_size, pause=self._send_pause, resume_until=self._send_resume
         )
         self._ranks: list[RankProcess] = []
-        self._progress = ProgressMonitor(self._ranks)
+        self._progress = ProgressClock(self._ranks)
         self._failures = RankFailures(
             world_size, self._ranks, self._peers, self._pending, self.log_dir, self._end_with
         )
@@ -178,7 +178,7 @@ class SlotGroup:
         Args:
             expect: the result type of this request.
             timeout_seconds: the deadline; None: no limit, for workloads of the user's code.
-            stall_seconds: the stall timeout (see `trial_core.slots.progress_monitor`); None: no
+            stall_seconds: the stall timeout (see `trial_core.slots.progress_clock`); None: no
                 limit.
 
         Raises:

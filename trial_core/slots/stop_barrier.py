@@ -11,7 +11,7 @@ continue to the greatest position. Without a stop request, a step costs two attr
 
 `StopBarrier` is a rank's part, `StopCoordinator` the driver's.
 
-The whole route of a stop: `trial_core/run/stop_handler.py`.
+The whole route of a stop: `trial_core/run/stop_requests.py`.
 """
 
 from __future__ import annotations

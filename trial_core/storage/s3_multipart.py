@@ -1,4 +1,4 @@
-"""Multipart uploads to S3, which end complete or aborted."""
+"""Multipart uploads to S3 with s3fs, which end complete or aborted. obstore makes its own."""
 
 from __future__ import annotations
 

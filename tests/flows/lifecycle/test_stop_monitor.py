@@ -24,7 +24,7 @@ import trialflow.flows.train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import toy_config
 from trial_core.errors import StorageError
-from trial_core.run.stop_handler import StopHandler
+from trial_core.run.stop_requests import StopHandler
 from trialflow.flows.train import TrialResult
 
 pytestmark = pytest.mark.server

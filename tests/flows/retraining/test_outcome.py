@@ -14,7 +14,7 @@ import trialflow.flows.retraining.outcome
 from tests.support.retraining import WAIT_SECONDS, RetrainHarness
 from trial_core.errors import ConfigError, Stopped, StorageError, Superseded
 from trial_core.models.journal import Journal
-from trial_core.run.stop_handler import StopHandler
+from trial_core.run.stop_requests import StopHandler
 from trialflow.tasks.retrain import CallbackFailed
 
 pytestmark = pytest.mark.server

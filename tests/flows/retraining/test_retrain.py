@@ -19,7 +19,7 @@ from tests.support.retraining import WAIT_SECONDS, Killed, RetrainHarness, stop_
 from tests.support.s3 import S3Server
 from trial_core.errors import CheckpointDamaged, Stopped
 from trial_core.run.run_dirs import locked_run_dir, trial_id
-from trial_core.run.stop_handler import StopHandler
+from trial_core.run.stop_requests import StopHandler
 
 pytestmark = pytest.mark.server
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from trial_core.models.comparison import PromotionRule
 from trial_core.models.journal import Challenger, Champion, PromotionDecision, RetrainingPlan
+from trial_core.models.promotion_rule import PromotionRule
 from trial_core.models.records import Version
 from trialflow.tasks.report.retraining_report import RetrainingFacts
 

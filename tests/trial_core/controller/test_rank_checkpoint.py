@@ -13,9 +13,9 @@ import pytest
 
 from tests.support.slots import Driven, drive, toy_config
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.controller.rank_checkpoint import Snapshots
 from trial_core.controller.rank_state import write_rank_state
 from trial_core.controller.safe_load import Reader
-from trial_core.controller.snapshot import Snapshots
 from trial_core.distributed import DistributedContext
 from trial_core.errors import CheckpointError, StorageError
 from trial_core.messages import PersistCheckpoint, Persisted, SaveCheckpoint, Saved

@@ -21,7 +21,7 @@ from trial_core.controller.controller import Controller
 from trial_core.controller.data.loaders import build_loaders
 from trial_core.controller.rank_state import read_rank_state, restore_callbacks
 from trial_core.controller.reduction import reduce_metrics
-from trial_core.deepspeed.weights import load_engine
+from trial_core.deepspeed.load_engine import load_engine
 from trial_core.distributed import DistributedContext
 from trial_core.entrypoint import build_engine
 from trial_core.errors import CheckpointDamaged, TrialError

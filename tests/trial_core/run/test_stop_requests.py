@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from trial_core.run.stop_handler import StopHandler
+from trial_core.run.stop_requests import StopHandler
 
 WAIT_SECONDS = 20.0
 

@@ -15,9 +15,9 @@ import pytest
 
 from trial_core.errors import Stalled
 from trial_core.messages import AnyRequest, Done, Ping, RunValidation, TrainBatches
-from trial_core.slots import progress_monitor
+from trial_core.slots import progress_clock
 from trial_core.slots.launcher import RankProcess
-from trial_core.slots.progress_monitor import ProgressMonitor
+from trial_core.slots.progress_clock import ProgressClock
 from trial_core.slots.slot_group import SlotGroup
 
 
@@ -27,10 +27,8 @@ class FakeRank:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 1000.0
         self.bytes = 0
-        monkeypatch.setattr(
-            progress_monitor, "time", SimpleNamespace(monotonic=lambda: self.seconds)
-        )
-        self.monitor = ProgressMonitor([self])
+        monkeypatch.setattr(progress_clock, "time", SimpleNamespace(monotonic=lambda: self.seconds))
+        self.monitor = ProgressClock([self])
 
     def written_bytes(self) -> int:
         return self.bytes

@@ -1,0 +1,67 @@
+"""Which failures of ranks are worth a restart."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trial_core.errors import RankFailed, Stalled
+from trialflow.flows.lifecycle.rank_restarts import Restarts
+
+
+def killed() -> RankFailed:
+    return RankFailed(rank=1, host="here", during="TrainBatches", signal_name="SIGKILL")
+
+
+def raised(message: str = "out of luck") -> RankFailed:
+    return RankFailed(
+        rank=1, host="here", during="TrainBatches", error_type="RuntimeError",
+        error_message=message,
+    )  # fmt: skip
+
+
+def a_run(batches_trained: int) -> Any:
+    return SimpleNamespace(batches_trained=batches_trained, has_trained=batches_trained > 0)
+
+
+def test_without_restarts_none_is_granted() -> None:
+    """`max_restarts: 0`."""
+    assert not Restarts(0).grant(killed(), a_run(5))
+
+
+def test_an_exception_before_training_is_not_retried() -> None:
+    """It would be raised again, so no restart is spent on it; a killed rank gets one."""
+    restarts = Restarts(5)
+    assert not restarts.grant(raised(), a_run(0))
+    assert restarts.count == 0
+    assert restarts.grant(killed(), a_run(0))
+
+
+@pytest.mark.parametrize(
+    ("again", "is_granted"),
+    [
+        (lambda: (raised(), 8), False),
+        (lambda: (raised(), 9), True),
+        (lambda: (raised("out of memory"), 8), True),
+        (lambda: (killed(), 8), True),
+    ],
+    ids=["same", "at another batch", "another message", "killed"],
+)
+def test_a_repeated_exception_is_not_retried(again: Any, is_granted: bool) -> None:
+    """The same exception at the same batch after a restart ends the run."""
+    restarts = Restarts(5)
+    assert restarts.grant(raised(), a_run(8))
+    failure, batches_trained = again()
+    assert restarts.grant(failure, a_run(batches_trained)) == is_granted
+
+
+def test_the_pause_before_a_restart_grows() -> None:
+    """From none to one minute."""
+    restarts, pauses = Restarts(8), []
+    for _ in range(8):
+        assert restarts.grant(Stalled("no batch has ended"), a_run(8))
+        pauses.append(restarts.pause_seconds)
+    assert pauses == [0, 2, 4, 8, 16, 32, 60, 60]
+    assert not restarts.grant(Stalled("no batch has ended"), a_run(8))
