@@ -3,7 +3,7 @@
 The group watches every rank's process and connection, so waiting for an answer notices a death
 without a timeout. When a rank fails, the group kills the other ranks, which may be inside a
 collective that never completes, and every pending request raises `RankFailed` with the first cause.
-The group compares the time that the progress monitor measures with the stall timeout. Hung ranks
+The group compares the time that the progress clock measures with the stall timeout. Hung ranks
 log their stacks before they are killed.
 
 The whole route of a stop: `trial_core/run/stop_requests.py`.
