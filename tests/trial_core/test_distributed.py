@@ -35,6 +35,8 @@ print(json.dumps({
     "gather_local": d.gather_local(stuff),
     "broadcast_local": d.broadcast_local(stuff),
 }))
+if d.size > 1:
+    dist.barrier()  # the store ends with rank 0
 """
 
 FAILING_COLLECTIVE = """

@@ -19,6 +19,7 @@ from trial_core.deepspeed.mpu import (
     make_data_parallel_mpu,
     make_deepspeed_mpu,
 )
+from trial_core.deepspeed.op_builds import prepare_op_builds
 from trial_core.distributed import SINGLE_RANK_ENVIRONMENT, DistributedContext, is_launched
 from trial_core.errors import TrialError
 from trial_core.pytorch.custom_reducers import FunctionReducer, MetricReducer, ReducerRegistry
@@ -66,6 +67,7 @@ class DeepSpeedTrialContext(TrialContext):
         """
         if not is_launched():
             os.environ.update(SINGLE_RANK_ENVIRONMENT)
+        prepare_op_builds(DistributedContext.from_environment().get_local_rank())
         return super().from_config(config)
 
     def wrap_model_engine(self, model: DeepSpeedEngine) -> DeepSpeedEngine:

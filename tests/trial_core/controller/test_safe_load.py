@@ -40,7 +40,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "state",
     [
-        {"loss": np.float32(0.5), "history": np.arange(3), "names": {"a", "b"}},
+        {"loss": np.float32(0.5), "history": np.arange(3), "names": {"a"}},
         {"python": random.getstate(), "numpy": np.random.RandomState(1).get_state()},
         {"when": datetime.datetime(2031, 5, 9), "for": datetime.timedelta(1), "at": Path("a/b")},
         {"generator": np.random.default_rng(1).bit_generator.state, "tensor": torch.ones(2)},
