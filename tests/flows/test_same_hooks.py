@@ -23,7 +23,7 @@ from tests.support.hook_calls import (
     hparams,
     logged,
 )
-from tests.support.slots import ONE_TWO_FOUR, toy_config
+from tests.support.slots import toy_config
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
@@ -39,7 +39,8 @@ def comparable(record: Path, rank: int) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("ranks", ONE_TWO_FOUR)
+@pytest.mark.long  # test_run_loop has the order of both, test_hooks the hooks of each stage
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_flow_and_fit_call_the_same_hooks(here: Path, ranks: int) -> None:
     """With the same arguments in the same order, on every rank, with mutually prime periods."""
     config = toy_config(

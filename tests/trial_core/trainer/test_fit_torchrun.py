@@ -1,4 +1,4 @@
-"""`Trainer.fit` on two ranks under torchrun: a pipeline, and SIGTERM. All share one start."""
+"""`Trainer.fit` on two ranks under torchrun: a pipeline, and SIGTERM."""
 
 from __future__ import annotations
 
@@ -33,37 +33,38 @@ def in_parts(folder: Path, trial: str) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def fits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The results of each run, by rank."""
-    folder = tmp_path_factory.mktemp("fits")
-    loading = {"trial": "loader_trials:Epochs"}
-    endless = run(
-        folder / "ended", every(10**6, 10**6), do="terminate", do_rank=1, at_batch=5,
-        once=str(folder / "terminated"), workers=1,
-    )  # fmt: skip
-    runs = {
-        "endless": {**loading, **endless},
-        "resumed": {**loading, **run(folder / "ended", {**every(1, 6), **RESUME}, workers=1)},
-    }
-    runs |= in_parts(folder, PIPELINE)
-    outcomes = fit_toys("torchrun", folder / "launch", *runs.values())
-    return {"folder": folder, **dict(zip(runs, outcomes, strict=True))}
+def fits(folder: Path, runs: dict[str, Any]) -> dict[str, Any]:
+    """The results of each run, by rank. All share one start."""
+    return dict(zip(runs, fit_toys("torchrun", folder / "launch", *runs.values()), strict=True))
 
 
 @pytest.mark.long
-def test_a_pipeline_resumes_bit_for_bit(fits: dict[str, Any]) -> None:
+def test_a_pipeline_resumes_bit_for_bit(tmp_path: Path) -> None:
     """4 + 5 batches equal 9."""
-    folder: Path = fits["folder"] / PIPELINE
-    whole, first, rest = (fits[f"{PIPELINE} {part}"] for part in ("straight", "first", "rest"))
+    outcomes = fits(tmp_path, in_parts(tmp_path, PIPELINE))
+    folder = tmp_path / PIPELINE
+    whole, first, rest = (outcomes[f"{PIPELINE} {part}"] for part in ("straight", "first", "rest"))
     assert (first[0]["batches_trained"], rest[0]["batches_trained"]) == (4, 9)
     assert rest[0]["trial"] == first[0]["trial"]
     assert_same_end(folder / "straight", folder / "parts", whole, rest)
 
 
-def test_on_sigterm_all_ranks_save_after_the_same_batch_and_return(fits: dict[str, Any]) -> None:
+def test_on_sigterm_all_ranks_save_after_the_same_batch_and_return(tmp_path: Path) -> None:
     """One rank and its loader workers get the signal. The next fit resumes."""
-    folder, ended, resumed = fits["folder"] / "ended", fits["endless"], fits["resumed"]
+    folder = tmp_path / "ended"
+    loading = {"trial": "loader_trials:Epochs"}
+    endless = run(
+        folder, every(10**6, 10**6), do="terminate", do_rank=1, at_batch=5,
+        once=str(tmp_path / "terminated"), workers=1,
+    )  # fmt: skip
+    outcomes = fits(
+        tmp_path,
+        {
+            "endless": {**loading, **endless},
+            "resumed": {**loading, **run(folder, {**every(1, 6), **RESUME}, workers=1)},
+        },
+    )
+    ended, resumed = outcomes["endless"], outcomes["resumed"]
     assert ended[0] == ended[1]
     reached = ended[0]["batches_trained"]
     assert 6 <= reached < 10**6

@@ -69,7 +69,7 @@ def all_sources(target: RanksAndStage) -> Any:
     ("target", "sources"),
     [
         ((1, 1), [(2, 1)]),
-        ((4, 3), [(2, 3)]),
+        pytest.param((4, 3), [(2, 3)], marks=pytest.mark.long),
         ((2, 3), [(2, 1)]),
         *map(all_sources, TOPOLOGIES),
     ],
