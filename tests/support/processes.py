@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from ipaddress import ip_address
 
 import psutil
 
@@ -29,6 +30,16 @@ def descendants(pid: int) -> list[int]:
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
+
+
+def listening_beyond_loopback(pids: Iterable[int]) -> list[str]:
+    """The addresses at which `pids` listen and that other machines can reach."""
+    return [
+        f"process {pid} at {socket.laddr.ip}:{socket.laddr.port}"
+        for pid in pids
+        for socket in psutil.Process(pid).net_connections("inet")
+        if socket.status == psutil.CONN_LISTEN and not ip_address(socket.laddr.ip).is_loopback
+    ]
 
 
 def _runs(pid: int) -> bool:

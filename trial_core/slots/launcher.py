@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -22,6 +21,10 @@ from trial_core.errors import LaunchError
 from trial_core.slots.accelerators import count_accelerators
 
 WORKER_MODULE = "trial_core.slots.rank_main"
+STORE_SOCKET_VARIABLE = "TRIALFLOW_STORE_SOCKET"
+"""The number of the descriptor on which rank 0 hosts torch.distributed's store."""
+LOOPBACK_ADDRESS = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo"
 
 
 class RankProcess:
@@ -152,8 +155,6 @@ def launch_ranks(
     base.update(
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(_free_port()),
         PYTHONUNBUFFERED="1",
         # DeepSpeed calls ninja by name; it is not on PATH if the environment is not activated.
         PATH=os.pathsep.join([str(Path(sys.executable).parent), base.get("PATH", os.defpath)]),
@@ -163,34 +164,28 @@ def launch_ranks(
     if count_accelerators(base) == 0:
         base["DS_ACCELERATOR"] = "cpu"
         base.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
+    if any(name == LOOPBACK_INTERFACE for _, name in socket.if_nameindex()):
+        base.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
-        for rank in range(world_size):
-            log_path = log_dir / f"rank-{rank}.log"
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TRIALFLOW_LOG": str(log_path)}
-            with log_path.open("ab") as log:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", WORKER_MODULE],
-                    env={**base, **own},
-                    cwd=working_dir,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            ranks.append(RankProcess(rank, process, log_path, on_exit))
+        with socket.create_server((LOOPBACK_ADDRESS, 0)) as store:
+            base.update(MASTER_ADDR=LOOPBACK_ADDRESS, MASTER_PORT=str(store.getsockname()[1]))
+            for rank in range(world_size):
+                log_path = log_dir / f"rank-{rank}.log"
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TRIALFLOW_LOG": str(log_path)}
+                hosted = [store.fileno()] if rank == 0 else []
+                own.update({STORE_SOCKET_VARIABLE: str(each) for each in hosted})
+                with log_path.open("ab") as log:
+                    process = subprocess.Popen(
+                        [sys.executable, "-m", WORKER_MODULE],
+                        env={**base, **own},
+                        cwd=working_dir,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                        pass_fds=hosted,
+                    )
+                ranks.append(RankProcess(rank, process, log_path, on_exit))
     except OSError as error:
         raise LaunchError(f"cannot start rank {len(ranks)} in {working_dir}: {error}") from error
-
-
-def _free_port() -> int:
-    """A port for the ranks' rendezvous, below the range of outgoing connections."""
-    candidates = random.SystemRandom().sample(range(20000, 30000), 50)
-    for port in candidates:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise LaunchError("no free TCP port between 20000 and 30000 for the ranks' rendezvous")
