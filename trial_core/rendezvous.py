@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import socket
 
-import torch.distributed as dist
+# torch's hints do not list it, its documentation does.
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trial_core.slots.launcher import STORE_SOCKET_VARIABLE
 
-_HOSTED: list[dist.TCPStore] = []
+_HOSTED: list[TCPStore] = []
 """Keeps the store's server alive until this process ends."""
 
 
@@ -30,7 +31,7 @@ def host_store() -> None:
     listener = socket.socket(fileno=int(descriptor))
     listener.set_inheritable(False)
     address, port = listener.getsockname()
-    store = dist.TCPStore(
+    store = TCPStore(
         address,
         port,
         is_master=True,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
 from collections.abc import Iterable
 from ipaddress import ip_address
@@ -30,6 +33,13 @@ def descendants(pid: int) -> list[int]:
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
+
+
+def kill(pids: Iterable[int]) -> None:
+    """SIGKILL those of `pids` that still run."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def listening_beyond_loopback(pids: Iterable[int]) -> list[str]:
