@@ -24,6 +24,7 @@ RANK_MODULES = {
     "trial_core.distributed",
     "trial_core.entrypoint",
     "trial_core.exchange",
+    "trial_core.rendezvous",
 }
 
 

@@ -22,6 +22,7 @@ from trial_core.deepspeed.op_builds import prepare_op_builds
 from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
+from trial_core.rendezvous import host_store
 
 MANUAL_INIT_VARIABLES = ("TRIALFLOW_MANUAL_INIT_DISTRIBUTED", "DET_MANUAL_INIT_DISTRIBUTED")
 
@@ -56,6 +57,7 @@ def build_engine(info: RunInfo, distributed: DistributedContext) -> TrialEngine:
     Raises:
         TrialError: the entrypoint is not a trial, or DeepSpeed rejects the trial's configuration.
     """
+    host_store()
     prepare_op_builds(distributed.get_local_rank())
     trial_class = load_trial_class(str(info.experiment["entrypoint"]))
     seed = info.experiment_seed

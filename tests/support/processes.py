@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
 from collections.abc import Iterable
+from ipaddress import ip_address
 
 import psutil
 
@@ -29,6 +33,23 @@ def descendants(pid: int) -> list[int]:
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
+
+
+def kill(pids: Iterable[int]) -> None:
+    """SIGKILL those of `pids` that still run."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def listening_beyond_loopback(pids: Iterable[int]) -> list[str]:
+    """The addresses at which `pids` listen and that other machines can reach."""
+    return [
+        f"process {pid} at {socket.laddr.ip}:{socket.laddr.port}"
+        for pid in pids
+        for socket in psutil.Process(pid).net_connections("inet")
+        if socket.status == psutil.CONN_LISTEN and not ip_address(socket.laddr.ip).is_loopback
+    ]
 
 
 def _runs(pid: int) -> bool:

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from trial_core.errors import LaunchError
 from trial_core.slots.accelerators import count_accelerators
+from trial_core.slots.watchdog import Watchdog
 
 WORKER_MODULE = "trial_core.slots.rank_main"
+STORE_SOCKET_VARIABLE = "TRIALFLOW_STORE_SOCKET"
+"""The number of the descriptor on which rank 0 hosts torch.distributed's store."""
+LOOPBACK_ADDRESS = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo"
 
 
 class RankProcess:
@@ -30,6 +34,7 @@ class RankProcess:
     The process is watched, not only its connection: its forked children hold copies of that.
 
     Args:
+        watchdog: kills the rank and its children if this process ends.
         on_exit: called with rank and return code when the process and all its children have
             ended, in the thread that watches it.
     """
@@ -39,14 +44,17 @@ class RankProcess:
         rank: int,
         process: subprocess.Popen[bytes],
         log_path: Path,
+        watchdog: Watchdog,
         on_exit: Callable[[int, int], None],
     ) -> None:
         self.rank = rank
         self.log_path = log_path
         self._process = process
+        self._watchdog = watchdog
         self._on_exit = on_exit
         self._reaping = threading.Lock()
         self._ended = threading.Event()
+        watchdog.watch(self.pid)
         threading.Thread(target=self._watch, name=f"watch-rank-{rank}", daemon=True).start()
 
     @property
@@ -104,6 +112,7 @@ class RankProcess:
         with self._reaping:
             # Its children may outlive it. Until it is reaped, no other group can have its id.
             _kill_group(self.pid)
+            self._watchdog.forget(self.pid)
             code = self._process.wait()
         self._ended.set()
         self._on_exit(self.rank, code)
@@ -135,6 +144,7 @@ def launch_ranks(
     log_dir: Path,
     working_dir: Path,
     environment: Mapping[str, str],
+    watchdog: Watchdog,
     on_exit: Callable[[int, int], None],
     ranks: list[RankProcess],
 ) -> None:
@@ -142,55 +152,69 @@ def launch_ranks(
 
     Args:
         environment: the experiment's variables; they override those of this process.
+        watchdog: will watch the ranks.
         on_exit: called with a rank and its return code when it ends.
         ranks: each rank is added here as soon as it is started, so that none is lost.
 
     Raises:
         LaunchError: a process or its log cannot be created; `ranks` has those already started.
     """
-    base = {**os.environ, **environment}
-    base.update(
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(_free_port()),
-        PYTHONUNBUFFERED="1",
-        # DeepSpeed calls ninja by name; it is not on PATH if the environment is not activated.
-        PATH=os.pathsep.join([str(Path(sys.executable).parent), base.get("PATH", os.defpath)]),
-        TRIALFLOW_CHANNEL=address,
-        TRIALFLOW_CHANNEL_SECRET=secret.hex(),
-    )
-    if count_accelerators(base) == 0:
-        base["DS_ACCELERATOR"] = "cpu"
-        base.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
+    base = _environment(world_size, environment)
+    base["TRIALFLOW_CHANNEL"] = address
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
-        for rank in range(world_size):
-            log_path = log_dir / f"rank-{rank}.log"
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TRIALFLOW_LOG": str(log_path)}
-            with log_path.open("ab") as log:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", WORKER_MODULE],
-                    env={**base, **own},
-                    cwd=working_dir,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            ranks.append(RankProcess(rank, process, log_path, on_exit))
+        # Bound here, so that no other process can take the port, and other machines cannot connect.
+        with socket.create_server((LOOPBACK_ADDRESS, 0)) as store:
+            base.update(MASTER_ADDR=LOOPBACK_ADDRESS, MASTER_PORT=str(store.getsockname()[1]))
+            for rank in range(world_size):
+                log_path = log_dir / f"rank-{rank}.log"
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TRIALFLOW_LOG": str(log_path)}
+                if rank == 0:
+                    own[STORE_SOCKET_VARIABLE] = str(store.fileno())
+                inherited = [store.fileno()] if rank == 0 else []
+                process = _start({**base, **own}, working_dir, log_path, secret, inherited)
+                ranks.append(RankProcess(rank, process, log_path, watchdog, on_exit))
     except OSError as error:
         raise LaunchError(f"cannot start rank {len(ranks)} in {working_dir}: {error}") from error
 
 
-def _free_port() -> int:
-    """A port for the ranks' rendezvous, below the range of outgoing connections."""
-    candidates = random.SystemRandom().sample(range(20000, 30000), 50)
-    for port in candidates:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise LaunchError("no free TCP port between 20000 and 30000 for the ranks' rendezvous")
+def _environment(world_size: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that all ranks have in common."""
+    base = {**os.environ, **environment}
+    base.update(
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        PYTHONUNBUFFERED="1",
+        # DeepSpeed calls ninja by name; it is not on PATH if the environment is not activated.
+        PATH=os.pathsep.join([str(Path(sys.executable).parent), base.get("PATH", os.defpath)]),
+    )
+    if count_accelerators(base) == 0:
+        base["DS_ACCELERATOR"] = "cpu"
+        base.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
+    if any(name == LOOPBACK_INTERFACE for _, name in socket.if_nameindex()):
+        base.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+    return base
+
+
+def _start(
+    environment: Mapping[str, str],
+    working_dir: Path,
+    log_path: Path,
+    secret: bytes,
+    inherited: Sequence[int],
+) -> subprocess.Popen[bytes]:
+    """Start a rank. It reads `secret` from its stdin: other processes see its environment."""
+    reading, writing = os.pipe()
+    with open(reading, "rb") as stdin, log_path.open("ab") as log:
+        with open(writing, "wb") as pipe:
+            pipe.write(secret)
+        return subprocess.Popen(
+            [sys.executable, "-m", WORKER_MODULE],
+            env=environment,
+            cwd=working_dir,
+            stdin=stdin,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=inherited,
+        )

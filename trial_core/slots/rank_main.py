@@ -2,13 +2,14 @@
 
 It joins the driver's channel before it imports torch, so that the driver notices its death from
 the beginning. The main thread is the compute lane: one workload at a time, collectives allowed. A
-background thread is the I/O lane: no collectives. A rank that loses its driver kills itself and
-its children.
+background thread is the I/O lane: no collectives. A rank that loses its driver ends; the watchdog
+kills its children, and the rank if it does not notice.
 
 The whole route of a stop: `trial_core/run/stop_requests.py`.
 
-Environment: torchrun's RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; TRIALFLOW_CHANNEL,
-TRIALFLOW_CHANNEL_SECRET; TRIALFLOW_LOG, the path of this rank's log, if it has one.
+Standard input: the channel's secret. Environment: torchrun's RANK, LOCAL_RANK, WORLD_SIZE,
+MASTER_ADDR, MASTER_PORT; TRIALFLOW_CHANNEL; TRIALFLOW_LOG, the path of this rank's log, if it has
+one; on rank 0 TRIALFLOW_STORE_SOCKET (see `trial_core/rendezvous.py`).
 """
 
 from __future__ import annotations
@@ -80,20 +81,20 @@ class Rank:
                 return
 
     def send(self, message: Message) -> None:
-        """Send to the driver; if the driver is gone, kill this rank."""
+        """Send to the driver; if the driver is gone, end this rank."""
         try:
             self._connection.send(message)
         except OSError:
-            kill_self("the driver is gone")
+            end_rank("the driver is gone")
 
     def _receive(self) -> None:
         try:
             while True:
                 self._dispatch(decode_from_driver(self._connection.receive()))
         except (EOFError, OSError):
-            kill_self("the driver is gone")
+            end_rank("the driver is gone")
         except msgspec.MsgspecError as error:
-            kill_self(f"the driver sent an invalid message: {error}")
+            end_rank(f"the driver sent an invalid message: {error}")
 
     def _dispatch(self, message: FromDriver) -> None:
         if isinstance(message, PauseSteps):
@@ -168,12 +169,19 @@ def _encodable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def kill_self(reason: str) -> None:
-    """Kill this rank and its children."""
-    logger.error("this rank is killed: %s", reason)
-    if os.getpgrp() == os.getpid():
-        os.killpg(os.getpgrp(), signal.SIGKILL)
+def end_rank(reason: str) -> None:
+    """End this rank at once. Its children are killed by the driver, or else by the watchdog."""
+    logger.error("this rank ends: %s", reason)
     os._exit(1)
+
+
+def read_secret() -> bytes:
+    """The channel's secret, from standard input. No child inherits the pipe."""
+    secret = sys.stdin.buffer.read()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, sys.stdin.fileno())
+    os.close(nothing)
+    return secret
 
 
 def ignore_stop_signals() -> None:
@@ -205,10 +213,9 @@ def main() -> None:
     )
     register_stack_dump()
     ignore_stop_signals()
-    secret = bytes.fromhex(os.environ.pop("TRIALFLOW_CHANNEL_SECRET"))
     hello = Hello(rank=rank, pid=os.getpid(), host=socket.gethostname())
     try:
-        connection = RankConnection(os.environ["TRIALFLOW_CHANNEL"], secret, hello)
+        connection = RankConnection(os.environ["TRIALFLOW_CHANNEL"], read_secret(), hello)
     except SlotsError as error:
         sys.exit(f"rank {rank} cannot join its driver: {error}")
     # A forked child must not keep the connection open after the rank has ended.

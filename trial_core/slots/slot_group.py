@@ -47,6 +47,7 @@ from trial_core.slots.pending_requests import PendingRequest, PendingRequests
 from trial_core.slots.progress_clock import ProgressClock
 from trial_core.slots.rank_failures import RankFailures
 from trial_core.slots.stop_barrier import Position, StopCoordinator
+from trial_core.slots.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -107,11 +108,13 @@ class SlotGroup:
             world_size, pause=self._send_pause, resume_until=self._send_resume
         )
         self._ranks: list[RankProcess] = []
+        self._watchdog: Watchdog | None = None
         self._progress = ProgressClock(self._ranks)
         self._failures = RankFailures(
             world_size, self._ranks, self._peers, self._pending, self.log_dir, self._end_with
         )
         try:
+            self._watchdog = Watchdog()
             launch_ranks(
                 world_size,
                 address=self._channel.address,
@@ -119,6 +122,7 @@ class SlotGroup:
                 log_dir=self.log_dir,
                 working_dir=working_dir,
                 environment=environment or {},
+                watchdog=self._watchdog,
                 on_exit=self._rank_exited,
                 ranks=self._ranks,
             )
@@ -273,6 +277,8 @@ class SlotGroup:
                     "rank %d (process %d) still runs %g s after SIGKILL",
                     rank.rank, rank.pid, KILL_SECONDS,
                 )  # fmt: skip
+        if self._watchdog is not None:
+            self._watchdog.close()
         self._pending.fail(self._failure or _closed())
         self._channel.close()
         if self._has_temporary_log_dir:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.processes import listening_beyond_loopback
 from tests.support.slots import ONE_TWO_FOUR, TOY, Driven, drive, lines, toy_config
 from trial_core.entrypoint import initialises_torch_distributed
 from trial_core.slots.slot_group import SlotGroup
@@ -130,6 +131,7 @@ def test_a_trial_may_initialise_torch_distributed(
     """It is not initialised before, and everything works afterwards."""
     with SlotGroup(world_size, working_dir=TOY, environment={variable: "1"}) as group:
         run: Driven = drive(group, config(tmp_path, 2, "InitialisesDistributed"), tmp_path)
+        assert listening_beyond_loopback(group.pids) == []
     assert run.progress.batches_trained == 2
     for rank in range(world_size):
         assert lines(tmp_path, "init", rank)[0] == [False, list(range(world_size))]
@@ -140,8 +142,10 @@ def test_a_trial_may_initialise_torch_distributed(
 def test_torch_distributed_is_initialised_before_the_trial(
     warm_slots: Warm, tmp_path: Path, world_size: int
 ) -> None:
-    """Unless one of the variables is set."""
-    drive(warm_slots(world_size), config(tmp_path, 1, "InitialisesDistributed"), tmp_path)
+    """Unless one of the variables is set. Other machines cannot connect to any rank."""
+    slots = warm_slots(world_size)
+    drive(slots, config(tmp_path, 1, "InitialisesDistributed"), tmp_path)
+    assert listening_beyond_loopback(slots.pids) == []
     for rank in range(world_size):
         assert lines(tmp_path, "init", rank)[0] == [True, list(range(world_size))]
 

@@ -19,6 +19,7 @@ from trial_core.slots import progress_clock
 from trial_core.slots.launcher import RankProcess
 from trial_core.slots.progress_clock import ProgressClock
 from trial_core.slots.slot_group import SlotGroup
+from trial_core.slots.watchdog import Watchdog
 
 
 class FakeRank:
@@ -72,7 +73,8 @@ def test_written_bytes_count_logs_and_files(tmp_path: Path) -> None:
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     with process:
-        rank = RankProcess(0, process, log, lambda rank, code: None)
+        watchdog = Watchdog()
+        rank = RankProcess(0, process, log, watchdog, lambda rank, code: None)
         before = rank.written_bytes()
         log.write_text("a line\n")
         assert rank.written_bytes() == before + len("a line\n")
@@ -84,6 +86,7 @@ def test_written_bytes_count_logs_and_files(tmp_path: Path) -> None:
         seen = rank.written_bytes() - before
         rank.kill()
         rank.wait(20)
+        watchdog.close()
     if not _is_on_a_disk(tmp_path):
         pytest.skip(f"Linux does not count writes to {tmp_path}, which is not on a disk")
     assert seen >= 2**20

@@ -8,11 +8,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import alive, descendants, wait_until_gone
+from tests.support.processes import alive, descendants, kill, wait_until_gone
+from tests.support.ranks import ROOT
 from tests.support.slots import ONE_TWO_FOUR, TOY, build, toy_config
 from trial_core.errors import DeadlineExceeded, LaunchError, RankFailed, SlotsError
 from trial_core.messages import BuildLoaders, Done, LoadersBuilt, Ping
@@ -23,12 +26,30 @@ pytestmark = pytest.mark.slots
 
 @pytest.mark.parametrize("world_size", ONE_TWO_FOUR)
 def test_every_rank_answers(tmp_path: Path, world_size: int) -> None:
-    """Each rank is a process, and none is left after the block."""
+    """Each rank is a process. No process is left after the block, the watchdog included."""
+    before = set(descendants(os.getpid()))
     with SlotGroup(world_size, working_dir=tmp_path) as slots:
         assert slots.request(Ping(), Done) == [Done()] * world_size
-        pids = slots.pids
-        assert len(set(pids)) == world_size
+        pids = set(descendants(os.getpid())) - before
+        assert len(pids) == world_size + 1
+        assert len(set(slots.pids)) == world_size
     assert alive(pids) == []
+
+
+def test_a_ranks_environment_does_not_hold_the_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do its children get the pipe through which the driver sends it."""
+    secret = b"0123456789abcdef0123456789abcdef"
+    monkeypatch.setattr("trial_core.slots.channel.secrets.token_bytes", lambda count: secret)
+    with SlotGroup(1, working_dir=tmp_path) as slots:
+        assert slots.request(Ping(), Done) == [Done()]
+        (rank,) = slots.pids
+        seen = Path(f"/proc/{rank}/environ").read_bytes()
+        assert b"TRIALFLOW_CHANNEL=" in seen
+        assert secret not in seen
+        assert secret.hex().encode() not in seen
+        assert os.readlink(f"/proc/{rank}/fd/0") == os.devnull
 
 
 def test_ranks_ignore_sigterm_and_sigint(tmp_path: Path) -> None:
@@ -97,39 +118,97 @@ def test_a_request_out_of_order_is_refused(tmp_path: Path) -> None:
     with SlotGroup(1, working_dir=tmp_path) as slots, pytest.raises(RankFailed) as failure:
         slots.request(BuildLoaders(batches_trained=0, checkpoint=None), LoadersBuilt)
     assert failure.value.error_type == "SlotsError"
-    assert "needs BuildTrial" in str(failure.value)
+    assert "must come after BuildTrial" in str(failure.value)
 
 
 DRIVER = """
+import os
+import signal
 import sys
-import tempfile
-import threading
 from pathlib import Path
 from trial_core.slots.slot_group import SlotGroup
 
 slots = SlotGroup(2, working_dir=Path(sys.argv[1]))
-print(*slots.pids, flush=True)
+children = [os.fork()] if sys.argv[2:] == ["fork"] else []
+if children == [0]:
+    os.closerange(0, 3)
+    signal.pause()
+print(*slots.pids, *children, flush=True)
 sys.stdin.read()
 """
+
+# Runs when a rank starts: its thread for the channel takes the interpreter lock, and keeps it.
+HOLDS_THE_INTERPRETER_LOCK = """
+import ctypes
+from trial_core.slots.connection import RankConnection
+RankConnection.receive = lambda self: ctypes.PyDLL(None).pause()
+"""
+
+
+@contextmanager
+def driver_of_two_ranks(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A driver of ranks that have joined; `pids_of` reads their process ids."""
+    with subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(folder), *arguments],
+        env={**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as driver:
+        try:
+            yield driver
+        finally:
+            driver.kill()
+
+
+def pids_of(driver: subprocess.Popen[str]) -> list[int]:
+    """The ranks, and the child that the driver has forked."""
+    assert driver.stdout is not None
+    return [int(word) for word in driver.stdout.readline().split()]
 
 
 @pytest.mark.parametrize(
     "how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
 )
 def test_ranks_end_with_their_driver(tmp_path: Path, how: signal.Signals) -> None:
-    """No rank is left 10 seconds after the driver has ended."""
-    driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with driver:
-        assert driver.stdout is not None
-        pids = [int(word) for word in driver.stdout.readline().split()]
-        assert len(alive(pids)) == 2
+    """No process is left 10 seconds after the driver has ended."""
+    with driver_of_two_ranks(tmp_path) as driver:
+        assert len(alive(pids_of(driver))) == 2
+        started = descendants(driver.pid)
         driver.send_signal(how)
-        assert wait_until_gone(pids, 10) == []
+        assert wait_until_gone(started, 10) == []
+
+
+@pytest.mark.parametrize("they", ["are stopped", "hold the interpreter lock"])
+def test_ranks_that_cannot_notice_their_drivers_end_are_killed(tmp_path: Path, they: str) -> None:
+    """Another process notices it: they may be in native code for ever."""
+    if they == "hold the interpreter lock":
+        (tmp_path / "sitecustomize.py").write_text(HOLDS_THE_INTERPRETER_LOCK)
+    with driver_of_two_ranks(tmp_path) as driver:
+        ranks = pids_of(driver)
+        started = descendants(driver.pid)
+        try:
+            if they == "are stopped":
+                for rank in ranks:
+                    os.kill(rank, signal.SIGSTOP)
+            driver.kill()
+            assert wait_until_gone(started, 10) == []
+        finally:
+            kill(ranks)
+
+
+@pytest.mark.long
+def test_ranks_end_although_a_forked_child_of_their_driver_lives(tmp_path: Path) -> None:
+    """The child has copies of the connections to the ranks and to the watchdog."""
+    with driver_of_two_ranks(tmp_path, "fork") as driver:
+        *ranks, child = pids_of(driver)
+        started = set(descendants(driver.pid))
+        try:
+            driver.kill()
+            assert wait_until_gone(started - {child}, 10) == []
+            assert alive([child]) == [child]
+        finally:
+            kill([child, *ranks])
 
 
 def test_a_death_is_noticed_although_a_forked_child_lives(tmp_path: Path) -> None:
