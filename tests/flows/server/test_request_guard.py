@@ -111,7 +111,9 @@ def test_a_request_of_the_servers_own_page_passes(headers: dict[str, str]) -> No
 def test_a_link_holds_the_password_in_its_fragment(tmp_path: Path) -> None:
     """So it is not sent. The page's path follows the path of the login."""
     login = ServerLogin("me:a b/#", tmp_path)
-    assert login.link(f"{OWN}/v2/runs?tab=Logs") == f"{OWN}/trialflow/v2/runs?tab=Logs#me:a%20b%2F%23"
+    assert (
+        login.link(f"{OWN}/v2/runs?tab=Logs") == f"{OWN}/trialflow/v2/runs?tab=Logs#me:a%20b%2F%23"
+    )
     assert login.link(OWN) == f"{OWN}/trialflow/#me:a%20b%2F%23"
     assert "a b" not in repr(login)
 
@@ -174,7 +176,9 @@ def test_the_password_is_this_users_alone(api: PrefectApi) -> None:
     for process in psutil.Process().children(recursive=True):
         assert found.password not in " ".join(process.cmdline())
     secret = found.password.partition(":")[2].encode()
-    others = [path for path in found.path.parent.rglob("*") if path.is_file() and path != found.path]
+    others = [
+        path for path in found.path.parent.rglob("*") if path.is_file() and path != found.path
+    ]
     assert len(others) > 3
     assert [path for path in others if secret in path.read_bytes()] == []
 
