@@ -97,7 +97,15 @@ def configured_api_problem() -> str | None:
     with get_client(sync_client=True) as client:
         problem = client.api_healthcheck()
         if problem is None:
-            return _login_problem(client)
+            problem = _version_error(client)
+    if problem is None:
+        return None
+    if _is_unauthorized(problem):
+        return (
+            f"the configured Prefect server {api_url} asks for another password: set"
+            " PREFECT_API_AUTH_STRING to the one that `trialflow up` or the server's"
+            " administrator names"
+        )
     return (
         f"the configured Prefect server {api_url} does not answer ({problem}). Start it"
         " (`prefect server start`), or unset PREFECT_API_URL (`prefect config unset"
@@ -105,20 +113,26 @@ def configured_api_problem() -> str | None:
     )
 
 
-def _login_problem(client: SyncPrefectClient) -> str | None:
-    """Why the server refuses this user; None if it does not. A health check needs no password."""
+def _version_error(client: SyncPrefectClient) -> Exception | None:
+    """The error of a request that needs the password; a health check needs none."""
     import httpx
 
     try:
         client.api_version()
     except httpx.HTTPStatusError as error:
-        if error.response.status_code == httpx.codes.UNAUTHORIZED:
-            return (
-                f"the configured Prefect server {client.api_url} asks for another password: set"
-                " PREFECT_API_AUTH_STRING to the one that `trialflow up` or the server's"
-                " administrator names"
-            )
+        return error if _is_unauthorized(error) else None  # Prefect Cloud has no such route
+    except httpx.HTTPError as error:
+        return error
     return None
+
+
+def _is_unauthorized(error: Exception) -> bool:
+    import httpx
+
+    return (
+        isinstance(error, httpx.HTTPStatusError)
+        and error.response.status_code == httpx.codes.UNAUTHORIZED
+    )
 
 
 def flush() -> None:
