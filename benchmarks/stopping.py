@@ -216,8 +216,8 @@ def own_start(model: str, ranks: int) -> float:
 
 
 @contextmanager
-def prefect(folder: Path) -> Iterator[str]:
-    """A server and a worker with their logs in `folder`; the API's address."""
+def prefect(folder: Path) -> Iterator[httpx.Client]:
+    """A server and a worker with their logs in `folder`; a client of the API."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import WorkPoolCreate
 
@@ -236,7 +236,9 @@ def prefect(folder: Path) -> Iterator[str]:
                 client.create_automation(each)
         try:
             with LocalWorker(POOL, folder / "worker.log"):
-                yield server.api_url
+                user, _, password = server.login.password.partition(":")
+                with httpx.Client(base_url=server.api_url, auth=(user, password)) as api:
+                    yield api
         except (TimeoutError, RuntimeError):
             print((folder / "worker.log").read_text()[-4000:], file=sys.stderr)
             raise
@@ -253,7 +255,7 @@ def measure(folder: Path, model: str, ranks: int, rounds: int) -> dict[str, list
         taken.setdefault(name, []).append(seconds)
         print(f"{name.replace('_', ' ')}: {seconds:.2f}", flush=True)
 
-    with prefect(folder) as api_url, httpx.Client(base_url=api_url) as api:
+    with prefect(folder) as api:
         for number in range(rounds):
             place = folder / str(number)
             place.mkdir()

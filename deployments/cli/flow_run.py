@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -99,8 +100,7 @@ class FlowRun(Generic[Result]):
             elif api.ui_url:
                 self.later_ui = _page(api.ui_url, self.flow_run_id)
             if api.ui_url:
-                ui_url = _newer_ui(api.ui_url) if api.is_embedded else api.ui_url
-                self._display.say(f"watch it at {_page(ui_url, self.flow_run_id)}")
+                self._display.say(f"watch it at {_way_in(api, api.ui_url, self.flow_run_id)}")
 
         return announce
 
@@ -110,6 +110,16 @@ class FlowRun(Generic[Result]):
         after = f" after {text_format.plural(batches, 'batch')}" if batches else ""
         console.error(f"stopped by {signal_name}{after}")
         return exit_code
+
+
+def _way_in(api: PrefectApi, ui_url: str, flow_run_id: str) -> str:
+    """The run's page. Others may read a log file, so only a terminal shows a link that logs in."""
+    if api.login is None:
+        return _page(ui_url, flow_run_id)
+    page = _page(_newer_ui(ui_url), flow_run_id)
+    if sys.stdout.isatty():
+        return api.login.link(page)
+    return f"{page} (password: in {api.login.path})"
 
 
 def _page(ui_url: str, flow_run_id: str) -> str:

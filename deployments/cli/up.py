@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -127,7 +129,7 @@ def _serve(
         single_instance(home) as store_address,
         local_server(port, server_log, start_timeout_seconds) as server,
     ):
-        store_address(server.api_url)
+        store_address(f"{server.api_url} (password: in {server.login.path})")
         pool_name = _set_up(pool, retrainings)
         with LocalWorker(pool_name, worker_log) as worker:
             print("\n".join(_instructions(server, port, worker_log)), flush=True)
@@ -193,14 +195,18 @@ def location_warnings(client: SyncPrefectClient, pool: str) -> list[str]:
 
 def _instructions(server: PrefectServerProcess, port: int, worker_log: Path) -> list[str]:
     taken = "" if port in (0, server.port) else f" (port {port} is taken)"
+    # Others may read a log file: only a terminal shows the link that logs in.
+    page = server.login.link(server.ui_url) if sys.stdout.isatty() else server.ui_url
     return [
         "",
-        f"UI       {server.ui_url}{taken}",
-        f"logs     {server.log_path}",
-        f"         {worker_log}",
+        f"UI        {page}{taken}",
+        f"password  {server.login.path}",
+        f"logs      {server.log_path}",
+        f"          {worker_log}",
         "",
         "in another terminal:",
         f"  export PREFECT_API_URL={server.api_url}",
+        f'  export PREFECT_API_AUTH_STRING="$(cat {shlex.quote(str(server.login.path))})"',
         '  prefect deployment run train/train --params "$(trialflow config experiment.yaml)"',
         "",
         "Ctrl-C stops everything; runs save first, and the next `trialflow up` resumes them",

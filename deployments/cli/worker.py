@@ -30,7 +30,9 @@ def worker(
     from prefect.settings import get_current_settings
 
     from trialflow.deployments.local_worker import LocalWorker
+    from trialflow.flows.server.prefect_settings import use_stored_password
 
+    use_stored_password()
     if not get_current_settings().api.url:
         raise ConfigError(
             "no Prefect server is configured: set PREFECT_API_URL to the server whose runs this "

@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trialflow.flows.server.prefect_server import PrefectServerError, PrefectServerProcess
 from trialflow.flows.server.prefect_settings import prepare_prefect
+from trialflow.flows.server.server_login import ServerLogin
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
 
 FLUSH_TIMEOUT_SECONDS = 30.0
 
@@ -35,11 +40,13 @@ class PrefectApi:
     Attributes:
         ui_url: None if Prefect does not know the UI's address.
         server_log: the log of the embedded server; None if the user's own server is used.
+        login: the login to the embedded server; None if the user's own server is used.
     """
 
     api_url: str
     ui_url: str | None
     server_log: Path | None = None
+    login: ServerLogin | None = None
 
     @property
     def is_embedded(self) -> bool:
@@ -74,7 +81,7 @@ def prefect_api(server_log: Path | None = None) -> Iterator[PrefectApi]:
     timeout_seconds = settings.server.ephemeral.startup_timeout_seconds
     with PrefectServerProcess(log_path, timeout_seconds, settings=SERVICES_OFF) as server:
         try:
-            yield PrefectApi(server.api_url, server.ui_url, log_path)
+            yield PrefectApi(server.api_url, server.ui_url, log_path, server.login)
         finally:
             flush()
 
@@ -89,12 +96,42 @@ def configured_api_problem() -> str | None:
         return None
     with get_client(sync_client=True) as client:
         problem = client.api_healthcheck()
+        if problem is None:
+            problem = _version_error(client)
     if problem is None:
         return None
+    if _is_unauthorized(problem):
+        return (
+            f"the configured Prefect server {api_url} asks for another password: set"
+            " PREFECT_API_AUTH_STRING to the one that `trialflow up` or the server's"
+            " administrator names"
+        )
     return (
         f"the configured Prefect server {api_url} does not answer ({problem}). Start it"
         " (`prefect server start`), or unset PREFECT_API_URL (`prefect config unset"
         " PREFECT_API_URL` if a profile sets it): each run then starts its own server"
+    )
+
+
+def _version_error(client: SyncPrefectClient) -> Exception | None:
+    """The error of a request that needs the password; a health check needs none."""
+    import httpx
+
+    try:
+        client.api_version()
+    except httpx.HTTPStatusError as error:
+        return error if _is_unauthorized(error) else None  # Prefect Cloud has no such route
+    except httpx.HTTPError as error:
+        return error
+    return None
+
+
+def _is_unauthorized(error: Exception) -> bool:
+    import httpx
+
+    return (
+        isinstance(error, httpx.HTTPStatusError)
+        and error.response.status_code == httpx.codes.UNAUTHORIZED
     )
 
 

@@ -23,8 +23,13 @@ from pathlib import Path
 from trial_core.errors import TrialflowError
 from trialflow.flows.server.child_process import log_tail, start_child, stop_child
 from trialflow.flows.server.prefect_settings import chosen_settings, environment
+from trialflow.flows.server.server_login import (
+    HOST,
+    ServerLogin,
+    new_password,
+    password_path,
+)
 
-HOST = "127.0.0.1"
 SCRIPT = str(Path(__file__).with_name("server_script.py"))
 
 
@@ -46,11 +51,13 @@ class PrefectServerProcess:
 
     Attributes:
         port, api_url, ui_url: where the server listens, once the block is entered.
+        login: how this user's commands and browser log in.
     """
 
     port: int
     api_url: str
     ui_url: str
+    login: ServerLogin
 
     def __init__(
         self,
@@ -76,7 +83,13 @@ class PrefectServerProcess:
             self._process = self._start()
             stack.callback(stop_child, self._process)
             self._wait_until_ready(self._process)
-            variables = {"PREFECT_API_URL": self.api_url, "PREFECT_UI_URL": self.ui_url}
+            # Removed before the server ends: until then no other server has the port.
+            stack.enter_context(self.login.stored())
+            variables = {
+                "PREFECT_API_URL": self.api_url,
+                "PREFECT_API_AUTH_STRING": self.login.password,
+                "PREFECT_UI_URL": self.ui_url,
+            }
             stack.enter_context(environment({**variables, **_no_proxy()}))
             self._on_exit = stack.pop_all()
         return self
@@ -90,15 +103,26 @@ class PrefectServerProcess:
         return self._process is not None and self._process.poll() is not None
 
     def _start(self) -> subprocess.Popen[bytes]:
+        from prefect.settings import get_current_settings
+
         # The child inherits a socket that already listens: no race for the port, no polling.
         with _listener(self._wanted_port) as listener:
             self.port = listener.getsockname()[1]
-            self.ui_url = f"http://{HOST}:{self.port}"
+            # As browsers write it: without the default port.
+            self.ui_url = f"http://{HOST}" if self.port == 80 else f"http://{HOST}:{self.port}"
             self.api_url = f"{self.ui_url}/api"
             fd = listener.fileno()
+            chosen = chosen_settings()
+            self.login = ServerLogin(
+                chosen.get("PREFECT_SERVER_API_AUTH_STRING") or new_password(),
+                password_path(get_current_settings().home, self.port),
+            )
             variables = {
                 **self._settings,
-                **chosen_settings(),
+                **chosen,
+                # An environment variable: other users can read a command line.
+                "PREFECT_SERVER_API_AUTH_STRING": self.login.password,
+                "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": self.ui_url,
                 "PREFECT_UI_API_URL": self.api_url,
                 "PREFECT_UI_URL": self.ui_url,
             }

@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from trialflow.flows.server.server_login import find_password
+
 # Used where the user has set nothing (environment, .env, prefect.toml, profile).
 DEFAULTS: Mapping[str, str] = {
     # Runs log to the API, and the UI shows it. The terminal has the progress bar.
@@ -40,6 +42,18 @@ def prepare_prefect() -> None:
         if name in chosen or (wants_console and name.startswith(CONSOLE_HANDLERS)):
             continue
         os.environ.setdefault(name, value)
+    use_stored_password()
+
+
+def use_stored_password() -> None:
+    """Use the password of the configured server if trialflow started it and the user set none."""
+    from prefect.settings import get_current_settings
+
+    settings = get_current_settings()
+    if settings.api.url and not settings.api.auth_string:
+        password = find_password(settings.home, settings.api.url)
+        if password is not None:
+            os.environ["PREFECT_API_AUTH_STRING"] = password
     reload_settings()
 
 

@@ -117,7 +117,7 @@ def message_backlog() -> int:
 def main(listener_fd: int, parent_pid: int) -> None:
     """Serve on the listening socket `listener_fd` until the parent stops this process, or dies."""
     config = uvicorn.Config(
-        "prefect.server.api.server:create_app",
+        "trialflow.flows.server.request_guard:guarded_prefect",
         factory=True,
         lifespan="on",
         log_level="warning",

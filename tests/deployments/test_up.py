@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
 
@@ -36,10 +38,22 @@ class Up:
     process: subprocess.Popen[bytes]
     log: Path
     url: str
+    password_path: Path
+
+    def client(self) -> httpx.Client:
+        """A client of the API that is logged in."""
+        user, _, password = self.password_path.read_text().strip().partition(":")
+        return httpx.Client(base_url=f"{self.url}/api", auth=(user, password))
+
+    def get(self, path: str) -> Any:
+        """The API's answer to a GET request."""
+        with self.client() as client:
+            return client.get(path).raise_for_status().json()
 
     def query(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """The API's answer to a POST request."""
-        return httpx.post(f"{self.url}/api/{path}", json=body or {}).raise_for_status().json()
+        with self.client() as client:
+            return client.post(path, json=body or {}).raise_for_status().json()
 
     def stop(self, number: int) -> None:
         """Send a signal, and wait until no process is left."""
@@ -64,7 +78,9 @@ def up(folder: Path, port: int, *files: str) -> Iterator[Up]:
         until(lambda: b"Ctrl-C stops" in log.read_bytes() or process.poll() is not None, "up")
         found = re.search(r"UI +(http://\S+)", log.read_text())
         assert found is not None, log.read_text()
-        yield Up(process, log, found[1])
+        password = re.search(r"password +(\S+)", log.read_text())
+        assert password is not None, log.read_text()
+        yield Up(process, log, found[1], Path(password[1]))
     finally:
         if process.poll() is None:
             started = descendants(process.pid)
@@ -94,16 +110,50 @@ def test_everything_starts_and_ends_with_the_command(tmp_path: Path) -> None:
             assert "<html" in httpx.get(running.url, follow_redirects=True).text.lower()
             names = {each["name"] for each in running.query("deployments/filter")}
             assert names == {"train", "evaluate", "prune", "retrain"}
-            settings = httpx.get(f"{running.url}/api/admin/settings").json()["server"]
+            settings = running.get("admin/settings")["server"]
             assert settings["events"]["expired_bucket_buffer"] in ("P30D", 30 * 24 * 3600.0)
-            with SyncPrefectClient(f"{running.url}/api") as client:
+            password = running.password_path.read_text().strip()
+            with SyncPrefectClient(f"{running.url}/api", auth_string=password) as client:
                 assert lease_problem(client) is None
             second = trialflow(tmp_path, "up", variables=isolated(tmp_path / "prefect"))
             assert second.returncode == 2
-            assert f"process {running.process.pid}, at {running.url}/api. Use that" in second.stderr
+            holder = f"process {running.process.pid}, at {running.url}/api (password: in "
+            assert f"{holder}{running.password_path}). Use that" in second.stderr
             workers = "work_pools/local/workers/filter"
             until(lambda: [w["status"] for w in running.query(workers)] == ["ONLINE"], "a worker")
             running.stop(signal.SIGKILL)
+
+
+@pytest.mark.server
+def test_only_this_user_reaches_the_server(tmp_path: Path) -> None:
+    """Other users and pages of other sites are refused. The printed lines let Prefect's own
+    commands in, and the address alone lets trialflow's in. No log has the password."""
+    with up(tmp_path, 0) as running:
+        filter_url = f"{running.url}/api/deployments/filter"
+        assert httpx.post(filter_url, json={}).status_code == 401
+        with running.client() as client:
+            for headers in ({"Origin": "http://site.example"}, {"Host": "site.example"}):
+                refused = client.post("deployments/filter", json={}, headers=headers)
+                assert refused.status_code == 403
+        assert running.password_path.stat().st_mode & 0o777 == 0o600
+        password = running.password_path.read_text().strip()
+        for log in (running.log, *(tmp_path / "prefect").glob("*.log")):
+            assert password not in log.read_text()
+        for pid in descendants(running.process.pid):
+            assert password not in " ".join(psutil.Process(pid).cmdline())
+
+        home = isolated(tmp_path / "prefect")
+        exports = re.findall(r"^  (export .+)$", running.log.read_text(), re.MULTILINE)
+        listed = subprocess.run(
+            ["bash", "-ec", "\n".join([*exports, f"{sys.executable} -m prefect deployment ls"])],
+            env=environment_in(tmp_path, home), text=True, capture_output=True, check=False,
+        )  # fmt: skip
+        assert "train/train" in listed.stdout, listed.stderr
+        address = {**home, "PREFECT_API_URL": f"{running.url}/api"}
+        deployed = trialflow(tmp_path, "deploy", "--dry-run", variables=address)
+        assert deployed.returncode == 0, deployed.stderr
+        running.stop(signal.SIGTERM)
+        assert not running.password_path.exists()
 
 
 @pytest.mark.long
@@ -120,7 +170,7 @@ def test_runs_save_and_resume_with_the_next_up(tmp_path: Path) -> None:
         return [line[0] for line in lines(tmp_path, "samples", 0)]
 
     with up(tmp_path, 0) as running:
-        deployment = httpx.get(f"{running.url}/api/deployments/name/train/train").json()
+        deployment = running.get("deployments/name/train/train")
         parameters = {"config": json.loads(config.model_dump_json())}
         path = f"deployments/{deployment['id']}/create_flow_run"
         run_id = running.query(path, {"parameters": parameters})["id"]

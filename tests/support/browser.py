@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from selenium.common.exceptions import TimeoutException
+from selenium.common.exceptions import StaleElementReferenceException, TimeoutException
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
@@ -63,9 +63,13 @@ class Browser:
     def wait_for(self, condition: Callable[[], bool], what: str, poll_seconds: float = 0.2) -> None:
         """Wait until `condition` holds; `what` names it in the error."""
         try:
-            WebDriverWait(self._driver, PAGE_LIMIT_SECONDS, poll_seconds).until(
-                lambda _: condition()
-            )
+            # A page may be replaced while its text is read.
+            WebDriverWait(
+                self._driver,
+                PAGE_LIMIT_SECONDS,
+                poll_seconds,
+                ignored_exceptions=[StaleElementReferenceException],
+            ).until(lambda _: condition())
         except TimeoutException:
             raise TimeoutException(f"no {what}; the page says:\n{self.text}") from None
 

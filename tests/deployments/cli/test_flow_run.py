@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +18,10 @@ from trial_core.errors import CheckpointDamaged, Stopped, TrialflowError
 from trialflow.deployments.cli.flow_run import FlowRun, StateHook
 from trialflow.deployments.cli.run_display import PlainLines
 from trialflow.flows.server import embedded_server
+from trialflow.flows.server.server_login import ServerLogin
 
-API = embedded_server.PrefectApi("http://server/api", "http://server", Path("/server.log"))
+LOGIN = ServerLogin("me:secret", Path("/file"))
+API = embedded_server.PrefectApi("http://server/api", "http://server", Path("/server.log"), LOGIN)
 
 
 @pytest.fixture
@@ -50,7 +53,17 @@ def test_a_flow_that_returns(run: FlowRun[str], out: io.StringIO) -> None:
     assert (run.result, run.flow_run_id) == ("result", "1234")
     assert run.later_ui is not None
     assert run.later_ui.startswith("prefect server start, then http://127.0.0.1:4200/")
-    assert "watch it at http://server/v2/runs/flow-run/1234\n" in out.getvalue()
+    page = "http://server/v2/runs/flow-run/1234"
+    assert f"watch it at {page} (password: in /file)\n" in out.getvalue()
+
+
+def test_the_link_on_a_terminal(
+    run: FlowRun[str], out: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It logs in. A log file, which others may read, has no password (see above)."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    run.run(lambda on_running: str(on_running(None, SimpleNamespace(id="1234"), None)))
+    assert "watch it at http://server/trialflow/v2/runs/flow-run/1234#me:secret\n" in out.getvalue()
 
 
 @pytest.mark.parametrize(

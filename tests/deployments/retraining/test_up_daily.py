@@ -11,7 +11,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 
@@ -73,9 +72,9 @@ class Days:
 
     def end(self) -> None:
         """Pause the deployment and wait for its runs."""
-        url = f"{self.running.url}/api"
-        deployment = httpx.get(f"{url}/{self._path}").raise_for_status().json()
-        httpx.post(f"{url}/deployments/{deployment['id']}/pause_deployment").raise_for_status()
+        deployment = self.running.get(self._path)
+        with self.running.client() as client:
+            client.post(f"deployments/{deployment['id']}/pause_deployment").raise_for_status()
         until(lambda: all(run["end_time"] for run in self.runs()), "the end of all runs", 240)
         assert self.failed() == []
 

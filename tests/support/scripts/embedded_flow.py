@@ -1,6 +1,6 @@
 """Runs a small flow on the embedded server: ``embedded_flow.py TASKS [hold]``.
 
-With ``hold`` the flow prints the page of its run, and waits until it is stopped.
+With ``hold`` the flow prints a link to the page of its run, and waits until it is stopped.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def main(tasks: int, hold: bool) -> None:
             beside = square.submit(tasks)
             total = sum(square(number) for number in range(tasks)) + beside.result()
             if hold:
-                wait(f"{api.ui_url}/runs/flow-run/{runtime.flow_run.id}")
+                wait(f"{api.ui_url}/runs/flow-run/{runtime.flow_run.id}?tab=TaskRuns")
             return total
 
         def wait(page: str) -> None:
             try:
-                print(page, flush=True)
+                print(api.login.link(page) if api.login else page, flush=True)
                 time.sleep(600)
             except KeyboardInterrupt:
                 print("the flow is interrupted", flush=True)
