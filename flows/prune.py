@@ -13,6 +13,7 @@ from typing import get_type_hints
 from prefect import flow
 from prefect.artifacts import create_table_artifact
 
+from trial_core.checkpoint.layout import checked_trial
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import ConfigError
@@ -62,8 +63,11 @@ def prune(
     Raises:
         ConfigError: the experiment has no rules, so all checkpoints are kept; or
             `leftovers_after_days` is so short that an upload may take as long.
+        CheckpointError: no trial may have the id `trial`.
         StorageError: the storage failed.
     """
+    if trial is not None:
+        checked_trial(trial)
     check_crash_limit(config.max_restarts)
     policy = config.retention()
     if policy is None and not leftovers_only:

@@ -19,6 +19,7 @@ from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
 
+from trial_core.checkpoint.layout import checked_trial
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
@@ -64,9 +65,12 @@ def train(config: ExperimentConfig, trial: str | None = None) -> TrialResult | S
         config: the experiment.
         trial: id of the trial to continue from its last committed checkpoint. The default belongs
             to the flow run, so a retry of the flow run continues its trial.
+
+    Raises:
+        CheckpointError: no trial may have the id `trial`.
     """
     flow_run_id = str(runtime.flow_run.id)
-    trial = trial or trial_id(config.name, flow_run_id)
+    trial = checked_trial(trial or trial_id(config.name, flow_run_id))
     settings = config.stopping
     check_crash_limit(config.max_restarts)
     refuse_missing_code(config)

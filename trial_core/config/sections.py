@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
 
+from trial_core.checkpoint.layout import is_uuid
 from trial_core.config import determined
 from trial_core.config.error_text import format_value, validation_error
 from trial_core.config.lengths import Length
@@ -28,6 +29,15 @@ def _single(value: Any) -> Any:
         raise validation_error(
             f'expected "single" (a run trains one trial), got {format_value(value)}; '
             "give every hyperparameter one value"
+        )
+    return value
+
+
+def _uuid(value: str) -> str:
+    if not is_uuid(value):
+        raise validation_error(
+            "expected a checkpoint's uuid or its beginning (letters, digits and dashes), got "
+            f"{format_value(value)}"
         )
     return value
 
@@ -77,7 +87,7 @@ class SearcherConfig(Section):
         description="Training ends exactly here.",
         examples=[{"batches": 1000}],
     )
-    source_checkpoint_uuid: Text | None = Field(
+    source_checkpoint_uuid: Annotated[Text, AfterValidator(_uuid)] | None = Field(
         default=None,
         title="Source checkpoint",
         description="UUID, or its beginning, of the checkpoint whose weights and optimizer state a "

@@ -198,8 +198,6 @@ class _TrialActivity:
 
 
 def _trials_with_intents(store: CheckpointStore, trial: str | None) -> list[str]:
-    if trial is not None and not layout.is_name(trial):
-        return []
     folder = layout.UPLOADS if trial is None else layout.intents_folder(trial)
     names = map(layout.parse_intent_key, store.storage.sizes(folder))
     return sorted({name.trial for name in names if name is not None})

@@ -25,7 +25,7 @@ from trial_core.errors import ConfigError, StorageError, TrialError
 from trial_core.messages import TrialBuilt
 from trial_core.retention.claims import RunClaim, claim_run
 from trial_core.run.choose_resume_point import resume_points
-from trial_core.run.run_dirs import clear_kept, home_folder, locked_run_dir, prepare_run_dir
+from trial_core.run.run_dirs import clear_kept, locked_run_dir, prepare_run_dir, run_dir_of
 from trial_core.run.run_loop import TrialResult, follow_schedule
 from trial_core.run.sequencer import CheckpointPolicy, Schedule
 from trial_core.slots.stop_barrier import StopBarrier
@@ -132,6 +132,11 @@ class Trainer:
             checkpoint_period, validation_period, max_length, reporting_period,
             checkpoint_policy, step_zero_validation, test_mode,
         )  # fmt: skip
+        if latest_checkpoint is not None and not isinstance(latest_checkpoint, str):
+            raise ConfigError(
+                f'fit: latest_checkpoint is a checkpoint\'s uuid or "{LATEST}", as text, got '
+                f"{latest_checkpoint!r}"
+            )
         experiment = self._context.get_experiment_config()
         config = script_config(experiment, None, type(self._trial), schedule.max_length)
         metric = named_metric(experiment)
@@ -171,7 +176,7 @@ class Trainer:
             if not result.stopped_early:
                 distributed.allgather(None)  # until now a rank may have moved files there
                 if distributed.get_local_rank() == 0:
-                    clear_kept(home_folder() / trial)
+                    clear_kept(run_dir_of(trial))
             return result
 
     # ----------------------------------------------------------------------------- internals
@@ -230,7 +235,7 @@ class Trainer:
             on_stop_requested=termination.request,
         )
         engine = engine_of(self._trial, self._context, config.reproducibility.experiment_seed)
-        built = controller.attach(engine, info, home_folder() / info.trial, store)
+        built = controller.attach(engine, info, run_dir_of(info.trial), store)
         return controller, termination, built
 
 
@@ -258,7 +263,7 @@ def _use_run_dir(info: RunInfo, distributed: DistributedContext) -> None:
     """
     if distributed.get_local_rank() == 0:
         prepare_run_dir(info.trial)
-    folder = home_folder() / info.trial / rank_folder(distributed.get_rank())
+    folder = run_dir_of(info.trial) / rank_folder(distributed.get_rank())
     info.instruments.move_to(folder)
 
 

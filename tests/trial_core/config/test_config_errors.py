@@ -69,6 +69,11 @@ def problems(**fields: Any) -> list[str]:
             {"searcher": {"source_checkpoint_uuid": 1234}},
             "searcher.source_checkpoint_uuid: expected text, got 1234 (text needs quotes here)",
         ),
+        (
+            {"searcher": {"source_checkpoint_uuid": "../a"}},
+            "searcher.source_checkpoint_uuid: expected a checkpoint's uuid or its beginning "
+            '(letters, digits and dashes), got "../a"',
+        ),
         ({"scheduling_unit": True}, "scheduling_unit: expected a positive integer, got true"),
         ({"max_restarts": -1}, "max_restarts: expected an integer of at least 0, got -1"),
         (
