@@ -20,7 +20,7 @@ from trial_core.errors import ConfigError
 from trial_core.retention.leftovers import LEFTOVER_AGE_DAYS, Leftover
 from trial_core.retention.policy import RetentionDecision
 from trial_core.retention.pruning import PruningPlan
-from trial_core.run.run_dirs import slug
+from trial_core.text_format import unique_slug
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.tasks.prune import delete_checkpoints, plan_prune, plan_sweep, sweep
 
@@ -142,7 +142,7 @@ def _create_artifact(
     keeping = f", keeping {plan.policy}" if plan is not None else ""
     create_table_artifact(
         [*(plan.rows() if plan is not None else []), *(each.row() for each in leftovers)],
-        key=f"prune-{slug(experiment)}",
+        key=unique_slug(f"prune-{experiment}"),
         description=f"{'Would delete' if dry_run else 'Deletes'} {' and '.join(counts)} "
         f"({_freed_bytes(plan, leftovers) / 2**20:.1f} MiB){keeping}",
     )

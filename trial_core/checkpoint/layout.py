@@ -186,7 +186,9 @@ def holds_folder(uuid: str) -> str:
 
 def hold_key(name: HoldName) -> str:
     """The key of a hold."""
-    return f"{holds_folder(name.uuid)}/{checked_model(name.model)}/{name.move:06d}-{name.unique}.json"
+    return (
+        f"{holds_folder(name.uuid)}/{checked_model(name.model)}/{name.move:06d}-{name.unique}.json"
+    )
 
 
 def parse_hold_key(key: str) -> HoldName | None:

@@ -83,8 +83,8 @@ class RetrainingConfig(Section):
         default="",
         strict=True,
         title="Model",
-        description="The model's name in the registry. Default: the experiment's name, in lower "
-        "case with dashes.",
+        description="The model's name in the registry. Default: the experiment's name, if it is "
+        "of lower case letters, digits and dashes.",
     )
     start: Start = Field(
         default="scratch",

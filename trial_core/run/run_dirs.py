@@ -13,7 +13,7 @@ import filelock
 
 from trial_core.checkpoint.layout import checked_trial
 from trial_core.errors import TrialflowError
-from trial_core.text_format import slug as slug  # part of every trial's id
+from trial_core.text_format import slug
 
 LOCK = "lock"
 POLL_SECONDS = 0.2

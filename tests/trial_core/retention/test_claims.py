@@ -66,8 +66,9 @@ def test_a_claim_does_not_leave_the_storage(tmp_path: Path) -> None:
     """A trial's id comes from a parameter of the flow."""
     (tmp_path / "config.json").write_text("precious")
     store = CheckpointStore(str(tmp_path / "a" / "b"))
-    with pytest.raises(CheckpointError, match="cannot be a trial's id"), claim_run(
-        store, "../../../config"
+    with (
+        pytest.raises(CheckpointError, match="cannot be a trial's id"),
+        claim_run(store, "../../../config"),
     ):
         pass
     assert (tmp_path / "config.json").read_text() == "precious"
