@@ -54,9 +54,9 @@ def _default_model(experiment: str) -> str:
     if stored == experiment:
         return stored
     raise ConfigError(
-        f"missing; the default is the experiment's name, but {format_value(experiment)} is not made "
-        "of up to 60 lower case letters, digits and single dashes. Earlier versions changed it to "
-        f'"{stored}", as they did with other names: to use that model, set model: {stored}'
+        f"missing; the default is the experiment's name, but {format_value(experiment)} is not "
+        "made of up to 60 lower case letters, digits and single dashes. Earlier versions changed "
+        f'it to "{stored}", as they did with other names: to use that model, set model: {stored}'
     )
 
 

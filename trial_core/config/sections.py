@@ -14,8 +14,16 @@ from trial_core.config.lengths import Length
 from trial_core.config.section_base import Section
 from trial_core.config.values import Flag, Seed, Text
 
+MAX_SLOTS = 1024
+"""More than any machine has accelerators, or can run CPU ranks on."""
+
 
 def _slots(value: Any) -> int | str:
+    if type(value) is int and value > MAX_SLOTS:
+        raise validation_error(
+            f"expected at most {MAX_SLOTS}, got {format_value(value)}; a trial's slots are "
+            "processes on one machine"
+        )
     if value == "auto" or (type(value) is int and value > 0):
         return value  # type: ignore[no-any-return]  # narrowed by the condition
     advice = "; a slot is a CPU process where there is no accelerator" if value == 0 else ""
@@ -52,7 +60,12 @@ class ResourcesConfig(Section):
         int | Literal["auto"],
         PlainValidator(_slots),
         WithJsonSchema(
-            {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "const": "auto"}]}
+            {
+                "anyOf": [
+                    {"type": "integer", "minimum": 1, "maximum": MAX_SLOTS},
+                    {"type": "string", "const": "auto"},
+                ]
+            }
         ),
     ] = Field(
         default=1,

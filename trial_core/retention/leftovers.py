@@ -32,6 +32,7 @@ LEFTOVER_AGE_DAYS = 7.0
 most machines are away."""
 
 MIN_LEFTOVER_AGE_DAYS = 1.0
+MAX_LEFTOVER_AGE_DAYS = 3650.0
 
 # Prefix of the ids of sweeping attempts, which do not count as activity of the trial.
 _SWEEPER = "sweep-"
@@ -103,13 +104,19 @@ def find_leftovers(
             checkpoints is not skipped: nothing says which experiment it belongs to.)
 
     Raises:
-        ConfigError: `after_days` is so short that an upload may take as long.
+        ConfigError: `after_days` is so short that an upload may take as long, or is
+            longer than ten years.
         StorageError: the storage cannot be read.
     """
     if not after_days >= MIN_LEFTOVER_AGE_DAYS:
         raise ConfigError(
             f"the age of leftovers must be at least {MIN_LEFTOVER_AGE_DAYS:g} day, got "
             f"{after_days:g}: an upload in progress would be deleted"
+        )
+    if after_days > MAX_LEFTOVER_AGE_DAYS:
+        raise ConfigError(
+            f"the age of leftovers must be at most {MAX_LEFTOVER_AGE_DAYS:g} days, got "
+            f"{after_days:g}"
         )
     activities = [_read_activity(store, name) for name in _trials_with_intents(store, trial)]
     return [
