@@ -90,7 +90,7 @@ class CheckpointStore:
         """
         self.storage.check_usable()
 
-    def take_over(self, trial: str, attempt: str) -> Fence:
+    def take_over(self, trial: str, attempt: str, after: int | None = None) -> Fence:
         """Become a trial's newest attempt: from now on no earlier attempt can commit.
 
         The driver calls this once, before it sweeps and looks for checkpoints to resume from. It
@@ -98,14 +98,17 @@ class CheckpointStore:
 
         Args:
             attempt: the new attempt's id.
+            after: the newest attempt's number as the caller knows it, 0 for none; a trial that a
+                later attempt has taken over meanwhile is left to that attempt. None: take it over
+                from any attempt.
 
         Returns:
             The fence to pass to `sweep`, `announce_upload` and `commit`.
 
         Raises:
-            CommitConflict: other attempts keep taking over the trial.
+            CommitConflict: other attempts keep taking over the trial; or one has, after `after`.
         """
-        return take_over(self.storage, trial, attempt)
+        return take_over(self.storage, trial, attempt, after)
 
     def announce_upload(
         self, trial: str, uuid: str, attempt: str, fence: Fence | None = None

@@ -34,8 +34,8 @@ most machines are away."""
 MIN_LEFTOVER_AGE_DAYS = 1.0
 MAX_LEFTOVER_AGE_DAYS = 3650.0
 
-# Prefix of the ids of sweeping attempts, which do not count as activity of the trial.
-_SWEEPER = "sweep-"
+SWEEPER = "sweep-"
+"""Prefix of the ids of sweeping attempts, which do not count as activity of the trial."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def sweep_leftovers(
             spared[trial] = reason
             continue
         try:
-            attempt = f"{_SWEEPER}{uuids.uuid4()}"
+            attempt = f"{SWEEPER}{uuids.uuid4()}"
             fence = take_over(store.storage, trial, attempt, after=activity.newest_attempt)
             for each in store.sweep(trial, fence):
                 on_swept(each)
@@ -219,7 +219,7 @@ def _read_activity(store: CheckpointStore, trial: str) -> _TrialActivity:
     numbers = []
     for number, record in newest_attempts(store.storage, trial):
         numbers.append(number)
-        if record is None or not record.attempt.startswith(_SWEEPER):
+        if record is None or not record.attempt.startswith(SWEEPER):
             times.append(record.at if record is not None else "")
             break
     return _TrialActivity(

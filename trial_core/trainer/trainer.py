@@ -23,7 +23,8 @@ from trial_core.distributed import DistributedContext
 from trial_core.entrypoint import build_engine, engine_of
 from trial_core.errors import ConfigError, StorageError, TrialError
 from trial_core.messages import TrialBuilt
-from trial_core.retention.claims import RunClaim, claim_run
+from trial_core.retention.claims import RunClaim
+from trial_core.retention.trial_owner import own_trial
 from trial_core.run.choose_resume_point import resume_points
 from trial_core.run.run_dirs import clear_kept, locked_run_dir, prepare_run_dir, run_dir_of
 from trial_core.run.run_loop import TrialResult, follow_schedule
@@ -89,6 +90,7 @@ class Trainer:
         latest_checkpoint: str | None = None,
         step_zero_validation: bool = False,
         test_mode: bool = False,
+        take_over: bool = False,
     ) -> TrialResult:
         """Train the trial. Collective: every rank calls this once, with the same arguments.
 
@@ -113,6 +115,9 @@ class Trainer:
                 ``searcher.source_checkpoint_uuid`` if ``exp_conf`` names one.
             step_zero_validation: validate once before the first batch.
             test_mode: train one batch, validate one, and save without keeping the checkpoint.
+            take_over: whether to continue a trial that another run may be training, which ends that
+                run. A script that a scheduler restarts on another machine needs it: nothing tells
+                whether the first machine is dead.
 
         Raises:
             ConfigError: an argument is invalid.
@@ -121,7 +126,7 @@ class Trainer:
             CheckpointDamaged: no checkpoint to resume from is intact; names the damaged file.
             CheckpointError: a checkpoint could not be stored.
             Superseded: another run, on another machine, has taken over the trial.
-            TrialflowError: another run on this machine trains the trial.
+            TrialflowError: another run trains the trial, or may do so on another machine.
         """
         if self._was_fitted:
             raise TrialError(
@@ -152,7 +157,7 @@ class Trainer:
         )
         self._was_fitted = True
         with ExitStack() as stack:
-            trial, claim, fence = self._take_over(stack, store, points[0], test_mode)
+            trial, claim, fence = self._take_over(stack, store, points[0], test_mode, take_over)
             if latest_checkpoint == LATEST and not test_mode:
                 # Again: another attempt may have saved until this one took over.
                 points = run_on_rank_0(distributed, lambda: resume_points(store, config, trial))
@@ -197,7 +202,12 @@ class Trainer:
         return store
 
     def _take_over(
-        self, stack: ExitStack, store: CheckpointStore, point: ResumePoint, test_mode: bool
+        self,
+        stack: ExitStack,
+        store: CheckpointStore,
+        point: ResumePoint,
+        test_mode: bool,
+        take_over: bool,
     ) -> tuple[str, RunClaim | None, Fence | None]:
         """Take over the trial and its folder until `stack` closes: its id, claim and fence.
 
@@ -214,7 +224,8 @@ class Trainer:
         taken: list[tuple[RunClaim, Fence]] = []
         if not test_mode:
             run_on_rank_0(
-                distributed, lambda: taken.append(_claim(stack, store, info.trial, source))
+                distributed,
+                lambda: taken.append(_claim(stack, store, info.trial, source, take_over)),
             )
         run_on_all_ranks(distributed, lambda: _use_run_dir(info, distributed))
         claim, fence = next(iter(taken), (None, None))
@@ -240,14 +251,14 @@ class Trainer:
 
 
 def _claim(
-    stack: ExitStack, store: CheckpointStore, trial: str, source: str | None
+    stack: ExitStack, store: CheckpointStore, trial: str, source: str | None, take_over: bool
 ) -> tuple[RunClaim, Fence]:
     """Claim the trial's checkpoints until `stack` closes, and fence off earlier attempts.
 
     Deletes what dead attempts at the trial have stored and never committed.
     """
-    claim = stack.enter_context(claim_run(store, trial, source))
-    fence = store.take_over(trial, uuids.uuid4().hex)
+    owned = own_trial(store, trial, uuids.uuid4().hex, take_over=take_over, source=source)
+    claim, fence = stack.enter_context(owned)
     try:
         for swept in store.sweep(trial, fence):
             logger.info("deleted leftovers of a dead attempt: %s", swept)

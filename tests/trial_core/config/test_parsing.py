@@ -35,12 +35,14 @@ def test_merge_keys_count_like_aliases() -> None:
         parse_yaml("\n".join(lines), "file")
 
 
-@pytest.mark.parametrize("text", ["[" * 101 + "]" * 101, "[" * 5000, aliases(100, copies=1)])
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 101 + "]" * 101, "[" * 5000, aliases(100, copies=1)],
+    ids=["collections", "an open end", "aliases"],
+)
 def test_a_deeply_nested_file_is_refused(text: str) -> None:
     """What cannot be stored as JSON later is refused at once."""
-    with pytest.raises(
-        ConfigError, match="not valid YAML.*(more than 100 levels|nested too deeply)"
-    ):
+    with pytest.raises(ConfigError, match=r"(more than 100 levels|nested too deeply)"):
         parse_yaml(text, "file")
 
 
