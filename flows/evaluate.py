@@ -28,8 +28,9 @@ from trial_core.errors import (
 )
 from trial_core.retention.claims import claim_run
 from trial_core.run.observer import current_observer
-from trial_core.run.run_dirs import locked_run_dir, slug, trial_id
+from trial_core.run.run_dirs import locked_run_dir, trial_id
 from trial_core.run.stop_requests import StopHandler
+from trial_core.text_format import unique_slug
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.shared_gpus import gpu_slots
 from trialflow.flows.lifecycle.stop_monitor import StopMonitor
@@ -179,7 +180,7 @@ def _show(config: ExperimentConfig, manifest: Manifest, metrics: dict[str, Any])
     """Show the metrics as a table on the flow run's page."""
     create_table_artifact(
         [{"metric": name, "value": str(value)} for name, value in metrics.items()],
-        key=f"evaluation-{slug(config.name)}",
+        key=unique_slug(f"evaluation-{config.name}"),
         description=f"Checkpoint {manifest.uuid} of trial {manifest.trial}, after "
         f"{manifest.progress.batches_trained} batches",
     )

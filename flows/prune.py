@@ -13,13 +13,14 @@ from typing import get_type_hints
 from prefect import flow
 from prefect.artifacts import create_table_artifact
 
+from trial_core.checkpoint.layout import checked_trial
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import ConfigError
 from trial_core.retention.leftovers import LEFTOVER_AGE_DAYS, Leftover
 from trial_core.retention.policy import RetentionDecision
 from trial_core.retention.pruning import PruningPlan
-from trial_core.run.run_dirs import slug
+from trial_core.text_format import unique_slug
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.tasks.prune import delete_checkpoints, plan_prune, plan_sweep, sweep
 
@@ -62,8 +63,11 @@ def prune(
     Raises:
         ConfigError: the experiment has no rules, so all checkpoints are kept; or
             `leftovers_after_days` is so short that an upload may take as long.
+        CheckpointError: no trial may have the id `trial`.
         StorageError: the storage failed.
     """
+    if trial is not None:
+        checked_trial(trial)
     check_crash_limit(config.max_restarts)
     policy = config.retention()
     if policy is None and not leftovers_only:
@@ -138,7 +142,7 @@ def _create_artifact(
     keeping = f", keeping {plan.policy}" if plan is not None else ""
     create_table_artifact(
         [*(plan.rows() if plan is not None else []), *(each.row() for each in leftovers)],
-        key=f"prune-{slug(experiment)}",
+        key=unique_slug(f"prune-{experiment}"),
         description=f"{'Would delete' if dry_run else 'Deletes'} {' and '.join(counts)} "
         f"({_freed_bytes(plan, leftovers) / 2**20:.1f} MiB){keeping}",
     )

@@ -19,6 +19,7 @@ from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
 
+from trial_core.checkpoint.layout import checked_trial
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
@@ -29,7 +30,7 @@ from trial_core.errors import (
     Stopped,
     TrialError,
 )
-from trial_core.retention.claims import claim_run
+from trial_core.retention.trial_owner import own_trial
 from trial_core.run.choose_resume_point import resume_points
 from trial_core.run.observer import current_observer
 from trial_core.run.run_dirs import clear_kept, clear_rank_files, locked_run_dir, trial_id
@@ -57,16 +58,24 @@ from trialflow.tasks.validate import validate
 
 
 @flow(name="train", flow_run_name="{config.name}", validate_parameters=True)
-def train(config: ExperimentConfig, trial: str | None = None) -> TrialResult | State[Any]:
+def train(
+    config: ExperimentConfig, trial: str | None = None, take_over: bool = False
+) -> TrialResult | State[Any]:
     """Train a trial. A run that is asked to stop saves first, and ends in the state Prefect wants.
 
     Args:
         config: the experiment.
         trial: id of the trial to continue from its last committed checkpoint. The default belongs
             to the flow run, so a retry of the flow run continues its trial.
+        take_over: whether to take the trial from another run that may be live, which ends that run.
+            A flow run that continues its own trial does not need it.
+
+    Raises:
+        CheckpointError: no trial may have the id `trial`.
+        TrialflowError: another run that may be live has the trial.
     """
     flow_run_id = str(runtime.flow_run.id)
-    trial = trial or trial_id(config.name, flow_run_id)
+    trial = checked_trial(trial or trial_id(config.name, flow_run_id))
     settings = config.stopping
     check_crash_limit(config.max_restarts)
     refuse_missing_code(config)
@@ -75,7 +84,7 @@ def train(config: ExperimentConfig, trial: str | None = None) -> TrialResult | S
         StopHandler(settings.grace_seconds) as stopping,
         StopMonitor(stopping, settings.time_budget_seconds) as watch,
     ):
-        result = watch.run(lambda: train_trial(config, trial, stopping, devices))
+        result = watch.run(lambda: train_trial(config, trial, stopping, devices, take_over))
     if isinstance(result, State):
         return result
     return replace(result, flow_run_id=flow_run_id)
@@ -100,14 +109,20 @@ def refuse_missing_code(config: ExperimentConfig) -> None:
 
 
 def train_trial(
-    config: ExperimentConfig, trial: str, stopping: StopHandler, devices: Mapping[str, str]
+    config: ExperimentConfig,
+    trial: str,
+    stopping: StopHandler,
+    devices: Mapping[str, str],
+    take_over: bool = False,
 ) -> TrialResult:
     """Train a trial until it ends or is asked to stop; restart failed ranks.
 
     Args:
         devices: environment variables that give the ranks this run's accelerators.
+        take_over: whether to take the trial from another run that may be live.
 
     Raises:
+        TrialflowError: another run that may be live has the trial.
         RankFailed, Stalled: the ranks failed, and no restart is left or would help.
         Stopped: the run was asked to stop before it could save.
     """
@@ -116,11 +131,13 @@ def train_trial(
     restarts = Restarts(config.max_restarts)
     with (
         locked_run_dir(trial, takeover_wait_seconds(config)) as run_dir,
-        Report(config, trial, run_dir, current_observer(), store, stopping) as report,
-        claim_run(store, trial, config.searcher.source_checkpoint_uuid) as claim,
-    ):
         # Once, not per restart: a restart must not take the trial back from a newer run.
-        fence = store.take_over(trial, str(runtime.flow_run.id))
+        own_trial(
+            store, trial, str(runtime.flow_run.id), take_over=take_over,
+            source=config.searcher.source_checkpoint_uuid,
+        ) as (claim, fence),
+        Report(config, trial, run_dir, current_observer(), store, stopping) as report,
+    ):  # fmt: skip
         while True:
             run = TrialRun(config, trial, run_dir, store, report, stopping, claim, fence, devices)
             sweep_leftovers(run)

@@ -42,7 +42,7 @@ from trial_core.models.promotion_rule import PromotionRule
 from trial_core.models.records import Version
 from trial_core.models.registry import Registry
 from trial_core.retention.policy import own_metric
-from trial_core.run.run_dirs import home_folder, trial_id
+from trial_core.run.run_dirs import run_dir_of, trial_id
 from trial_core.run.stop_requests import StopHandler
 from trialflow.tasks.model_events import outcome_event, send
 from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
@@ -82,7 +82,7 @@ class RetrainingRun:
     @property
     def folder(self) -> Path:
         """The folder of the challenger's trial on this machine."""
-        return home_folder() / trial_id(self.config.name, self.run_id)
+        return run_dir_of(trial_id(self.config.name, self.run_id))
 
     def champion_config(self, plan: RetrainingPlan, champion: Version) -> ExperimentConfig:
         """The experiment with the champion's entrypoint and hyperparameters, and the run's data."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
@@ -21,8 +22,21 @@ def one_line(text: str) -> str:
 
 
 def slug(name: str) -> str:
-    """A name as part of an id: lower case letters, digits and dashes."""
+    """A name as part of an id: lower case letters, digits and dashes.
+
+    Several names may have one slug: use it only beside something unique.
+    """
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60] or "trial"
+
+
+def unique_slug(name: str) -> str:
+    """A name as a key of lower case letters, digits and dashes, which no other name has.
+
+    A name of these characters is its own key. Any other name gets a digest.
+    """
+    if re.fullmatch(r"[a-z0-9-]{1,250}", name):
+        return name
+    return f"{slug(name)}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
 
 def number(value: Any) -> str:

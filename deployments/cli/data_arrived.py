@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from trial_core.errors import ConfigError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.deploy import configured_client
 
@@ -41,10 +40,11 @@ def data_arrived(
     from trialflow.flows.server.prefect_settings import prepare_prefect
 
     prepare_prefect()
+    from trial_core.checkpoint.layout import checked_model
     from trial_core.models.data_templates import parse_data
     from trialflow.tasks.model_events import data_arrived_event, resource_id, send
 
-    _check_name(model)
+    checked_model(model)
     event = data_arrived_event(model, parse_data(set_ or []))
     with configured_client() as client:
         send(client, event)
@@ -52,16 +52,6 @@ def data_arrived(
             console.warning(problem)
     print(f"sent: {event.event} of {resource_id(model)}")
     return 0
-
-
-def _check_name(model: str) -> None:
-    from trial_core.checkpoint.layout import is_name
-
-    if not is_name(model):
-        raise ConfigError(
-            f"{model!r} is not a valid model name: expected letters and digits, with dots, dashes "
-            "and underscores between them"
-        )
 
 
 def _automation_problem(client: SyncPrefectClient, model: str) -> str | None:

@@ -98,9 +98,9 @@ class JsonResult:
 
     def _known_fields(self) -> dict[str, Any]:
         """The fields of a `TrialResult` that the flow did not return, as far as they are known."""
-        from trial_core.run.run_dirs import home_folder
+        from trial_core.run.run_dirs import run_dir_of
 
-        run_dir = home_folder() / self.trial if self.trial else None
+        run_dir = run_dir_of(self.trial) if self.trial else None
         report = run_dir / "report.md" if run_dir else None
         uuid = self._newest_checkpoint()
         return {

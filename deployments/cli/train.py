@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from trial_core import text_format
-from trial_core.errors import Stopped
+from trial_core.errors import ConfigError, Stopped
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
     Overrides,
@@ -37,6 +37,14 @@ def train(
         bool,
         Parameter(help="Continue the experiment's newest trial from its last checkpoint."),
     ] = False,
+    take_over: Annotated[
+        bool,
+        Parameter(
+            negative=(),
+            help="With --resume: continue the trial even if another run may be training it, for "
+            "example on a machine that was lost. A run that still lives ends.",
+        ),
+    ] = False,
     quiet: Annotated[bool, Parameter(help="Print only the summary, or the error.")] = False,
     json_: Annotated[
         bool,
@@ -57,6 +65,8 @@ def train(
         The experiment file (YAML).
     """
     began = time.monotonic()
+    if take_over and not resume:
+        raise ConfigError("--take-over continues a trial: give --resume as well")
     with JsonResult(is_printed=json_) as outcome:
         experiment = read_experiment(config, set_ or [], storage)
         store = outcome.store = open_store_of(experiment)
@@ -75,7 +85,7 @@ def train(
                 outcome.trial = trial or trial_id(experiment.name, outcome.flow_run_id)
 
             flow = train_flow.with_options(on_running=[note_ids, on_running])
-            result = flow(experiment, trial=trial)
+            result = flow(experiment, trial=trial, take_over=take_over)
             if not isinstance(result, TrialResult):
                 raise Stopped(f"the run ended without a result: {result}")
             return result
@@ -106,13 +116,17 @@ def _display(is_quiet: bool, as_json: bool, preferred: tuple[str, ...]) -> Displ
 
 
 def _trial_to_resume(store: CheckpointStore, experiment: str, display: Display) -> str | None:
-    """The experiment's newest trial; None if it has no checkpoint, which is shown."""
+    """The experiment's newest trial, which is shown; None if it has no checkpoint."""
     trial = store.newest_trial(experiment)
     if trial is None:
         display.say(
             f"nothing to resume: no checkpoint of experiment {experiment} in {store.url}; "
             "starting a new trial"
         )
+        return None
+    from trial_core.retention.trial_owner import describe_last_run
+
+    display.say(f"continuing trial {trial}, {describe_last_run(store, trial)}")
     return trial
 
 

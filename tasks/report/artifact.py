@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 from uuid import UUID
 
@@ -15,6 +14,8 @@ from prefect.client.schemas.filters import (
     ArtifactFilterKey,
 )
 
+from trial_core.text_format import unique_slug
+
 
 class MarkdownArtifact:
     """One artifact on this flow run's page, updated by all attempts of the run.
@@ -22,11 +23,11 @@ class MarkdownArtifact:
     The key is the same for all flow runs, so that Prefect shows the newest artifact under it.
 
     Args:
-        name: the key, before forbidden characters are replaced.
+        name: the key is `unique_slug` of it.
     """
 
     def __init__(self, name: str, description: str) -> None:
-        self.key = re.sub(r"[^a-z0-9-]", "-", name.lower())
+        self.key = unique_slug(name)
         self._description = description
         self._flow_run_id = _this_flow_run()
         self._id: UUID | None = None

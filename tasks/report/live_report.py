@@ -18,6 +18,7 @@ from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 
 from trial_core import text_format
+from trial_core.checkpoint import layout
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import Stopped, TrialflowError
@@ -74,7 +75,7 @@ class Report(Observer):
         self._logs = StoredLogs(store, trial, run_dir, (REPORT, HISTORY))
         self._facts = TrialFacts(
             config.name, trial, config.searcher.metric, config.searcher.smaller_is_better,
-            store.files_url("").rstrip("/"), self._logs.locations(),
+            f"{store.url}/{layout.CHECKPOINTS}", self._logs.locations(),
         )  # fmt: skip
         self._artifact = ReportArtifact(trial)
         self._log_limits = LogLimits()

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 import trialflow.flows.evaluate
+import trialflow.flows.prune
 import trialflow.flows.train
 from tests.support.slots import toy_config
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import LaunchError
+from trial_core.errors import CheckpointError, LaunchError
 from trial_core.run.observer import Observer
 from trialflow.flows.lifecycle.crash_limit import CrashedTooOften
 from trialflow.flows.train import launch_slots
@@ -103,3 +104,11 @@ def test_a_flow_that_has_crashed_too_often_reserves_no_devices(
     monkeypatch.setattr(module, "gpu_slots", taken)
     with pytest.raises(CrashedTooOften, match="more than 3"):
         getattr(module, name)(toy_config(here, max_restarts=3))
+
+
+def test_a_trial_that_is_a_path_is_refused_at_once(tmp_path: Path) -> None:
+    """By every flow with this parameter, before it waits for accelerators or lists a storage."""
+    config = toy_config(tmp_path, checkpoint_storage={"url": str(tmp_path / "store")})
+    for flow in (trialflow.flows.train.train, trialflow.flows.prune.prune):
+        with pytest.raises(CheckpointError, match=r"'\.\./project' cannot be a trial's id"):
+            flow.fn(config, trial="../project")

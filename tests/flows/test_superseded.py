@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 
+import trialflow.flows.train
 from tests.support.flow import one_slot, ranks, train
-from trial_core.checkpoint.fencing import Fence
-from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.fencing import Fence, newest_attempts
+from trial_core.checkpoint.json_objects import encode_json
+from trial_core.checkpoint.layout import claim_key
+from trial_core.checkpoint.manifest import Manifest, utc_now
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import Superseded
+from trial_core.errors import Superseded, TrialflowError
+from trial_core.retention.claims import Claim, claims
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
@@ -40,3 +44,32 @@ def test_a_superseded_run_ends(here: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert kept.progress.batches_trained == 4
     assert train(one_slot(here, 8), kept.trial).batches_trained == 8
     assert [each.progress.batches_trained for each in store.list()] == [4, 8]
+
+
+def claimed_elsewhere(here: Path) -> str:
+    """A trial that may be running on another machine."""
+    store = CheckpointStore(f"file://{here}/checkpoints")
+    claim = Claim(trial="toy-0000beef", by="ann@far", at=utc_now(), needs=[])
+    store.storage.write(claim_key(claim.trial), encode_json(claim))
+    return claim.trial
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_run_is_refused_before_it_takes_a_live_trial(here: Path) -> None:
+    """The other run's claim and its trial are left alone, and no rank is started."""
+    trial, before = claimed_elsewhere(here), ranks()
+    with pytest.raises(TrialflowError, match="may be running: ann@far claimed it"):
+        train(one_slot(here, 4), trial)
+    store = CheckpointStore(f"file://{here}/checkpoints")
+    assert [claim.by for claim in claims(store)] == ["ann@far"]
+    assert list(newest_attempts(store.storage, trial)) == []
+    assert ranks() == before
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("prefect_server")
+def test_a_person_may_take_a_live_trial(here: Path) -> None:
+    """With the flow's parameter."""
+    trial = claimed_elsewhere(here)
+    result = trialflow.flows.train.train(one_slot(here, 4), trial, take_over=True)
+    assert (result.trial, result.batches_trained) == (trial, 4)

@@ -22,12 +22,17 @@ probes/{uuid}                                   a check of the storage          
 ==============================================  ======================================  =====================================
 
 Files without a manifest are no checkpoint: they belong to an upload in progress, or are leftovers.
+
+Trials, uuids and models come from users and from stored objects. Every function here that makes a
+key of one checks it, because `..` or `/` would lead into another family or out of the storage.
 """  # noqa: E501 - a table
 
 from __future__ import annotations
 
 import re
 from typing import NamedTuple
+
+from trial_core.errors import CheckpointError, RegistryError
 
 MANIFESTS = "manifests"
 CHECKPOINTS = "checkpoints"
@@ -43,6 +48,7 @@ MANIFEST_NAME = "manifest.json"
 """The manifest's name in a downloaded checkpoint's folder. No file of a checkpoint may have it."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_NAME_RULE = "expected up to 200 letters and digits, with '.', '_' and '-' between them"
 _UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")
 _MANIFEST_KEY = re.compile(
     rf"{MANIFESTS}/(?P<trial>[^/]+)/(?P<batches>[0-9]{{10,}})-(?P<uuid>[^/]+)\.json"
@@ -88,7 +94,7 @@ class HoldName(NamedTuple):
 
 def manifest_key(trial: str, batches: int, uuid: str) -> str:
     """The key of a checkpoint's manifest. Sorting a trial's keys sorts them by batches."""
-    return f"{trial_folder(trial)}/{batches:010d}-{uuid}.json"
+    return f"{trial_folder(trial)}/{batches:010d}-{checked_uuid(uuid)}.json"
 
 
 def parse_manifest_key(key: str) -> ManifestName | None:
@@ -101,12 +107,12 @@ def parse_manifest_key(key: str) -> ManifestName | None:
 
 def trial_folder(trial: str) -> str:
     """The folder of a trial's manifests."""
-    return f"{MANIFESTS}/{trial}"
+    return f"{MANIFESTS}/{checked_trial(trial)}"
 
 
 def files_folder(uuid: str) -> str:
     """The folder of a checkpoint's files."""
-    return f"{CHECKPOINTS}/{uuid}"
+    return f"{CHECKPOINTS}/{checked_uuid(uuid)}"
 
 
 def file_key(uuid: str, path: str) -> str:
@@ -119,12 +125,12 @@ def file_key(uuid: str, path: str) -> str:
 
 def intents_folder(trial: str) -> str:
     """The folder of a trial's intents."""
-    return f"{UPLOADS}/{trial}"
+    return f"{UPLOADS}/{checked_trial(trial)}"
 
 
 def intent_key(trial: str, uuid: str) -> str:
     """The key of the intent to upload a checkpoint."""
-    return f"{intents_folder(trial)}/{uuid}.json"
+    return f"{intents_folder(trial)}/{checked_uuid(uuid)}.json"
 
 
 def parse_intent_key(key: str) -> IntentName | None:
@@ -137,7 +143,7 @@ def parse_intent_key(key: str) -> IntentName | None:
 
 def attempts_folder(trial: str) -> str:
     """The folder of a trial's attempts, which are numbered."""
-    return f"{ATTEMPTS}/{trial}"
+    return f"{ATTEMPTS}/{checked_trial(trial)}"
 
 
 def attempt_key(trial: str, number: int) -> str:
@@ -147,12 +153,12 @@ def attempt_key(trial: str, number: int) -> str:
 
 def claim_key(trial: str) -> str:
     """The key of a trial's claim."""
-    return f"{CLAIMS}/{trial}.json"
+    return f"{CLAIMS}/{checked_trial(trial)}.json"
 
 
 def run_folder(trial: str) -> str:
     """The folder of the files that a trial's runs write besides checkpoints."""
-    return f"{RUNS}/{trial}"
+    return f"{RUNS}/{checked_trial(trial)}"
 
 
 def run_file_key(trial: str, path: str) -> str:
@@ -170,17 +176,19 @@ def trial_folders(trial: str) -> tuple[str, ...]:
 
 def pin_key(uuid: str) -> str:
     """The key of a checkpoint's pin."""
-    return f"{PINS}/{uuid}.json"
+    return f"{PINS}/{checked_uuid(uuid)}.json"
 
 
 def holds_folder(uuid: str) -> str:
     """The folder of the registry's holds on a checkpoint."""
-    return f"{PINS}/{uuid}"
+    return f"{PINS}/{checked_uuid(uuid)}"
 
 
 def hold_key(name: HoldName) -> str:
     """The key of a hold."""
-    return f"{holds_folder(name.uuid)}/{name.model}/{name.move:06d}-{name.unique}.json"
+    return (
+        f"{holds_folder(name.uuid)}/{checked_model(name.model)}/{name.move:06d}-{name.unique}.json"
+    )
 
 
 def parse_hold_key(key: str) -> HoldName | None:
@@ -193,7 +201,7 @@ def parse_hold_key(key: str) -> HoldName | None:
 
 def deletion_key(uuid: str) -> str:
     """The key of the marker that a checkpoint is being deleted."""
-    return f"{DELETIONS}/{uuid}.json"
+    return f"{DELETIONS}/{checked_uuid(uuid)}.json"
 
 
 # ------------------------------------------------------------------------------------ models
@@ -201,7 +209,7 @@ def deletion_key(uuid: str) -> str:
 
 def model_folder(model: str) -> str:
     """The folder of everything that belongs to a model."""
-    return f"{MODELS}/{model}"
+    return f"{MODELS}/{checked_model(model)}"
 
 
 def versions_folder(model: str) -> str:
@@ -245,6 +253,42 @@ def parse_numbered_key(folder: str, key: str) -> int | None:
 def is_name(text: str) -> bool:
     """Whether a trial or a model may have this name: letters, digits, and ``._-`` within them."""
     return _NAME.fullmatch(text) is not None
+
+
+def checked_trial(trial: str) -> str:
+    """`trial`, which becomes part of keys and of the run's folder.
+
+    Raises:
+        CheckpointError: no trial may have this id.
+    """
+    if not is_name(trial):
+        raise CheckpointError(f"{trial!r} cannot be a trial's id: {_NAME_RULE}")
+    return trial
+
+
+def checked_model(model: str) -> str:
+    """`model`, which becomes part of keys.
+
+    Raises:
+        RegistryError: no model may have this name.
+    """
+    if not is_name(model):
+        raise RegistryError(f"{model!r} is not a valid model name: {_NAME_RULE}")
+    return model
+
+
+def checked_uuid(uuid: str) -> str:
+    """`uuid`, which becomes part of keys and of folders.
+
+    Raises:
+        CheckpointError: no checkpoint may have this uuid.
+    """
+    if not is_uuid(uuid):
+        raise CheckpointError(
+            f"{uuid!r} cannot be a checkpoint's uuid: expected up to 64 letters and digits, with "
+            "'-' between them"
+        )
+    return uuid
 
 
 def is_uuid(text: str) -> bool:

@@ -32,7 +32,6 @@ __all__ = ["CheckpointStore", "StorageSpec"]
 _logger = logging.getLogger(__name__)
 _READ_THREADS = 8
 _SHOWN = 5
-_NAME_RULE = "expected letters, digits and dashes, and in a trial's name also dots and underscores"
 
 # Inside a class with a method `list`, annotations cannot use the type `list`.
 _Manifests = list[Manifest]
@@ -91,7 +90,7 @@ class CheckpointStore:
         """
         self.storage.check_usable()
 
-    def take_over(self, trial: str, attempt: str) -> Fence:
+    def take_over(self, trial: str, attempt: str, after: int | None = None) -> Fence:
         """Become a trial's newest attempt: from now on no earlier attempt can commit.
 
         The driver calls this once, before it sweeps and looks for checkpoints to resume from. It
@@ -99,16 +98,17 @@ class CheckpointStore:
 
         Args:
             attempt: the new attempt's id.
+            after: the newest attempt's number as the caller knows it, 0 for none; a trial that a
+                later attempt has taken over meanwhile is left to that attempt. None: take it over
+                from any attempt.
 
         Returns:
             The fence to pass to `sweep`, `announce_upload` and `commit`.
 
         Raises:
-            CommitConflict: other attempts keep taking over the trial.
+            CommitConflict: other attempts keep taking over the trial; or one has, after `after`.
         """
-        if not layout.is_name(trial):
-            raise CheckpointError(f"{trial!r} cannot be a trial's name: {_NAME_RULE}")
-        return take_over(self.storage, trial, attempt)
+        return take_over(self.storage, trial, attempt, after)
 
     def announce_upload(
         self, trial: str, uuid: str, attempt: str, fence: Fence | None = None
@@ -120,11 +120,6 @@ class CheckpointStore:
         Raises:
             Superseded: another attempt has taken over the trial.
         """
-        if not layout.is_name(trial) or not layout.is_uuid(uuid):
-            raise CheckpointError(
-                f"trial {trial!r} or checkpoint {uuid!r} cannot be a name in the storage: "
-                f"{_NAME_RULE}"
-            )
         announce_upload(self.storage, trial, uuid, attempt, fence)
 
     def sweep(self, trial: str, fence: Fence | None = None) -> _AllSwept:
@@ -280,8 +275,6 @@ class CheckpointStore:
 
     def _names(self, trial: str | None = None) -> _Names:
         """The names of all manifests, or of a trial's."""
-        if trial is not None and not layout.is_name(trial):
-            return []
         folder = layout.MANIFESTS if trial is None else layout.trial_folder(trial)
         keys = sorted(self.storage.sizes(folder))
         return [name for key in keys if (name := layout.parse_manifest_key(key)) is not None]

@@ -7,8 +7,10 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from trial_core.config.section_base import Section
-from trial_core.config.values import Flag
+from trial_core.config.values import MAX_SECONDS, Flag
 from trial_core.run.timeouts import TRANSFER_STALL_SECONDS
+
+_MAX_MEMORY_GIB = 2.0**20  # 1 PiB
 
 
 class CheckpointingConfig(Section):
@@ -19,6 +21,8 @@ class CheckpointingConfig(Section):
     memory_gib_per_rank: float | None = Field(
         default=None,
         ge=0,
+        le=_MAX_MEMORY_GIB,
+        allow_inf_nan=False,
         title="Memory for snapshots",
         description="GiB of host memory per rank for a snapshot that is being uploaded. Files that "
         "do not fit are staged on local disk; with 0, all files are. Default: half of the "
@@ -39,6 +43,8 @@ class CheckpointingConfig(Section):
     stall_timeout_seconds: float | None = Field(
         default=TRANSFER_STALL_SECONDS,
         gt=0,
+        le=MAX_SECONDS,
+        allow_inf_nan=False,
         title="Stall timeout of transfers",
         description="Seconds without a byte moved after which a rank's upload or fetch counts as "
         "hung. It is killed and retried like a failed transfer. null: no limit.",

@@ -36,6 +36,8 @@ def format_value(value: object) -> str:
         return "nothing"
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, int) and value.bit_length() > 200:  # Python does not print very long ones
+        return f"an integer of {value.bit_length()} bits"
     if isinstance(value, (int, float)):
         return repr(value)
     if isinstance(value, str):

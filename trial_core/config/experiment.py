@@ -15,7 +15,7 @@ from typing_extensions import Self
 from trial_core.config import determined
 from trial_core.config.checkpoint_storage import StorageConfig
 from trial_core.config.checkpointing_section import CheckpointingConfig
-from trial_core.config.error_text import error_lines
+from trial_core.config.error_text import error_lines, format_value, validation_error
 from trial_core.config.lengths import Period
 from trial_core.config.parsing import override, read_mapping
 from trial_core.config.retraining_section import RetrainingConfig
@@ -42,6 +42,22 @@ _NOT_IN_DIGEST = {
 def _absolute(folder: str | Path) -> Path:
     # Not `Path.expanduser`, which raises if there is no such user.
     return Path(os.path.abspath(os.path.expanduser(folder)))
+
+
+def _default_model(experiment: str) -> str:
+    """The model of an experiment that names none: the experiment's own name.
+
+    Raises:
+        ConfigError: the name would be changed, and other names would become the same model.
+    """
+    stored = slug(experiment)
+    if stored == experiment:
+        return stored
+    raise ConfigError(
+        f"missing; the default is the experiment's name, but {format_value(experiment)} is not "
+        "made of up to 60 lower case letters, digits and single dashes. Earlier versions changed "
+        f'it to "{stored}", as they did with other names: to use that model, set model: {stored}'
+    )
 
 
 class ExperimentConfig(Section):
@@ -136,7 +152,11 @@ class ExperimentConfig(Section):
             given["name"] = folder.name or "experiment"
         retraining = given.get("retraining")
         if isinstance(retraining, Mapping) and retraining.get("model") in (None, ""):
-            given["retraining"] = {**retraining, "model": slug(str(given["name"]))}
+            try:
+                model = _default_model(str(given["name"]))
+            except ConfigError as error:
+                raise validation_error(str(error), "retraining", "model") from None
+            given["retraining"] = {**retraining, "model": model}
         return given
 
     @classmethod
@@ -185,9 +205,18 @@ class ExperimentConfig(Section):
         return self.checkpoint_storage.retention(searcher.metric, searcher.smaller_is_better)
 
     def effective_retraining(self) -> RetrainingConfig:
-        """The section `retraining`, or its defaults; the model's name is filled in."""
+        """The section `retraining`, or its defaults; the model's name is filled in.
+
+        Raises:
+            ConfigError: the section names no model, and the experiment's name cannot be one.
+        """
         section = self.retraining or RetrainingConfig()
-        return section if section.model else section.model_copy(update={"model": slug(self.name)})
+        if section.model:
+            return section
+        try:
+            return section.model_copy(update={"model": _default_model(self.name)})
+        except ConfigError as error:
+            raise ConfigError(f"retraining.model: {error}") from None
 
     def digest(self) -> str:
         """``sha256:…`` of the fields that decide what is trained and how.

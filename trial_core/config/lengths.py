@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, PlainSerializer, PlainValidator, WithJsonSchema
 
 from trial_core.config.error_text import did_you_mean, format_value, validation_error
+from trial_core.config.values import MAX_COUNT
 from trial_core.units import Batch, Epoch, TrainUnit
 
 _UNITS: dict[str, type[Batch] | type[Epoch]] = {"batches": Batch, "epochs": Epoch}
@@ -38,6 +39,8 @@ def _length(value: Any) -> TrainUnit:
     ((unit, number),) = value.items()
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise validation_error(f"expected a positive integer, got {format_value(number)}", unit)
+    if number > MAX_COUNT:
+        raise validation_error(f"expected at most {MAX_COUNT}, got {format_value(number)}", unit)
     return _UNITS[unit](number)
 
 
@@ -47,7 +50,7 @@ def _none_for_zero(value: Any) -> Any:
     return None if len(numbers) == 1 and type(numbers[0]) is int and numbers[0] == 0 else value
 
 
-_UNIT_SCHEMA = {"type": "integer", "minimum": 1}
+_UNIT_SCHEMA = {"type": "integer", "minimum": 1, "maximum": MAX_COUNT}
 _LENGTH_SCHEMA: dict[str, Any] = {
     "type": "object",
     "title": "Length",

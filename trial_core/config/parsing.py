@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 from yaml.constructor import ConstructorError
-from yaml.nodes import MappingNode, ScalarNode, SequenceNode
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from trial_core.config.error_text import format_value
 from trial_core.errors import ConfigError
@@ -24,8 +24,24 @@ _LENGTHS = (("searcher", "max_length"), ("min_validation_period",), ("min_checkp
 _UNITS = ("batches", "epochs", "records")
 
 
+MAX_CHARACTERS = 2**20
+"""The size of an experiment file. The parser needs some ten seconds for as much."""
+
+MAX_VALUES = 100_000
+"""Values in a file, its aliases written out: a few lines of aliases may stand for billions."""
+
+MAX_LEVELS = 100
+"""Collections within collections in a file, its aliases written out."""
+
+
 class _Loader(yaml.SafeLoader):
     """Reads plain data only, with the plain scalars of YAML 1.2."""
+
+    def get_single_node(self) -> Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            _measure(node, {})
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -37,6 +53,29 @@ class _Loader(yaml.SafeLoader):
                     raise ConstructorError(None, None, problem, key.start_mark)
                 seen.add(key.value)
         return node
+
+
+def _measure(node: Node, measured: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """The number of values in `node`, and of its levels, with its aliases written out.
+
+    Args:
+        measured: the nodes that are measured already. An alias is the node that it stands for.
+    """
+    if id(node) in measured:
+        return measured[id(node)]
+    measured[id(node)] = 1, 1  # a collection that contains itself is refused later
+    parts = node.value if isinstance(node, (SequenceNode, MappingNode)) else []
+    if isinstance(node, MappingNode):
+        parts = [part for pair in parts for part in pair]
+    sizes = [_measure(part, measured) for part in parts]
+    values = 1 + sum(size[0] for size in sizes)
+    levels = 1 + max((size[1] for size in sizes), default=0)
+    for seen, limit, what in ((values, MAX_VALUES, "values"), (levels, MAX_LEVELS, "levels")):
+        if seen > limit:
+            problem = f"more than {limit} {what}, with aliases written out"
+            raise ConstructorError(None, None, problem, node.start_mark)
+    measured[id(node)] = values, levels
+    return values, levels
 
 
 _Loader.yaml_implicit_resolvers = {}  # drops those of YAML 1.1; the ones of 1.2 follow below
@@ -105,8 +144,13 @@ def parse_yaml(text: str, source: str) -> Any:
     """The plain data in `text`.
 
     Raises:
-        ConfigError: not valid YAML; the message has `source`, line and column.
+        ConfigError: not valid YAML, or too much; the message has `source`, line and column.
     """
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError(
+            f"{source}: more than {MAX_CHARACTERS} characters; put large data into a file of its "
+            "own, and name that file here"
+        )
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -132,7 +176,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
         ConfigError: there is no such file, it cannot be read, or it is not a YAML mapping.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig") as file:
+            text = file.read(MAX_CHARACTERS + 1)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{_similar_file_hint(path)}") from None
     except IsADirectoryError:

@@ -9,12 +9,9 @@ from pydantic import BeforeValidator, Field
 from trial_core.checkpoint.layout import is_name
 from trial_core.config.error_text import format_value, validation_error
 from trial_core.config.section_base import Section
-from trial_core.config.values import Flag, Text
+from trial_core.config.values import MAX_SECONDS, Flag, Text
 
 Start = Literal["scratch", "warm", "continue"]
-
-# Prefect computes the times of a schedule ahead, and dates end with the year 9999.
-_TEN_YEARS_SECONDS = 10 * 365 * 86400
 
 
 def _model(value: Any) -> Any:
@@ -56,7 +53,7 @@ class ScheduleConfig(Section):
     interval_seconds: float | None = Field(
         default=None,
         gt=0,
-        le=_TEN_YEARS_SECONDS,
+        le=MAX_SECONDS,
         allow_inf_nan=False,
         title="Interval",
         description="Seconds from the start of one run to the start of the next.",
@@ -83,8 +80,8 @@ class RetrainingConfig(Section):
         default="",
         strict=True,
         title="Model",
-        description="The model's name in the registry. Default: the experiment's name, in lower "
-        "case with dashes.",
+        description="The model's name in the registry. Default: the experiment's name, if it is "
+        "of lower case letters, digits and dashes.",
     )
     start: Start = Field(
         default="scratch",
@@ -104,6 +101,7 @@ class RetrainingConfig(Section):
     max_lateness_seconds: float | None = Field(
         default=None,
         gt=0,
+        le=MAX_SECONDS,
         allow_inf_nan=False,
         title="Longest delay",
         description="A run that starts later than this after its scheduled time is skipped. "
@@ -118,6 +116,7 @@ class RetrainingConfig(Section):
     callback_timeout_seconds: float | None = Field(
         default=600.0,
         gt=0,
+        le=MAX_SECONDS,
         allow_inf_nan=False,
         title="Callback timeout",
         description="A callback that takes longer is killed and counts as failed. Null: no limit.",

@@ -5,16 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
 
+from trial_core.checkpoint.layout import is_uuid
 from trial_core.config import determined
 from trial_core.config.error_text import format_value, validation_error
 from trial_core.config.lengths import Length
 from trial_core.config.section_base import Section
 from trial_core.config.values import Flag, Seed, Text
 
+MAX_SLOTS = 1024
+"""More than any machine has accelerators, or can run CPU ranks on."""
+
 
 def _slots(value: Any) -> int | str:
+    if type(value) is int and value > MAX_SLOTS:
+        raise validation_error(
+            f"expected at most {MAX_SLOTS}, got {format_value(value)}; a trial's slots are "
+            "processes on one machine"
+        )
     if value == "auto" or (type(value) is int and value > 0):
         return value  # type: ignore[no-any-return]  # narrowed by the condition
     advice = "; a slot is a CPU process where there is no accelerator" if value == 0 else ""
@@ -32,6 +41,15 @@ def _single(value: Any) -> Any:
     return value
 
 
+def _uuid(value: str) -> str:
+    if not is_uuid(value):
+        raise validation_error(
+            "expected a checkpoint's uuid or its beginning (letters, digits and dashes), got "
+            f"{format_value(value)}"
+        )
+    return value
+
+
 class ResourcesConfig(Section):
     """The machines' resources that a run uses."""
 
@@ -42,7 +60,12 @@ class ResourcesConfig(Section):
         int | Literal["auto"],
         PlainValidator(_slots),
         WithJsonSchema(
-            {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "const": "auto"}]}
+            {
+                "anyOf": [
+                    {"type": "integer", "minimum": 1, "maximum": MAX_SLOTS},
+                    {"type": "string", "const": "auto"},
+                ]
+            }
         ),
     ] = Field(
         default=1,
@@ -77,7 +100,7 @@ class SearcherConfig(Section):
         description="Training ends exactly here.",
         examples=[{"batches": 1000}],
     )
-    source_checkpoint_uuid: Text | None = Field(
+    source_checkpoint_uuid: Annotated[Text, AfterValidator(_uuid)] | None = Field(
         default=None,
         title="Source checkpoint",
         description="UUID, or its beginning, of the checkpoint whose weights and optimizer state a "

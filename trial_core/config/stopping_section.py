@@ -7,6 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from trial_core.config.section_base import Section
+from trial_core.config.values import MAX_SECONDS
 from trial_core.run.timeouts import RANK_STALL_SECONDS
 
 MIN_IDLE_TIMEOUT_SECONDS = 1800.0
@@ -20,6 +21,8 @@ class StoppingConfig(Section):
     grace_seconds: float = Field(
         default=25.0,
         ge=0,
+        le=MAX_SECONDS,
+        allow_inf_nan=False,
         title="Grace period",
         description="Seconds that a run may take to save after Cancel, SIGTERM or Ctrl-C; then its "
         "ranks are killed. Prefect's workers kill after 30.",
@@ -27,12 +30,16 @@ class StoppingConfig(Section):
     time_budget_seconds: float | None = Field(
         default=None,
         gt=0,
+        le=MAX_SECONDS,
+        allow_inf_nan=False,
         title="Time budget",
         description="Seconds after which a run saves and ends; resume it later. Default: no limit.",
     )
     stall_timeout_seconds: float | None = Field(
         default=RANK_STALL_SECONDS,
         gt=0,
+        le=MAX_SECONDS,
+        allow_inf_nan=False,
         title="Stall timeout",
         description="Seconds without a trained or validated batch after which the ranks count as "
         "hung: their stacks are logged, and they are restarted. Stages without batches (building, "

@@ -19,23 +19,34 @@ from trial_core.config.error_text import (
     validation_errors,
 )
 
+MAX_SEED = 2**31 - 1
 
-def _integer(expected: str, at_least: int, at_most: int | None = None) -> BeforeValidator:
+MAX_COUNT = 10**10 - 1
+"""The greatest number of batches: a manifest's key sorts by batches as long as they have 10 digits.
+Other counts have the same limit."""
+
+MAX_SECONDS = 10 * 365 * 86400
+"""Ten years. Much longer times exceed what the system's calls, or dates, can express."""
+
+_STORED_INTEGERS = range(-(2**63), 2**64)
+
+
+def _integer(expected: str, at_least: int, at_most: int = MAX_COUNT) -> BeforeValidator:
     def check(value: Any) -> int:
         is_integer = isinstance(value, int) and not isinstance(value, bool)
-        if not is_integer or value < at_least or (at_most is not None and value > at_most):
+        if is_integer and value > at_most == MAX_COUNT:
+            raise validation_error(f"expected at most {at_most}, got {format_value(value)}")
+        if not is_integer or not at_least <= value <= at_most:
             raise validation_error(f"expected {expected}, got {format_value(value)}")
         return int(value)
 
     return BeforeValidator(check)
 
 
-MAX_SEED = 2**31 - 1
-
 # No `Field` in a type that several fields share: before pydantic 2.11, the default of one field
 # leaks into the others.
-Positive = Annotated[int, Ge(1), _integer("a positive integer", 1)]
-Count = Annotated[int, Ge(0), _integer("an integer of at least 0", 0)]
+Positive = Annotated[int, Ge(1), Le(MAX_COUNT), _integer("a positive integer", 1)]
+Count = Annotated[int, Ge(0), Le(MAX_COUNT), _integer("an integer of at least 0", 0)]
 Seed = Annotated[
     int,
     Ge(0),
@@ -68,6 +79,9 @@ def to_plain_data(value: Any, path: Location, problems: list[Problem]) -> Any:
         return [to_plain_data(inner, (*path, i), problems) for i, inner in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
         problems.append((path, f"{value} cannot be stored as JSON; write it as text, in quotes"))
+    elif isinstance(value, int) and value not in _STORED_INTEGERS:
+        seen = format_value(value)
+        problems.append((path, f"{seen} does not fit into 64 bits; write it as text, in quotes"))
     elif value is not None and not isinstance(value, (bool, int, float, str)):
         expected = "numbers, text, true or false, lists and mappings"
         problems.append((path, f"expected plain data ({expected}), got {type_name(value)}"))

@@ -275,9 +275,4 @@ class Registry:
         return self._log(model, layout.moves_folder(model), Move)
 
     def _log(self, model: str, folder: str, kind: type[Entry]) -> NumberedLog[Entry]:
-        if not layout.is_name(model):
-            raise RegistryError(
-                f"{model!r} is not a valid model name: expected up to 200 letters and digits, "
-                "with '.', '_' and '-' between them"
-            )
         return NumberedLog(self.store.storage, folder, layout.locks_folder(model), kind)

@@ -28,6 +28,7 @@ from trial_core.checkpoint.json_objects import decode_json, encode_json, is_olde
 from trial_core.checkpoint.manifest import Manifest, Timestamp, utc_now
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
+from trial_core.retention.process_identity import this_process
 
 CLAIM_LIFETIME = timedelta(days=30)
 """How long a claim, or an intent, shows that its trial runs."""
@@ -44,6 +45,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
         at: when the claim was last written: ISO 8601, UTC.
         needs: uuids, or prefixes of uuids, of the checkpoints that the run has started from.
         owner: id of the run. Another run may have claimed the same trial since.
+        process: the driver's `this_process`; empty in claims of earlier versions.
     """
 
     trial: str
@@ -51,6 +53,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     at: Timestamp
     needs: list[str]
     owner: str = ""
+    process: str = ""
 
     def __str__(self) -> str:
         return f"trial {self.trial} runs, by {self.by}, and has started from it"
@@ -77,8 +80,9 @@ class RunClaim:
         """
         needs = [each for each in (self._source, uuid) if each is not None]
         claim = Claim(
-            trial=self._trial, by=user_at_host(), at=utc_now(), needs=needs, owner=self._owner
-        )
+            trial=self._trial, by=user_at_host(), at=utc_now(), needs=needs, owner=self._owner,
+            process=this_process(),
+        )  # fmt: skip
         try:
             self._store.storage.write(layout.claim_key(self._trial), encode_json(claim))
         except StorageError as error:

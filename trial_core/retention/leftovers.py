@@ -32,9 +32,10 @@ LEFTOVER_AGE_DAYS = 7.0
 most machines are away."""
 
 MIN_LEFTOVER_AGE_DAYS = 1.0
+MAX_LEFTOVER_AGE_DAYS = 3650.0
 
-# Prefix of the ids of sweeping attempts, which do not count as activity of the trial.
-_SWEEPER = "sweep-"
+SWEEPER = "sweep-"
+"""Prefix of the ids of sweeping attempts, which do not count as activity of the trial."""
 
 
 @dataclass(frozen=True)
@@ -103,13 +104,19 @@ def find_leftovers(
             checkpoints is not skipped: nothing says which experiment it belongs to.)
 
     Raises:
-        ConfigError: `after_days` is so short that an upload may take as long.
+        ConfigError: `after_days` is so short that an upload may take as long, or is
+            longer than ten years.
         StorageError: the storage cannot be read.
     """
     if not after_days >= MIN_LEFTOVER_AGE_DAYS:
         raise ConfigError(
             f"the age of leftovers must be at least {MIN_LEFTOVER_AGE_DAYS:g} day, got "
             f"{after_days:g}: an upload in progress would be deleted"
+        )
+    if after_days > MAX_LEFTOVER_AGE_DAYS:
+        raise ConfigError(
+            f"the age of leftovers must be at most {MAX_LEFTOVER_AGE_DAYS:g} days, got "
+            f"{after_days:g}"
         )
     activities = [_read_activity(store, name) for name in _trials_with_intents(store, trial)]
     return [
@@ -144,7 +151,7 @@ def sweep_leftovers(
             spared[trial] = reason
             continue
         try:
-            attempt = f"{_SWEEPER}{uuids.uuid4()}"
+            attempt = f"{SWEEPER}{uuids.uuid4()}"
             fence = take_over(store.storage, trial, attempt, after=activity.newest_attempt)
             for each in store.sweep(trial, fence):
                 on_swept(each)
@@ -198,8 +205,6 @@ class _TrialActivity:
 
 
 def _trials_with_intents(store: CheckpointStore, trial: str | None) -> list[str]:
-    if trial is not None and not layout.is_name(trial):
-        return []
     folder = layout.UPLOADS if trial is None else layout.intents_folder(trial)
     names = map(layout.parse_intent_key, store.storage.sizes(folder))
     return sorted({name.trial for name in names if name is not None})
@@ -214,7 +219,7 @@ def _read_activity(store: CheckpointStore, trial: str) -> _TrialActivity:
     numbers = []
     for number, record in newest_attempts(store.storage, trial):
         numbers.append(number)
-        if record is None or not record.attempt.startswith(_SWEEPER):
+        if record is None or not record.attempt.startswith(SWEEPER):
             times.append(record.at if record is not None else "")
             break
     return _TrialActivity(

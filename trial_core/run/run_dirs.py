@@ -11,8 +11,9 @@ from pathlib import Path
 
 import filelock
 
+from trial_core.checkpoint.layout import checked_trial
 from trial_core.errors import TrialflowError
-from trial_core.text_format import slug as slug  # part of every trial's id
+from trial_core.text_format import slug
 
 LOCK = "lock"
 POLL_SECONDS = 0.2
@@ -28,6 +29,15 @@ def home_folder() -> Path:
     """The folder of all runs: ``$TRIALFLOW_HOME``, else ``./trialflow-runs``; absolute."""
     home = os.environ.get("TRIALFLOW_HOME") or "trialflow-runs"
     return Path(os.path.abspath(os.path.expanduser(home)))
+
+
+def run_dir_of(trial: str) -> Path:
+    """The folder of a trial's runs on this machine; absolute.
+
+    Raises:
+        CheckpointError: no trial may have this id. It might lead out of the home folder.
+    """
+    return home_folder() / checked_trial(trial)
 
 
 def trial_id(name: str, unique: str) -> str:
@@ -48,9 +58,10 @@ def locked_run_dir(trial: str, timeout_seconds: float = 0.0) -> Iterator[Path]:
         timeout_seconds: how long to wait for another process that holds the lock.
 
     Raises:
+        CheckpointError: no trial may have this id.
         TrialflowError: another process trains the trial; or the folder cannot be created.
     """
-    run_dir = home_folder() / trial
+    run_dir = run_dir_of(trial)
     path = run_dir / LOCK
     lock = filelock.FileLock(path, thread_local=False, fallback_to_soft=False)
     with _explaining_errors(run_dir):
@@ -80,9 +91,10 @@ def prepare_run_dir(trial: str) -> Path:
     Deletes the files that the ranks of an earlier process left there.
 
     Raises:
+        CheckpointError: no trial may have this id.
         TrialflowError: the folder cannot be created.
     """
-    run_dir = home_folder() / trial
+    run_dir = run_dir_of(trial)
     with _explaining_errors(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
     clear_rank_files(run_dir)

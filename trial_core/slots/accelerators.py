@@ -15,6 +15,12 @@ from trial_core.errors import LaunchError
 
 CPU_SLOTS = 2
 
+CPU_SLOTS_PER_CORE = 4
+"""More rank processes than this per core only take each other's time and memory."""
+
+MIN_CPU_SLOT_LIMIT = 8
+"""Small machines may also test a larger topology."""
+
 
 def count_accelerators(environment: Mapping[str, str] = os.environ) -> int:
     """How many accelerators the ranks would see; 0 means CPU ranks."""
@@ -46,7 +52,8 @@ def resolve_slot_count(requested: int | str, environment: Mapping[str, str] = os
     ``"auto"`` is one per accelerator, or two CPU ranks without accelerators.
 
     Raises:
-        LaunchError: there are fewer accelerators than requested slots.
+        LaunchError: there are fewer accelerators than requested slots; or there are none, and too
+            few cores.
     """
     accelerators = count_accelerators(environment)
     if not isinstance(requested, int):
@@ -56,6 +63,14 @@ def resolve_slot_count(requested: int | str, environment: Mapping[str, str] = os
             f"resources.slots_per_trial is {requested}, but this machine has {accelerators} "
             f"accelerator{'s' if accelerators != 1 else ''}; ask for at most {accelerators} "
             '(or "auto"), or set DS_ACCELERATOR=cpu to train on CPU ranks'
+        )
+    cores = os.cpu_count() or 1
+    limit = max(CPU_SLOTS_PER_CORE * cores, MIN_CPU_SLOT_LIMIT)
+    if not accelerators and requested > limit:
+        raise LaunchError(
+            f"resources.slots_per_trial is {requested}, but this machine has no accelerator and "
+            f"{cores} core{'s' if cores != 1 else ''}: each slot would be a process on a CPU; ask "
+            f'for at most {limit} (or "auto")'
         )
     return requested
 

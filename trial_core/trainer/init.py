@@ -31,7 +31,7 @@ from trial_core.deepspeed.mpu import forget_model_parallelism
 from trial_core.deepspeed.op_builds import prepare_op_builds
 from trial_core.distributed import SINGLE_RANK_ENVIRONMENT, DistributedContext, is_launched
 from trial_core.entrypoint import initialises_torch_distributed
-from trial_core.run.run_dirs import home_folder, trial_id
+from trial_core.run.run_dirs import run_dir_of, trial_id
 
 _INITIALISED_HERE: list[bool] = []
 """Not empty if `init`, not the script, initialised torch.distributed."""
@@ -70,7 +70,7 @@ def init(
             **(exp_conf or {}), "name": config.name, "hyperparameters": config.hyperparameters
         }  # fmt: skip
         trial = trial_id(config.name, unique)
-        instruments = instruments_in(home_folder() / trial, ranks.get_rank())
+        instruments = instruments_in(run_dir_of(trial), ranks.get_rank())
         info = RunInfo(trial=trial, experiment=experiment, instruments=instruments)
         forget_model_parallelism()
         # The same seed on every rank: all must build the same weights.

@@ -23,9 +23,10 @@ from trial_core.distributed import DistributedContext
 from trial_core.entrypoint import build_engine, engine_of
 from trial_core.errors import ConfigError, StorageError, TrialError
 from trial_core.messages import TrialBuilt
-from trial_core.retention.claims import RunClaim, claim_run
+from trial_core.retention.claims import RunClaim
+from trial_core.retention.trial_owner import own_trial
 from trial_core.run.choose_resume_point import resume_points
-from trial_core.run.run_dirs import clear_kept, home_folder, locked_run_dir, prepare_run_dir
+from trial_core.run.run_dirs import clear_kept, locked_run_dir, prepare_run_dir, run_dir_of
 from trial_core.run.run_loop import TrialResult, follow_schedule
 from trial_core.run.sequencer import CheckpointPolicy, Schedule
 from trial_core.slots.stop_barrier import StopBarrier
@@ -89,6 +90,7 @@ class Trainer:
         latest_checkpoint: str | None = None,
         step_zero_validation: bool = False,
         test_mode: bool = False,
+        take_over: bool = False,
     ) -> TrialResult:
         """Train the trial. Collective: every rank calls this once, with the same arguments.
 
@@ -113,6 +115,9 @@ class Trainer:
                 ``searcher.source_checkpoint_uuid`` if ``exp_conf`` names one.
             step_zero_validation: validate once before the first batch.
             test_mode: train one batch, validate one, and save without keeping the checkpoint.
+            take_over: whether to continue a trial that another run may be training, which ends that
+                run. A script that a scheduler restarts on another machine needs it: nothing tells
+                whether the first machine is dead.
 
         Raises:
             ConfigError: an argument is invalid.
@@ -121,7 +126,7 @@ class Trainer:
             CheckpointDamaged: no checkpoint to resume from is intact; names the damaged file.
             CheckpointError: a checkpoint could not be stored.
             Superseded: another run, on another machine, has taken over the trial.
-            TrialflowError: another run on this machine trains the trial.
+            TrialflowError: another run trains the trial, or may do so on another machine.
         """
         if self._was_fitted:
             raise TrialError(
@@ -132,6 +137,11 @@ class Trainer:
             checkpoint_period, validation_period, max_length, reporting_period,
             checkpoint_policy, step_zero_validation, test_mode,
         )  # fmt: skip
+        if latest_checkpoint is not None and not isinstance(latest_checkpoint, str):
+            raise ConfigError(
+                f'fit: latest_checkpoint is a checkpoint\'s uuid or "{LATEST}", as text, got '
+                f"{latest_checkpoint!r}"
+            )
         experiment = self._context.get_experiment_config()
         config = script_config(experiment, None, type(self._trial), schedule.max_length)
         metric = named_metric(experiment)
@@ -147,7 +157,7 @@ class Trainer:
         )
         self._was_fitted = True
         with ExitStack() as stack:
-            trial, claim, fence = self._take_over(stack, store, points[0], test_mode)
+            trial, claim, fence = self._take_over(stack, store, points[0], test_mode, take_over)
             if latest_checkpoint == LATEST and not test_mode:
                 # Again: another attempt may have saved until this one took over.
                 points = run_on_rank_0(distributed, lambda: resume_points(store, config, trial))
@@ -171,7 +181,7 @@ class Trainer:
             if not result.stopped_early:
                 distributed.allgather(None)  # until now a rank may have moved files there
                 if distributed.get_local_rank() == 0:
-                    clear_kept(home_folder() / trial)
+                    clear_kept(run_dir_of(trial))
             return result
 
     # ----------------------------------------------------------------------------- internals
@@ -192,7 +202,12 @@ class Trainer:
         return store
 
     def _take_over(
-        self, stack: ExitStack, store: CheckpointStore, point: ResumePoint, test_mode: bool
+        self,
+        stack: ExitStack,
+        store: CheckpointStore,
+        point: ResumePoint,
+        test_mode: bool,
+        take_over: bool,
     ) -> tuple[str, RunClaim | None, Fence | None]:
         """Take over the trial and its folder until `stack` closes: its id, claim and fence.
 
@@ -209,7 +224,8 @@ class Trainer:
         taken: list[tuple[RunClaim, Fence]] = []
         if not test_mode:
             run_on_rank_0(
-                distributed, lambda: taken.append(_claim(stack, store, info.trial, source))
+                distributed,
+                lambda: taken.append(_claim(stack, store, info.trial, source, take_over)),
             )
         run_on_all_ranks(distributed, lambda: _use_run_dir(info, distributed))
         claim, fence = next(iter(taken), (None, None))
@@ -230,19 +246,19 @@ class Trainer:
             on_stop_requested=termination.request,
         )
         engine = engine_of(self._trial, self._context, config.reproducibility.experiment_seed)
-        built = controller.attach(engine, info, home_folder() / info.trial, store)
+        built = controller.attach(engine, info, run_dir_of(info.trial), store)
         return controller, termination, built
 
 
 def _claim(
-    stack: ExitStack, store: CheckpointStore, trial: str, source: str | None
+    stack: ExitStack, store: CheckpointStore, trial: str, source: str | None, take_over: bool
 ) -> tuple[RunClaim, Fence]:
     """Claim the trial's checkpoints until `stack` closes, and fence off earlier attempts.
 
     Deletes what dead attempts at the trial have stored and never committed.
     """
-    claim = stack.enter_context(claim_run(store, trial, source))
-    fence = store.take_over(trial, uuids.uuid4().hex)
+    owned = own_trial(store, trial, uuids.uuid4().hex, take_over=take_over, source=source)
+    claim, fence = stack.enter_context(owned)
     try:
         for swept in store.sweep(trial, fence):
             logger.info("deleted leftovers of a dead attempt: %s", swept)
@@ -258,7 +274,7 @@ def _use_run_dir(info: RunInfo, distributed: DistributedContext) -> None:
     """
     if distributed.get_local_rank() == 0:
         prepare_run_dir(info.trial)
-    folder = home_folder() / info.trial / rank_folder(distributed.get_rank())
+    folder = run_dir_of(info.trial) / rank_folder(distributed.get_rank())
     info.instruments.move_to(folder)
 
 

@@ -50,11 +50,8 @@ def upload_staged(
         CheckpointError: a file changed meanwhile.
         StorageError: the storage failed, or a file cannot be read.
     """
-    if not layout.is_uuid(uuid):
-        raise CheckpointError(
-            f"not a checkpoint's uuid: {uuid!r} (expected letters, digits and hyphens)"
-        )
-    sizes = store.storage.sizes(layout.files_folder(uuid)) if stored else {}
+    folder = layout.files_folder(uuid)  # refuses what is no uuid, also if nothing is stored
+    sizes = store.storage.sizes(folder) if stored else {}
     lock = Lock()
 
     def upload(file: StagedFile, stop: CancelSignal) -> FileEntry:

@@ -23,6 +23,8 @@ from tests.support.cli import TRIALFLOW, environment_in, trialflow, write_experi
 from tests.support.prefect import PrefectServer, isolated
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines as seen
+from trial_core.errors import ConfigError
+from trialflow.deployments.cli.train import train
 from trialflow.flows.lifecycle.stop_monitor import SAME_REQUEST_SECONDS
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
@@ -221,3 +223,9 @@ def test_a_run_that_is_stopped(
     assert message in end
     assert "the last checkpoint is at batch 4; to continue from it, give --resume" in end
     assert "Traceback" not in terminal.text
+
+
+def test_take_over_needs_resume(tmp_path: Path) -> None:
+    """Without it a run begins a new trial, which nobody else has."""
+    with pytest.raises(ConfigError, match="--take-over continues a trial: give --resume as well"):
+        train(write_experiment(tmp_path), take_over=True)

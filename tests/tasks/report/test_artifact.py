@@ -15,6 +15,7 @@ from tests.support.prefect import PrefectServer
 from tests.support.slots import toy_config
 from tests.support.waiting import until
 from trial_core.run.observer import Observer
+from trial_core.text_format import unique_slug
 from trialflow.flows.server.embedded_server import flush
 from trialflow.tasks.report import Report
 from trialflow.tasks.report.artifact import ReportArtifact
@@ -47,7 +48,7 @@ def test_a_flow_run_has_one_artifact(prefect_server: PrefectServer) -> None:
         run()
         run()
         flush()
-    found = artifacts(prefect_server, "trial-toy-run-0000beef")
+    found = artifacts(prefect_server, unique_slug("trial-Toy.run_0000beef"))
     assert sorted(each["data"] for each in found) == ["second, try 2", "second, try 3"]
     assert len({each["flow_run_id"] for each in found}) == 2
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trial_core.checkpoint import layout
+from trial_core.errors import CheckpointError, RegistryError
 
 
 def test_keys_never_change() -> None:
@@ -57,6 +58,31 @@ def test_other_keys_are_not_manifests(key: str) -> None:
 def test_paths_that_may_leave_the_folder_are_refused(path: str) -> None:
     """On POSIX and on Windows."""
     assert not layout.is_file_path(path)
+
+
+OUTSIDE = ["", ".", "..", "../project", "/etc", "a/b", "a\\b", "a\n", "ä", "a" * 201]
+KEYS_OF_A_TRIAL = [
+    layout.trial_folder, layout.intents_folder, layout.attempts_folder, layout.claim_key,
+    layout.run_folder,
+]  # fmt: skip
+KEYS_OF_A_CHECKPOINT = [
+    layout.files_folder, layout.pin_key, layout.holds_folder, layout.deletion_key,
+    lambda uuid: layout.manifest_key("t", 1, uuid), lambda uuid: layout.intent_key("t", uuid),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_no_key_is_made_of_a_name_that_leads_out_of_its_folder(name: str) -> None:
+    """The names of trials, checkpoints and models come from users and from stored objects."""
+    for key_of in (*KEYS_OF_A_TRIAL, *KEYS_OF_A_CHECKPOINT):
+        with pytest.raises(CheckpointError, match="expected up to"):
+            key_of(name)
+    for key_of in (
+        layout.model_folder,
+        lambda model: layout.hold_key(layout.HoldName("u", model, 1, "a")),
+    ):
+        with pytest.raises(RegistryError, match="expected up to 200 letters and digits"):
+            key_of(name)
 
 
 @settings(max_examples=25)

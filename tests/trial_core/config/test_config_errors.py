@@ -69,7 +69,45 @@ def problems(**fields: Any) -> list[str]:
             {"searcher": {"source_checkpoint_uuid": 1234}},
             "searcher.source_checkpoint_uuid: expected text, got 1234 (text needs quotes here)",
         ),
+        (
+            {"searcher": {"source_checkpoint_uuid": "../a"}},
+            "searcher.source_checkpoint_uuid: expected a checkpoint's uuid or its beginning "
+            '(letters, digits and dashes), got "../a"',
+        ),
         ({"scheduling_unit": True}, "scheduling_unit: expected a positive integer, got true"),
+        (
+            {"scheduling_unit": 10**30},
+            f"scheduling_unit: expected at most 9999999999, got {10**30}",
+        ),
+        (
+            {"searcher": {"max_length": {"epochs": 10**10}}},
+            "searcher.max_length.epochs: expected at most 9999999999, got 10000000000",
+        ),
+        (
+            {"max_restarts": 1 << 99999},
+            "max_restarts: expected at most 9999999999, got an integer of 100000 bits",
+        ),
+        (
+            {"hyperparameters": {"a": [2**64]}},
+            f"hyperparameters.a[0]: {2**64} does not fit into 64 bits; write it as text, in quotes",
+        ),
+        (
+            {"resources": {"slots_per_trial": 5000}},
+            "resources.slots_per_trial: expected at most 1024, got 5000; a trial's slots are "
+            "processes on one machine",
+        ),
+        (
+            {"stopping": {"grace_seconds": 1e300}},
+            "stopping.grace_seconds: Input should be less than or equal to 315360000",
+        ),
+        (
+            {"stopping": {"stall_timeout_seconds": float("inf")}},
+            "stopping.stall_timeout_seconds: Input should be a finite number",
+        ),
+        (
+            {"checkpointing": {"memory_gib_per_rank": 1e9}},
+            "checkpointing.memory_gib_per_rank: Input should be less than or equal to 1048576",
+        ),
         ({"max_restarts": -1}, "max_restarts: expected an integer of at least 0, got -1"),
         (
             {"reproducibility": {"experiment_seed": 2**31}},

@@ -99,7 +99,7 @@ def test_a_missing_code_folder_is_refused(tmp_path: Path) -> None:
 leaves = (
     st.none()
     | st.booleans()
-    | st.integers()
+    | st.integers(-(2**63), 2**64 - 1)
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=5)
 )

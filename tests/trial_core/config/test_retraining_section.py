@@ -9,9 +9,10 @@ import pytest
 from pydantic import ValidationError
 
 from trial_core.config import ExperimentConfig, RetrainingConfig, error_lines
+from trial_core.errors import ConfigError
 
 USUAL = {
-    "name": "My GPT",
+    "name": "my-gpt",
     "entrypoint": "model:Trial",
     "searcher": {"metric": "loss", "max_length": {"batches": 3}},
 }
@@ -35,6 +36,28 @@ def test_the_default_model() -> None:
     assert experiment().effective_retraining() == RetrainingConfig(model="my-gpt")
     assert experiment(retraining=RetrainingConfig()).effective_retraining().model == "my-gpt"
     assert experiment(retraining={"model": "GPT_2.x"}).effective_retraining().model == "GPT_2.x"
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [
+        ("売上予測", "trial"),
+        ("在庫予測", "trial"),
+        ("gpt_large", "gpt-large"),
+        ("GPT large", "gpt-large"),
+        ("a" * 61, "a" * 60),
+    ],
+)
+def test_a_name_that_others_would_share_is_no_default_model(name: str, stored: str) -> None:
+    """Two experiments never share a champion by accident. The message says how to go on."""
+    (problem,) = problems(name=name, retraining={})
+    assert problem.startswith("retraining.model: missing; the default is the experiment's name")
+    assert problem.endswith(f"to use that model, set model: {stored}")
+    for section in (None, RetrainingConfig()):
+        with pytest.raises(ConfigError, match=r"^retraining\.model: missing; the default is"):
+            experiment(name=name, retraining=section).effective_retraining()
+    named = experiment(name=name, retraining={"model": stored})
+    assert named.effective_retraining().model == stored
 
 
 def test_the_callback_timeout() -> None:

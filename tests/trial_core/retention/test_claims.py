@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.layout import claim_key
 from trial_core.checkpoint.manifest import utc_now
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.errors import CheckpointError
 from trial_core.retention.claims import Claim, claim_run, claims
 
 
@@ -58,3 +60,15 @@ def test_a_claim_that_cannot_be_written_is_a_warning(
         pass
     assert "trial gpt-1 has no claim" in caplog.text
     assert "the storage broke down" in caplog.text
+
+
+def test_a_claim_does_not_leave_the_storage(tmp_path: Path) -> None:
+    """A trial's id comes from a parameter of the flow."""
+    (tmp_path / "config.json").write_text("precious")
+    store = CheckpointStore(str(tmp_path / "a" / "b"))
+    with (
+        pytest.raises(CheckpointError, match="cannot be a trial's id"),
+        claim_run(store, "../../../config"),
+    ):
+        pass
+    assert (tmp_path / "config.json").read_text() == "precious"

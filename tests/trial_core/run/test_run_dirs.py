@@ -9,8 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from trial_core.errors import TrialflowError
-from trial_core.run.run_dirs import clear_kept, home_folder, locked_run_dir, trial_id
+from trial_core.errors import CheckpointError, TrialflowError
+from trial_core.run.run_dirs import (
+    clear_kept,
+    home_folder,
+    locked_run_dir,
+    prepare_run_dir,
+    trial_id,
+)
 
 TRIAL = "toy-0000beef"
 
@@ -74,6 +80,20 @@ def test_a_killed_process_frees_the_lock_although_its_forked_child_lives() -> No
         holder.wait()
         with locked_run_dir(TRIAL):
             pass
+
+
+@pytest.mark.parametrize("trial", ["../project", "project/..", "..", "{home}/project"])
+def test_a_trial_cannot_be_a_path(home: Path, trial: str) -> None:
+    """A run deletes the files of earlier ranks: no folder outside the home folder is touched."""
+    kept = home / "project" / "staging" / "thesis.txt"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    trial = trial.format(home=home)
+    for use in (locked_run_dir(trial).__enter__, lambda: prepare_run_dir(trial)):
+        with pytest.raises(CheckpointError, match="cannot be a trial's id: expected"):
+            use()
+    assert [path.name for path in home.iterdir()] == ["project"]
+    assert list((home / "project").rglob("*")) == [kept.parent, kept]
 
 
 def test_an_unwritable_home_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,18 @@ def test_auto_is_one_rank_per_gpu() -> None:
     assert resolve_slot_count("auto", {}) == 2
 
 
+def test_more_cpu_slots_than_the_cores_can_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would be a process: thousands of them stop the machine."""
+    cpu = {"DS_ACCELERATOR": "cpu"}
+    for cores, limit in ((1, 8), (3, 12), (64, 256)):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        assert resolve_slot_count(limit, cpu) == limit
+        with pytest.raises(
+            LaunchError, match=rf"slots_per_trial is {limit + 1}.* {cores} core.* at most {limit} "
+        ):
+            resolve_slot_count(limit + 1, cpu)
+
+
 def test_auto_without_gpus_is_two_cpu_ranks() -> None:
     """So that a machine without accelerators uses data parallelism, too."""
     assert resolve_slot_count("auto", {"DS_ACCELERATOR": "cpu"}) == CPU_SLOTS

@@ -66,6 +66,10 @@ ONE_UNIT = "is a Batch or an Epoch, got"
             {"checkpoint_policy": "bst"},
             'fit: checkpoint_policy is "best", "all" or "none", got \'bst\'',
         ),
+        (
+            {"latest_checkpoint": 5},
+            'fit: latest_checkpoint is a checkpoint\'s uuid or "latest", as text, got 5',
+        ),
     ],
 )
 def test_an_invalid_argument(arguments: dict[str, Any], message: str) -> None:

@@ -1,0 +1,157 @@
+"""A run does not take a live trial from another one, unless a person asks for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from tests.support.manifests import LONG_AGO
+from trial_core.checkpoint.json_objects import encode_json, user_at_host
+from trial_core.checkpoint.layout import claim_key
+from trial_core.checkpoint.manifest import utc_now
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.errors import CommitConflict, Superseded, TrialflowError
+from trial_core.retention import trial_owner
+from trial_core.retention.claims import Claim, claims
+from trial_core.retention.trial_owner import describe_last_run, own_trial
+
+TRIAL = "gpt-0000beef"
+OURS = user_at_host()
+DEAD = "4194303@1"  # no machine has so old a process
+
+
+def leave_claim(store: CheckpointStore, attempt: str, **changes: str) -> Claim:
+    """What a run that was killed leaves, or a run that lives: its attempt and its claim."""
+    store.take_over(TRIAL, attempt)
+    claim = Claim(trial=TRIAL, by="ann@far", at=utc_now(), needs=[], owner="x", process=DEAD)
+    claim = msgspec.structs.replace(claim, **changes)
+    store.storage.write(claim_key(TRIAL), encode_json(claim))
+    return claim
+
+
+def test_a_trial_that_may_live_on_another_host_is_refused(local_store: CheckpointStore) -> None:
+    """The message says whose it is, since when, and how to continue. Nothing is changed."""
+    claim = leave_claim(local_store, "theirs")
+    with (
+        pytest.raises(TrialflowError, match=f"ann@far claimed it at {claim.at}.* --take-over"),
+        own_trial(local_store, TRIAL, "ours"),
+    ):
+        pass
+    assert claims(local_store) == [claim]
+    assert local_store.take_over(TRIAL, "next").number == 2
+    with own_trial(local_store, TRIAL, "ours", take_over=True) as (_, fence):
+        assert fence.is_newest()
+
+
+def test_a_live_process_of_this_host_is_respected(local_store: CheckpointStore) -> None:
+    """Its run may have another folder of runs, and so another lock. A dead one is no obstacle."""
+    with subprocess.Popen(
+        [
+            sys.executable, "-c",
+            "import sys; from trial_core.retention.process_identity import this_process\n"
+            "print(this_process(), flush=True); sys.stdin.read()",
+        ],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as other:  # fmt: skip
+        assert other.stdout is not None
+        leave_claim(local_store, "theirs", by=OURS, process=other.stdout.readline().strip())
+        refused = pytest.raises(TrialflowError, match="may be running")
+        with refused, own_trial(local_store, TRIAL, "ours"):
+            pass
+        other.kill()
+        other.wait()
+        with own_trial(local_store, TRIAL, "ours"):
+            pass
+
+
+def test_a_number_that_another_process_has_now_is_not_the_claims(
+    local_store: CheckpointStore,
+) -> None:
+    """Process numbers are used again, after a reboot at once."""
+    leave_claim(local_store, "theirs", by=OURS, process="1@1000000000")
+    with own_trial(local_store, TRIAL, "ours"):
+        pass
+
+
+def test_a_claim_of_an_earlier_version_counts_as_live(local_store: CheckpointStore) -> None:
+    """It does not name its process."""
+    local_store.storage.write(
+        claim_key(TRIAL),
+        f'{{"trial":"{TRIAL}","by":"{OURS}","at":"{utc_now()}","needs":[]}}'.encode(),
+    )
+    with (
+        pytest.raises(TrialflowError, match="may be running"),
+        own_trial(local_store, TRIAL, "ours"),
+    ):
+        pass
+
+
+def test_a_flow_run_continues_its_own_trial(local_store: CheckpointStore) -> None:
+    """Wherever its last attempt died, and also if a prune has swept the leftovers since."""
+    leave_claim(local_store, "same-flow-run")
+    with own_trial(local_store, TRIAL, "same-flow-run"):
+        pass
+    leave_claim(local_store, "same-flow-run")
+    local_store.take_over(TRIAL, "sweep-1")
+    with own_trial(local_store, TRIAL, "same-flow-run") as (_, fence):
+        assert fence.is_newest()
+
+
+def test_an_ended_or_forgotten_trial_may_be_continued(local_store: CheckpointStore) -> None:
+    """A run deletes its claim at its end; the claim of a lost machine does not count for ever."""
+    with own_trial(local_store, TRIAL, "theirs"):
+        pass
+    with own_trial(local_store, TRIAL, "ours") as (_, fence):
+        assert fence.number == 2
+    leave_claim(local_store, "theirs", at=LONG_AGO)
+    with own_trial(local_store, TRIAL, "ours"):
+        pass
+
+
+def test_of_two_runs_that_find_the_trial_free_one_gets_it(
+    local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one takes over between this one's look and its own take-over."""
+    look = trial_owner._check_not_live
+
+    def look_late(store: CheckpointStore, trial: str) -> None:
+        look(store, trial)
+        store.take_over(trial, "other")
+
+    monkeypatch.setattr(trial_owner, "_check_not_live", look_late)
+    with (
+        pytest.raises(CommitConflict, match="leave the trial to that attempt"),
+        own_trial(local_store, TRIAL, "ours"),
+    ):
+        pass
+    assert claims(local_store) == []
+
+
+def test_a_run_that_is_superseded_before_it_has_claimed_does_not_begin(
+    local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one came between its take-over and its claim, and saw no claim."""
+    take_over = CheckpointStore.take_over
+
+    def take_over_twice(*args: object) -> object:
+        mine = take_over(*args)  # type: ignore[arg-type]
+        take_over(local_store, TRIAL, "other")
+        return mine
+
+    monkeypatch.setattr(CheckpointStore, "take_over", take_over_twice)
+    with (
+        pytest.raises(Superseded, match="attempt other"),
+        own_trial(local_store, TRIAL, "ours"),
+    ):
+        pass
+    assert claims(local_store) == []
+
+
+def test_the_last_run_is_described(local_store: CheckpointStore) -> None:
+    """Before a trial is continued: whose it is."""
+    assert describe_last_run(local_store, TRIAL) == "never run"
+    at = local_store.take_over(TRIAL, "theirs").record.at
+    assert describe_last_run(local_store, TRIAL) == f"last started by {OURS} at {at}"

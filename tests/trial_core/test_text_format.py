@@ -1,0 +1,39 @@
+"""Names as keys."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trial_core.text_format import unique_slug
+
+
+def test_a_key_that_needs_no_change_stays() -> None:
+    """Keys of stored objects outlive releases."""
+    for name in ("evaluation-gpt-large", "trial-gpt-0000beef", "a--b-"):
+        assert unique_slug(name) == name
+
+
+def test_different_names_have_different_keys() -> None:
+    """Also names that only differ in case, punctuation or script, or in their last letters."""
+    names = [
+        "gpt-large",
+        "gpt_large",
+        "GPT large",
+        "売上予測",
+        "在庫予測",
+        "a" * 300,
+        "a" * 301,
+        "",
+    ]
+    for one, other in combinations(names, 2):
+        assert unique_slug(one) != unique_slug(other)
+
+
+@settings(max_examples=25)
+@given(st.text())
+def test_a_key_has_letters_digits_and_dashes(name: str) -> None:
+    """Prefect refuses other keys of artifacts."""
+    assert set(unique_slug(name)) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")

@@ -1,0 +1,99 @@
+"""Whose a trial is: who ran it last, whether that run lives, and how another run takes it over.
+
+In a shared storage, `--resume` may find a trial of another user. To take over a live trial ends its
+run, so that is refused unless a person asks for it. A flow run that continues its own trial is
+never refused: the trial's newest attempt has the flow run's id.
+
+A trial counts as live while it has a claim, unless the claim's process was on this machine and has
+ended. A run deletes its claim at its end. A machine that was lost leaves its claim, and nothing
+tells this from a machine that cannot be reached.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from trial_core.checkpoint.fencing import AttemptRecord, Fence, newest_attempts
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.errors import TrialflowError
+from trial_core.retention.claims import Claim, RunClaim, claim_run, claims
+from trial_core.retention.leftovers import SWEEPER
+from trial_core.retention.process_identity import is_alive, this_process
+
+
+@contextmanager
+def own_trial(
+    store: CheckpointStore,
+    trial: str,
+    attempt: str,
+    *,
+    take_over: bool = False,
+    source: str | None = None,
+) -> Iterator[tuple[RunClaim, Fence]]:
+    """Become the trial's newest attempt, and claim the trial while the block runs.
+
+    Args:
+        attempt: the attempt's id. The attempt that ran the trial last may always continue it.
+        take_over: whether to take the trial from another run that may be live.
+        source: see `RunClaim`.
+
+    Raises:
+        TrialflowError: another run that may be live has the trial.
+        CommitConflict: another attempt has taken over the trial at the same time.
+        Superseded: likewise.
+    """
+    number, last = _last_attempt(store, trial)
+    continues = last is not None and last.attempt == attempt
+    if not continues and not take_over:
+        _check_not_live(store, trial)
+    # Not later than the check: of two runs that found the trial free, one gets it.
+    after = None if continues or take_over else number
+    fence = store.take_over(trial, attempt, after)
+    with claim_run(store, trial, source) as claim:
+        # A run that looked before this claim was there has the trial: nothing is lost yet.
+        fence.check(f"trial {trial} is not trained")
+        yield claim, fence
+
+
+def describe_last_run(store: CheckpointStore, trial: str) -> str:
+    """Who ran a trial last, and when it last lived, for people."""
+    _, last = _last_attempt(store, trial)
+    newest = store.newest(trial)
+    facts = []
+    if last is not None:
+        facts.append(f"last started by {last.by} at {last.at}")
+    if newest is not None:
+        facts.append(f"last saved at {newest.created_at}")
+    return ", ".join(facts) or "never run"
+
+
+def _last_attempt(store: CheckpointStore, trial: str) -> tuple[int, AttemptRecord | None]:
+    """The number of the newest attempt, 0 if there is none, and the record of the newest run.
+
+    A sweep of leftovers is an attempt, but no run.
+    """
+    attempts = list(newest_attempts(store.storage, trial))
+    runs = [each for _, each in attempts if each is None or not each.attempt.startswith(SWEEPER)]
+    return max((number for number, _ in attempts), default=0), runs[0] if runs else None
+
+
+def _check_not_live(store: CheckpointStore, trial: str) -> None:
+    newest = store.newest(trial)
+    last_saved = {trial: newest.created_at} if newest is not None else {}
+    for claim in claims(store, last_saved):
+        if claim.trial == trial and _may_live(claim):
+            saved = f", its last checkpoint is of {newest.created_at}" if newest else ""
+            raise TrialflowError(
+                f"trial {trial} may be running: {claim.by} claimed it at {claim.at}{saved}. "
+                "Continuing it here would end that run. Wait until it has ended or stop it; if it "
+                "cannot end any more, give --take-over (take_over=True in a flow or in fit); or "
+                "start a new trial"
+            )
+
+
+def _may_live(claim: Claim) -> bool:
+    if claim.by.rpartition("@")[2] != socket.gethostname():
+        return True
+    return claim.process != this_process() and is_alive(claim.process)
