@@ -26,6 +26,7 @@ from tests.support.prefect import PrefectServer
 from tests.support.waiting import until
 from trialflow.deployments.automations import (
     CRASH_SILENT,
+    MAX_FAILED_STARTS,
     RESTART_CRASHED,
     TAG,
     automations,
@@ -135,6 +136,78 @@ def test_a_crashed_run_is_scheduled_again(
     until(lambda: client.read_flow_run(run).state_name == "AwaitingRetry", "scheduled again")
     assert states(client, run) == ["Scheduled", "Pending", "Running", "Crashed", "AwaitingRetry"]
     assert client.read_flow_run(never_ran).state_name == "Crashed"
+
+
+def crash_again(client: SyncPrefectClient, run: UUID) -> None:
+    """The run crashes, and the automation schedules it again."""
+    set_state(client, run, "Crashed")
+    (restarting,) = client.read_automations_by_name(RESTART_CRASHED)
+    action = action_of(restarting)
+    state = {"type": "SCHEDULED", "name": action.name, "message": action.message}
+    body = {"state": state, "force": action.force}
+    client.request("POST", f"/flow_runs/{run}/set_state", json=body)
+
+
+def fail_to_start(client: SyncPrefectClient, run: UUID) -> None:
+    """A worker takes the run, which crashes before its flow begins."""
+    set_state(client, run, "Pending")
+    crash_again(client, run)
+
+
+def begin(client: SyncPrefectClient, server: PrefectServer, run: UUID) -> None:
+    """The run's flow begins, and the server's triggers know it."""
+    set_state(client, run, "Running")
+    send_heartbeat(client, run)
+    wait_for_trigger(server, run)
+
+
+def fail_to_start_until_failed(client: SyncPrefectClient, run: UUID) -> None:
+    """Repeat failed starts until the server gives up. It may miss events, but not all."""
+    failed = states(client, run).count("Failed")
+
+    def has_failed() -> bool:
+        fail_to_start(client, run)
+        return states(client, run).count("Failed") > failed
+
+    until(has_failed, "failed")
+
+
+@pytest.mark.server
+def test_a_run_that_cannot_start_fails(
+    client: SyncPrefectClient, prefect_server: PrefectServer, tmp_path: Path
+) -> None:
+    """A run that crashes before its flow begins is not scheduled for ever. The count starts anew
+    each time that the flow begins."""
+    deploy(client)
+    broken, recovering = runs(client, tmp_path, 2)
+    for run in (broken, recovering):
+        begin(client, prefect_server, run)
+        crash_again(client, run)
+    for _ in range(MAX_FAILED_STARTS - 1):
+        fail_to_start(client, recovering)
+    set_state(client, recovering, "Running")
+    crash_again(client, recovering)
+    for _ in range(MAX_FAILED_STARTS - 1):
+        fail_to_start(client, recovering)
+    fail_to_start_until_failed(client, broken)
+    before = states(client, broken)[: states(client, broken).index("Failed")]
+    assert before.count("AwaitingRetry") > MAX_FAILED_STARTS
+    assert "Failed" not in states(client, recovering)
+
+
+@pytest.mark.long
+@pytest.mark.server
+def test_a_retried_run_that_cannot_start_fails_again(
+    client: SyncPrefectClient, prefect_server: PrefectServer, tmp_path: Path
+) -> None:
+    """On the same day."""
+    deploy(client)
+    (run,) = runs(client, tmp_path, 1)
+    begin(client, prefect_server, run)
+    crash_again(client, run)
+    fail_to_start_until_failed(client, run)
+    set_state(client, run, "Scheduled")
+    fail_to_start_until_failed(client, run)
 
 
 @pytest.mark.long
