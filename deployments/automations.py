@@ -114,8 +114,8 @@ def _fail_unstartable() -> AutomationCore:
         f"{MAX_FAILED_STARTS} times in a row before its flow began.",
         EventTrigger(
             posture=Posture.Reactive,
-            # The first of these events opens the bucket, and does not count. Without `after`, a
-            # trigger that has fired would ignore the run for the rest of the day.
+            # The first of these events opens the bucket, and does not count. Without `after`, the
+            # server could drop them, and would ignore the run for a day after the trigger fired.
             after=rescheduled,
             expect=rescheduled,
             within=timedelta(days=1),
