@@ -28,6 +28,8 @@ MAX_ATTEMPTS = 50
 SILENCE_TIMEOUT = timedelta(minutes=5)
 # From Pending to Running takes seconds; longer if the run downloads code or packages.
 START_TIMEOUT = timedelta(minutes=10)
+# How often a run that ran before may crash again before its flow begins, within a day.
+MAX_FAILED_STARTS = 5
 # Prefect's minimum.
 CRASH_SETTLING_TIME = timedelta(seconds=10)
 # Set by a person or by the run itself: such a run is neither lost nor to be started.
@@ -37,6 +39,7 @@ WAITING_STATES = ("Scheduled", "AwaitingRetry", "Paused", "Suspended")
 START_LOST = "StartLost"
 
 RESTART_CRASHED = "trialflow: restart crashed runs"
+FAIL_UNSTARTABLE = "trialflow: fail runs that cannot start"
 CRASH_SILENT = "trialflow: mark silent runs as crashed"
 REPEAT_LOST_STARTS = "trialflow: repeat lost starts"
 
@@ -58,7 +61,7 @@ def automations(process_pools: Iterable[str]) -> list[AutomationCore]:
             RESTART_CRASHED,
             "Schedules a crashed trialflow run (killed, out of memory, machine lost) again under "
             "the same id. It resumes from its last committed checkpoint. A run that crashes more "
-            "often than its max_restarts fails by itself.",
+            "often than its max_restarts fails by itself, once its flow begins.",
             # A process worker reports a crash twice, a second apart. The second report must not
             # come after the run is scheduled again: it would stay crashed, or start twice.
             _not_followed(
@@ -70,6 +73,7 @@ def automations(process_pools: Iterable[str]) -> list[AutomationCore]:
             ),
             _schedule_again(SCHEDULED_AGAIN),
         ),
+        _fail_unstartable(),
         _automation(
             CRASH_SILENT,
             f"Marks a trialflow run as crashed after {_minutes(SILENCE_TIMEOUT)} without a "
@@ -98,6 +102,40 @@ def automations(process_pools: Iterable[str]) -> list[AutomationCore]:
             _schedule_again("Its start was lost: scheduled again"),
         ),
     ]
+
+
+def _fail_unstartable() -> AutomationCore:
+    # The flow counts its crashes by itself, but only once it runs. The server counts the others: it
+    # increments a run's count when its flow begins, so one bucket holds the failed starts alone.
+    rescheduled = _events("AwaitingRetry")
+    return _automation(
+        FAIL_UNSTARTABLE,
+        f"Fails a trialflow run that was scheduled again after a crash, and then crashed "
+        f"{MAX_FAILED_STARTS} times in a row before its flow began.",
+        EventTrigger(
+            posture=Posture.Reactive,
+            # The first of these events opens the bucket, and does not count. Without `after`, the
+            # server could drop them, and would ignore the run for a day after the trigger fired.
+            after=rescheduled,
+            expect=rescheduled,
+            within=timedelta(days=1),
+            match=ResourceSpecification(
+                {**FLOW_RUNS.root, "prefect.state-message": SCHEDULED_AGAIN}
+            ),
+            match_related=OURS,
+            for_each={"prefect.resource.id", "prefect.run-count"},
+            threshold=MAX_FAILED_STARTS,
+        ),
+        ChangeFlowRunState(
+            state=StateType.FAILED,
+            name="Failed",
+            message=f"The run crashed {MAX_FAILED_STARTS} times in a row before its flow began. "
+            "The worker's log shows the cause: for example a broken environment, or a folder that "
+            "this worker does not have. Once that is removed, retry the run: it resumes from its "
+            "last committed checkpoint",
+            force=False,
+        ),
+    )
 
 
 def _crash_lost_starts(pool: str) -> AutomationCore:

@@ -20,10 +20,9 @@ from uuid import UUID
 
 import httpx
 from prefect import runtime
-from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.context import FlowRunContext
-from prefect.exceptions import Abort, ObjectNotFound, Pause, PrefectException
+from prefect.exceptions import Abort, Pause, PrefectException
 from prefect.logging import get_run_logger
 from prefect.states import Cancelled
 
@@ -31,6 +30,7 @@ from trial_core.errors import Stopped, Superseded
 from trial_core.run.observer import current_observer
 from trial_core.run.stop_requests import StopHandler, StopReason
 from trialflow.flows.lifecycle.detached_engine import has_lost_supervisor, ignore_broken_output
+from trialflow.flows.lifecycle.flow_run_reader import FlowRunReader
 from trialflow.flows.lifecycle.requeue import has_queue, requeue
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class StopMonitor:
     def __init__(self, stopping: StopHandler, time_budget_seconds: float | None) -> None:
         self._stopping = stopping
         self._budget_seconds = time_budget_seconds
-        self._flow_run_id = UUID(str(runtime.flow_run.id))
+        self._reader = FlowRunReader(UUID(str(runtime.flow_run.id)))
         context = FlowRunContext.get()
         run = context.flow_run if context else None
         # Read here: in a signal handler, `runtime` would call the server.
@@ -209,7 +209,7 @@ class StopMonitor:
         if self._suspension is not None and self._suspension.is_requested():
             self._stopping.ask("suspended", "in Prefect")
             return
-        run = self._read_run()
+        run = self._reader.read()
         state = None if run is None else run.state
         if run is None:
             self._stopping.ask("cancelled", "its flow run was deleted")
@@ -226,18 +226,10 @@ class StopMonitor:
 
     # ------------------------------------------------------------------------- the flow run
 
-    def _read_run(self) -> FlowRun | None:
-        """The flow run; None if it was deleted."""
-        with get_client(sync_client=True) as client:
-            try:
-                return client.read_flow_run(self._flow_run_id)
-            except ObjectNotFound:
-                return None
-
     def _try_read_run(self) -> FlowRun | None:
         """The flow run; None if it was deleted or the server does not answer."""
         try:
-            return self._read_run()
+            return self._reader.read()
         except (httpx.HTTPError, PrefectException):
             return None
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from trialflow.flows.server.prefect_server import PrefectServerError, PrefectServerProcess
 from trialflow.flows.server.prefect_settings import prepare_prefect
 from trialflow.flows.server.server_login import ServerLogin
+from trialflow.flows.server.server_restarts import restarting
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -58,7 +59,8 @@ class PrefectApi:
 def prefect_api(server_log: Path | None = None) -> Iterator[PrefectApi]:
     """Provide a Prefect API for the flows of the block: the user's, else the embedded server.
 
-    At the end of the block the database holds all logs and events of the runs. For synchronous
+    At the end of the block the database holds all logs and events of the runs. An embedded server
+    that is killed is started again; it loses what it had received and not stored. For synchronous
     code; blocks may follow each other, but not overlap.
 
     Args:
@@ -79,7 +81,10 @@ def prefect_api(server_log: Path | None = None) -> Iterator[PrefectApi]:
         return
     log_path = server_log or settings.home / "trialflow-server.log"
     timeout_seconds = settings.server.ephemeral.startup_timeout_seconds
-    with PrefectServerProcess(log_path, timeout_seconds, settings=SERVICES_OFF) as server:
+    with (
+        PrefectServerProcess(log_path, timeout_seconds, settings=SERVICES_OFF) as server,
+        restarting(server),
+    ):
         try:
             yield PrefectApi(server.api_url, server.ui_url, log_path, server.login)
         finally:

@@ -80,8 +80,10 @@ class PrefectServerProcess:
             PrefectServerError: the server ended, or did not answer in time.
         """
         with ExitStack() as stack:
-            self._process = self._start()
-            stack.callback(stop_child, self._process)
+            with _listener(self._wanted_port) as listener:
+                self._set_address(listener.getsockname()[1])
+                self._process = self._start(listener)
+            stack.callback(self._stop)
             self._wait_until_ready(self._process)
             # Removed before the server ends: until then no other server has the port.
             stack.enter_context(self.login.stored())
@@ -102,32 +104,47 @@ class PrefectServerProcess:
         """Whether the server has ended by itself."""
         return self._process is not None and self._process.poll() is not None
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def restart(self) -> None:
+        """Start the server again after it has ended, on its port and database.
+
+        Returns before the server answers. Connections wait until then.
+
+        Raises:
+            OSError: another process has taken the port.
+        """
+        with socket.create_server((HOST, self.port)) as listener:
+            self._process = self._start(listener)
+
+    def _set_address(self, port: int) -> None:
         from prefect.settings import get_current_settings
 
+        self.port = port
+        # As browsers write it: without the default port.
+        self.ui_url = f"http://{HOST}" if port == 80 else f"http://{HOST}:{port}"
+        self.api_url = f"{self.ui_url}/api"
+        self.login = ServerLogin(
+            chosen_settings().get("PREFECT_SERVER_API_AUTH_STRING") or new_password(),
+            password_path(get_current_settings().home, port),
+        )
+
+    def _start(self, listener: socket.socket) -> subprocess.Popen[bytes]:
         # The child inherits a socket that already listens: no race for the port, no polling.
-        with _listener(self._wanted_port) as listener:
-            self.port = listener.getsockname()[1]
-            # As browsers write it: without the default port.
-            self.ui_url = f"http://{HOST}" if self.port == 80 else f"http://{HOST}:{self.port}"
-            self.api_url = f"{self.ui_url}/api"
-            fd = listener.fileno()
-            chosen = chosen_settings()
-            self.login = ServerLogin(
-                chosen.get("PREFECT_SERVER_API_AUTH_STRING") or new_password(),
-                password_path(get_current_settings().home, self.port),
-            )
-            variables = {
-                **self._settings,
-                **chosen,
-                # An environment variable: other users can read a command line.
-                "PREFECT_SERVER_API_AUTH_STRING": self.login.password,
-                "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": self.ui_url,
-                "PREFECT_UI_API_URL": self.api_url,
-                "PREFECT_UI_URL": self.ui_url,
-            }
-            command = [SCRIPT, str(fd), str(os.getpid())]
-            return start_child(command, variables, self.log_path, (fd,))
+        fd = listener.fileno()
+        variables = {
+            **self._settings,
+            **chosen_settings(),
+            # An environment variable: other users can read a command line.
+            "PREFECT_SERVER_API_AUTH_STRING": self.login.password,
+            "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": self.ui_url,
+            "PREFECT_UI_API_URL": self.api_url,
+            "PREFECT_UI_URL": self.ui_url,
+        }
+        command = [SCRIPT, str(fd), str(os.getpid())]
+        return start_child(command, variables, self.log_path, (fd,))
+
+    def _stop(self) -> None:
+        if self._process is not None:
+            stop_child(self._process)
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
         import httpx

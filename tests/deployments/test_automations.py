@@ -26,6 +26,8 @@ from tests.support.prefect import PrefectServer
 from tests.support.waiting import until
 from trialflow.deployments.automations import (
     CRASH_SILENT,
+    FAIL_UNSTARTABLE,
+    MAX_FAILED_STARTS,
     RESTART_CRASHED,
     TAG,
     automations,
@@ -135,6 +137,69 @@ def test_a_crashed_run_is_scheduled_again(
     until(lambda: client.read_flow_run(run).state_name == "AwaitingRetry", "scheduled again")
     assert states(client, run) == ["Scheduled", "Pending", "Running", "Crashed", "AwaitingRetry"]
     assert client.read_flow_run(never_ran).state_name == "Crashed"
+
+
+def crash(client: SyncPrefectClient, run: UUID) -> None:
+    """The run crashes, and the automation schedules it again: here at once, not after 10 s."""
+    set_state(client, run, "Crashed")
+    action = action_of(ALL[RESTART_CRASHED])
+    state = {"type": "SCHEDULED", "name": action.name, "message": action.message}
+    body = {"state": state, "force": action.force}
+    client.request("POST", f"/flow_runs/{run}/set_state", json=body)
+
+
+def fail_to_start(client: SyncPrefectClient, run: UUID, times: int) -> None:
+    """A worker takes the run, which crashes before its flow begins."""
+    for _ in range(times):
+        set_state(client, run, "Pending")
+        crash(client, run)
+
+
+def keep_only(client: SyncPrefectClient, name: str) -> None:
+    """Delete the other automations, so that the server drops none of a test's many events."""
+    for other in set(ALL) - {name}:
+        for found in client.read_automations_by_name(other):
+            client.delete_automation(found.id)
+
+
+@pytest.mark.server
+def test_a_run_that_cannot_start_fails(
+    client: SyncPrefectClient, prefect_server: PrefectServer, tmp_path: Path
+) -> None:
+    """A run that crashes before its flow begins is not scheduled for ever. The count starts anew
+    when the flow begins."""
+    deploy(client)
+    keep_only(client, FAIL_UNSTARTABLE)
+    (run,) = runs(client, tmp_path, 1)
+    for _ in range(2):
+        set_state(client, run, "Running")
+        crash(client, run)
+        wait_for_trigger(prefect_server, run)
+        fail_to_start(client, run, MAX_FAILED_STARTS - 1)
+    fail_to_start(client, run, 1)
+    until(lambda: client.read_flow_run(run).state_name == "Failed", "failed")
+    assert states(client, run).count("Failed") == 1
+    assert "The worker's log shows the cause" in str(client.read_flow_run(run).state)
+
+
+@pytest.mark.long
+@pytest.mark.server
+def test_a_retried_run_that_cannot_start_fails_again(
+    client: SyncPrefectClient, prefect_server: PrefectServer, tmp_path: Path
+) -> None:
+    """On the same day. The worker's late report of the crash changes nothing."""
+    deploy(client)
+    keep_only(client, FAIL_UNSTARTABLE)
+    (run,) = runs(client, tmp_path, 1)
+    set_state(client, run, "Running")
+    for _ in range(2):
+        crash(client, run)
+        wait_for_trigger(prefect_server, run)
+        fail_to_start(client, run, MAX_FAILED_STARTS)
+        until(lambda: client.read_flow_run(run).state_name == "Failed", "failed")
+        set_state(client, run, "Crashed", force=False)
+        assert client.read_flow_run(run).state_name == "Failed"
+        set_state(client, run, "Scheduled")
 
 
 @pytest.mark.long

@@ -28,6 +28,7 @@ from tests.support.prefect import PrefectServer
 from trial_core.errors import ConfigError
 from trialflow.deployments.automations import (
     CRASH_SILENT,
+    FAIL_UNSTARTABLE,
     REPEAT_LOST_STARTS,
     RESTART_CRASHED,
     crash_lost_starts,
@@ -54,6 +55,7 @@ ALL = [
     "deployment prune/prune",
     "deployment retrain/retrain",
     f"automation {RESTART_CRASHED!r}",
+    f"automation {FAIL_UNSTARTABLE!r}",
     f"automation {CRASH_SILENT!r}",
     f"automation {crash_lost_starts(POOL)!r}",
     f"automation {REPEAT_LOST_STARTS!r}",

@@ -10,6 +10,7 @@ from typing import Any, get_args
 import prefect.server.api
 import pytest
 from prefect.server.schemas.actions import validate_base_job_template
+from prefect.utilities.schema_tools.validation import ValidationError, validate
 from prefect.utilities.templating import apply_values
 from prefect.workers.process import ProcessJobConfiguration
 
@@ -56,7 +57,7 @@ def paths(nested: Any, before: str = "") -> set[str]:
         below = {f"{before}/{index}": value for index, value in enumerate(nested)}
     else:
         return {before}
-    return set().union(*(paths(value, path) for path, value in below.items()))
+    return set().union(*(paths(value, path) for path, value in below.items())) or {before}
 
 
 @pytest.mark.parametrize("pool_type", POOL_TYPES)
@@ -100,13 +101,56 @@ def test_a_docker_run_has_gpus_and_shared_memory() -> None:
 def test_docker_runs_of_a_host_lock_gpus_in_one_place() -> None:
     """In a separate volume, whose path the runs know. Its permissions come from the image, whose
     user is not root."""
-    template = rendered("docker", volumes=["/data:/data:ro"])
+    template = rendered("docker")
     (mount,) = template["container_create_kwargs"]["mounts"]
     assert mount == {
         "Type": "volume", "Source": "trialflow-devices", "Target": template["env"][LOCKS_VARIABLE]
     }  # fmt: skip
     dockerfile = Path(__file__).parents[2].joinpath("Dockerfile").read_text()
     assert f"mkdir --mode=1777 {mount['Target']}\n" in dockerfile
+
+
+AS_ROOT_OF_THE_HOST = {
+    "privileged": True,
+    "volumes": ["/:/host"],
+    "network_mode": "host",
+    "networks": ["host"],
+}
+
+
+def test_a_docker_run_cannot_take_the_host() -> None:
+    """No job variable of a run gives its container more rights than the pool's."""
+    configuration = rendered("docker", **AS_ROOT_OF_THE_HOST, device_locks="/var/run")
+    assert configuration["privileged"] is False
+    assert configuration["volumes"] == configuration["networks"] == []
+    assert configuration["network_mode"] is None
+    arguments = configuration["container_create_kwargs"]
+    assert [mount["Source"] for mount in arguments["mounts"]] == ["trialflow-devices"]
+    assert arguments["cap_drop"] == ["ALL"]
+    assert arguments["security_opt"] == ["no-new-privileges"]
+
+
+@pytest.mark.parametrize("name", AS_ROOT_OF_THE_HOST)
+def test_the_server_refuses_a_docker_run_that_wants_the_host(name: str) -> None:
+    """It validates a run's job variables: they are not ignored in silence."""
+    variables = job_template("docker")["variables"]
+    validate({name: variables["properties"][name]["default"]}, variables, raise_on_error=True)
+    with pytest.raises(ValidationError):
+        validate({name: AS_ROOT_OF_THE_HOST[name]}, variables, raise_on_error=True)
+
+
+def test_a_kubernetes_run_has_no_rights() -> None:
+    """Not root, no capabilities, no access to the cluster: the pod meets Kubernetes' restricted
+    security standard."""
+    pod = rendered("kubernetes")["job_manifest"]["spec"]["template"]["spec"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"] == {
+        "runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}
+    }  # fmt: skip
+    (container,) = pod["containers"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}
+    }  # fmt: skip
 
 
 def test_the_variables_of_a_kubernetes_pool() -> None:

@@ -1,15 +1,18 @@
-"""`trialflow train` is killed with SIGKILL, then resumed with `--resume`."""
+"""`trialflow train`, or its server, is killed with SIGKILL."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -57,6 +60,14 @@ class Folder:
             env=self._environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
+    def wait_until_stuck(self, run: subprocess.Popen[str], once: Path) -> None:
+        """Wait until the run has committed a checkpoint, and then is in the batch that waits."""
+        deadline = time.monotonic() + START_SECONDS
+        while not (once.exists() and self.store.list()):
+            assert run.poll() is None, run.communicate()[0]
+            assert time.monotonic() < deadline, "the run has not committed a checkpoint"
+            time.sleep(0.1)
+
     def train_to_the_end(self, *arguments: str) -> str:
         """Run `trialflow train`; its output."""
         with self.train(*arguments) as run:
@@ -93,11 +104,7 @@ def killed(
     stuck = {"do": "sleep", "at_batch": STUCK_AT, "once": str(once)}
     folder = Folder(tmp_path / "killed", prefect_home, **stuck)
     with folder.train() as run:
-        deadline = time.monotonic() + START_SECONDS
-        while not (once.exists() and folder.store.list()):
-            assert run.poll() is None, run.communicate()[0]
-            assert time.monotonic() < deadline, "the run has not committed a checkpoint"
-            time.sleep(0.1)
+        folder.wait_until_stuck(run, once)
         pids = descendants(run.pid)
         victims = pids if request.param == "the whole tree" else []
         for pid in [run.pid, *victims]:
@@ -130,3 +137,27 @@ def test_resuming_is_bit_identical(killed: tuple[Folder, list[int]], uninterrupt
         resumed_at = STUCK_AT - (len(resumed) - len(straight)) // 3
         assert resumed_at in (8, 12)
         assert resumed[-3 * (BATCHES - resumed_at) :] == straight[3 * resumed_at :]
+
+
+def server_of(driver_pid: int) -> int:
+    """The embedded server of a run."""
+    commands = {pid: psutil.Process(pid).cmdline() for pid in descendants(driver_pid)}
+    (server,) = [pid for pid, command in commands.items() if "server_script" in str(command)]
+    return server
+
+
+@pytest.mark.long
+def test_a_run_survives_its_server(tmp_path: Path) -> None:
+    """The embedded server is killed while ranks train: the run ends as it would have."""
+    once, release, prefect_home = tmp_path / "stuck", tmp_path / "release", tmp_path / "prefect"
+    waiting = {"do": "wait", "at_batch": STUCK_AT, "once": str(once), "wait_for": str(release)}
+    folder = Folder(tmp_path / "run", prefect_home, **waiting)
+    with folder.train() as run:
+        folder.wait_until_stuck(run, once)
+        os.kill(server_of(run.pid), signal.SIGKILL)
+        release.touch()
+        output, _ = run.communicate()
+    assert run.returncode == 0, output
+    assert folder.store.list()[-1].progress.batches_trained == BATCHES
+    with closing(sqlite3.connect(prefect_home / "prefect.db")) as database:
+        assert database.execute("SELECT state_name FROM flow_run").fetchall() == [("Completed",)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from uuid import UUID
 
 import pytest
 from prefect import flow, runtime, task
-from prefect.client.orchestration import get_client
-from prefect.exceptions import Abort, CancelledRun, Pause, TerminationSignal
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.exceptions import Abort, CancelledRun, ObjectNotFound, Pause, TerminationSignal
 from prefect.flow_engine import run_flow
 from prefect.states import Cancelling, Crashed, Failed, Scheduled, Suspended
 
+import trialflow.flows.lifecycle.flow_run_reader
 import trialflow.flows.lifecycle.stop_monitor
 import trialflow.flows.train
 from tests.support.prefect import PrefectServer
@@ -126,6 +128,13 @@ def marked_failed(flow_run: UUID, stopping: StopHandler) -> None:
     assert stopping.wait(TIMEOUT_SECONDS)
 
 
+def deleted(flow_run: UUID, stopping: StopHandler) -> None:
+    """As a person does in the UI."""
+    with get_client(sync_client=True) as client:
+        client.delete_flow_run(flow_run)
+    assert stopping.wait(TIMEOUT_SECONDS)
+
+
 def out_of_time_and_suspended(flow_run: UUID, stopping: StopHandler) -> None:
     stopping.ask("time budget")
     assert stopping.wait(TIMEOUT_SECONDS)
@@ -227,3 +236,37 @@ def test_the_time_budget_needs_no_server(stage: Stage) -> None:
     assert requests == ["time budget (0.5 s are over)"]
     assert state_of(run) == "Completed"
     assert isinstance(result, TrialResult)
+
+
+def test_a_deleted_run_stops(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It saves and ends. Its flow run stays deleted."""
+    monkeypatch.setattr(trialflow.flows.lifecycle.flow_run_reader, "DELETION_SECONDS", 0.2)
+    stage.act = deleted
+    run, result = stage.train()
+    assert isinstance(result, Abort)
+    assert str(result) == "cancelled (its flow run was deleted)"
+    with pytest.raises(ObjectNotFound):
+        state_of(run)
+
+
+def test_a_404_is_no_deletion(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training continues through a minute of 404 that no healthy server has answered."""
+    reads: list[UUID] = []
+    has_read_often = threading.Event()
+
+    def read_flow_run(client: SyncPrefectClient, flow_run: UUID) -> Any:
+        reads.append(flow_run)
+        if len(reads) > 9:
+            has_read_often.set()
+        raise ObjectNotFound(http_exc=Exception("404"))
+
+    def misbehaving(flow_run: UUID, stopping: StopHandler) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SyncPrefectClient, "read_flow_run", read_flow_run)
+            assert has_read_often.wait(TIMEOUT_SECONDS)
+        assert stopping.request is None
+
+    stage.act = misbehaving
+    run, result = stage.train()
+    assert isinstance(result, TrialResult)
+    assert state_of(run) == "Completed"

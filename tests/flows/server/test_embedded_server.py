@@ -15,9 +15,12 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import uvicorn
+from prefect import flow, get_run_logger, task
+from prefect.cache_policies import NO_CACHE
 
 from tests.support.browser import chromium
 from tests.support.prefect import PrefectServer, isolated
@@ -33,6 +36,7 @@ SCRIPT = ROOT / "tests/support/scripts/embedded_flow.py"
 # More than the server stores while they run, so that some are left for its shutdown.
 TASKS = 60
 OUTPUT = ["begin", f"sum {sum(n * n for n in range(TASKS + 1))}", "end"]
+TIMEOUT_SECONDS = 60.0
 CLOSED_PORT = "http://127.0.0.1:9"
 
 
@@ -155,6 +159,30 @@ def test_ctrl_c_interrupts_the_flow_alone(used_home: Path) -> None:
     with closing(sqlite3.connect(used_home / "prefect.db")) as database:
         found = database.execute("SELECT state_name FROM flow_run WHERE id = ?", [run_id])
         assert found.fetchall() == [("Crashed",)]
+
+
+def test_a_killed_server_is_started_again(tmp_path: Path) -> None:
+    """On the same port and database. The flow continues, and its end is stored."""
+    with environment(isolated(tmp_path)), prefect_api() as api:
+
+        @task(cache_policy=NO_CACHE)
+        def after_the_kill() -> None:
+            get_run_logger().info("still running")
+
+        @flow
+        def killing() -> None:
+            (server,) = servers_of(os.getpid())
+            os.kill(server, signal.SIGKILL)
+            after_the_kill()
+
+        killing()
+        assert httpx.get(f"{api.api_url}/health", timeout=TIMEOUT_SECONDS).json() is True
+    assert servers_of(os.getpid()) == []
+    with closing(sqlite3.connect(tmp_path / "prefect.db")) as database:
+        for table in ("flow_run", "task_run"):
+            found = database.execute(f"SELECT state_name FROM {table}").fetchall()
+            assert found == [("Completed",)], table
+        assert ("still running",) in database.execute("SELECT message FROM log").fetchall()
 
 
 @pytest.mark.long

@@ -1,0 +1,59 @@
+"""Reads a flow run from the server, and tells a deleted run from a server that answers 404.
+
+A proxy may answer 404 while the server behind it restarts. So may another service at its address.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import FlowRun
+from prefect.exceptions import ObjectNotFound, PrefectException
+
+# For how long a healthy server must not know a run that was deleted.
+DELETION_SECONDS = 60.0
+
+
+class FlowRunReader:
+    """Reads one flow run.
+
+    Args:
+        clock: seconds that never go backwards.
+    """
+
+    def __init__(self, flow_run_id: UUID, clock: Callable[[], float] = time.monotonic) -> None:
+        self._flow_run_id = flow_run_id
+        self._clock = clock
+        self._missing_since: float | None = None
+
+    def read(self) -> FlowRun | None:
+        """The flow run; None if it was deleted: for a minute, a healthy server did not know it.
+
+        Raises:
+            ObjectNotFound: the answer is 404, and does not yet prove a deletion.
+            httpx.HTTPError, PrefectException: the server did not answer.
+        """
+        missing_since, self._missing_since = self._missing_since, None
+        with get_client(sync_client=True) as client:
+            try:
+                return client.read_flow_run(self._flow_run_id)
+            except ObjectNotFound:
+                if not _is_healthy(client):
+                    raise
+                now = self._clock()
+                self._missing_since = now if missing_since is None else missing_since
+                if now - self._missing_since < DELETION_SECONDS:
+                    raise
+                return None
+
+
+def _is_healthy(client: SyncPrefectClient) -> bool:
+    """Whether the health check is answered as Prefect's server does: with the JSON value true."""
+    try:
+        return client.request("GET", "/health").json() is True
+    except (httpx.HTTPError, PrefectException, ValueError):
+        return False
