@@ -148,10 +148,15 @@ def claimed_checkpoints(claims: Iterable[Claim], manifests: Collection[Manifest]
     }
 
 
-def uploading_trials(store: CheckpointStore) -> set[str]:
-    """The trials with an upload in progress: those with an intent that is not too old."""
+def uploading_trials(store: CheckpointStore, trial: str | None = None) -> set[str]:
+    """The trials with an upload in progress: those with an intent that is not too old.
+
+    Args:
+        trial: look at this trial only.
+    """
     found = set()
-    for key in sorted(store.storage.sizes(layout.UPLOADS)):
+    folder = layout.UPLOADS if trial is None else layout.intents_folder(trial)
+    for key in sorted(store.storage.sizes(folder)):
         name = layout.parse_intent_key(key)
         intent = read_intent(store.storage, *name) if name is not None else None
         if intent is not None and not is_older(intent.created_at, CLAIM_LIFETIME):
