@@ -14,8 +14,7 @@ import msgspec
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import decode_json, encode_json
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import CheckpointNotFound, CommitConflict
-from trial_core.retention.deletion_markers import check_not_deleted
+from trial_core.retention.deletion_markers import protect
 
 WHEN_RELEASED = "the registry releases it once it is neither champion nor previous"
 
@@ -59,12 +58,7 @@ def hold(store: CheckpointStore, name: layout.ManifestName, placed: RegistryHold
         CommitConflict: the checkpoint is being deleted.
         StorageError: the storage failed. The hold may be placed.
     """
-    store.storage.write(placed.key, encode_json(placed))
-    try:
-        check_not_deleted(store, name)
-    except (CheckpointNotFound, CommitConflict):
-        store.storage.remove(placed.key)
-        raise
+    protect(store, name, placed.key, encode_json(placed))
 
 
 def holds(store: CheckpointStore, uuid: str | None = None) -> dict[str, list[RegistryHold]]:

@@ -15,8 +15,8 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import decode_json, encode_json, user_at_host
 from trial_core.checkpoint.manifest import utc_now
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import CheckpointNotFound, CommitConflict
-from trial_core.retention.deletion_markers import check_not_deleted
+from trial_core.errors import CheckpointNotFound
+from trial_core.retention.deletion_markers import protect
 from trial_core.retention.holds import WHEN_RELEASED, describe_holds, holds
 
 
@@ -53,18 +53,8 @@ def pin(store: CheckpointStore, uuid: str, reason: str = "", by: str | None = No
         StorageError: the storage failed. The checkpoint may be pinned: pin it again.
     """
     manifest = store.open(uuid)
-    key = layout.pin_key(manifest.uuid)
-    before = store.storage.read(key)
     made = Pin(uuid=manifest.uuid, reason=reason, by=by or user_at_host(), at=utc_now())
-    data = encode_json(made)
-    store.storage.write(key, data)
-    try:
-        check_not_deleted(store, manifest.name)
-    except (CheckpointNotFound, CommitConflict):
-        # An earlier pin stays: it may be what protects the checkpoint.
-        if before is None and store.storage.read(key) == data:
-            store.storage.remove(key)
-        raise
+    protect(store, manifest.name, layout.pin_key(manifest.uuid), encode_json(made))
     return made
 
 

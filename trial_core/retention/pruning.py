@@ -16,7 +16,11 @@ from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError
 from trial_core.retention.claims import claimed_checkpoints, claims, uploading_trials
-from trial_core.retention.deletion_markers import finish_deletions, mark_deletion, unmark_deletion
+from trial_core.retention.deletion_markers import (
+    finish_deletions,
+    mark_deletion,
+    unmark_deleted,
+)
 from trial_core.retention.pins import protected, why_protected
 from trial_core.retention.policy import RetentionDecision, RetentionPolicy, decide
 
@@ -108,9 +112,7 @@ def plan_pruning(
     trials = {name for name in named if is_alone or named[name] == experiment}
     manifests = [manifest for manifest in manifests if manifest.trial in trials]
     found = claims(store, last_saved={each.trial: each.created_at for each in manifests})
-    all_running = frozenset(
-        {*running, *(claim.trial for claim in found), *uploading_trials(store)}
-    )
+    all_running = frozenset({*running, *(claim.trial for claim in found), *uploading_trials(store)})
     decisions = decide(
         manifests,
         policy,
@@ -147,15 +149,16 @@ def prune(
     spared: list[RetentionDecision] = []
     for decision in plan.deletions:
         manifest = decision.manifest
-        mark_deletion(store, manifest)
+        marker = mark_deletion(store, manifest)
         reason = _why_needed_now(store, manifest, plan.running)
         if reason is None:
             store.delete(manifest)
+            unmark_deleted(store, manifest.uuid)
             deleted.append(manifest)
             on_deleted(decision)
         else:
+            store.storage.remove(marker)
             spared.append(RetentionDecision(manifest, True, reason))
-        unmark_deletion(store, manifest.uuid)
     return Pruned(tuple(deleted), tuple(spared))
 
 

@@ -105,7 +105,7 @@ def test_a_pin_during_a_prune(step: int) -> None:
     is_pinned = {
         pin_and_prune([False] * first + [True] * second + [False] * more + [True] * 9)
         for first, second, more in itertools.product(
-            range(0, 7, step), range(0, 10, step), (1, 9) if step > 1 else (1, 2, 3, 9)
+            range(0, 8, step), range(0, 11, step), (1, 9) if step > 1 else (1, 2, 3, 9)
         )
     }
     assert is_pinned == {True, False}

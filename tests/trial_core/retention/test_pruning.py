@@ -126,7 +126,7 @@ def test_checkpoints_needed_since_the_plan_are_spared(local_store: CheckpointSto
     plan = plan_pruning(local_store, KEEP_NONE, "gpt")
     pin(local_store, pinned.uuid)
     with claim_run(local_store, "other-1") as claim:
-        claim.renew(source.uuid)
+        claim.renew(source.name)
         pruned = prune(local_store, plan)
     assert pruned.deleted == (old,)
     assert [decision.manifest for decision in pruned.spared] == [pinned, source]
@@ -134,7 +134,7 @@ def test_checkpoints_needed_since_the_plan_are_spared(local_store: CheckpointSto
 
 
 def claimed(store: CheckpointStore, trial: str) -> None:
-    RunClaim(store, trial).renew(None)
+    RunClaim(store, trial).announce()
 
 
 def uploading(store: CheckpointStore, trial: str) -> None:
