@@ -9,7 +9,7 @@ from typing import Any
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
 
-VERBS = frozenset({"read", "create", "write", "sizes", "delete", "remove", "clear"})
+VERBS = frozenset({"read", "create", "write", "sizes", "objects", "delete", "remove", "clear"})
 """The methods of a storage that count as one request."""
 LIMIT_SECONDS = 30.0
 
