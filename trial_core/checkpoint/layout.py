@@ -152,6 +152,12 @@ def claim_key(trial: str) -> str:
     return f"{CLAIMS}/{trial}.json"
 
 
+def parse_claim_key(key: str) -> str | None:
+    """The trial that a claim's key names; None if it is not a claim's key."""
+    trial = key.removeprefix(f"{CLAIMS}/").removesuffix(".json")
+    return trial if is_name(trial) and key == claim_key(trial) else None
+
+
 def run_folder(trial: str) -> str:
     """The folder of the files that a trial's runs write besides checkpoints."""
     return f"{RUNS}/{trial}"
@@ -173,6 +179,12 @@ def trial_folders(trial: str) -> tuple[str, ...]:
 def pin_key(uuid: str) -> str:
     """The key of a checkpoint's pin."""
     return f"{PINS}/{uuid}.json"
+
+
+def parse_pin_key(key: str) -> str | None:
+    """The uuid that a pin's key names; None if it is not a pin's key."""
+    uuid = key.removeprefix(f"{PINS}/").removesuffix(".json")
+    return uuid if is_uuid(uuid) and key == pin_key(uuid) else None
 
 
 def holds_folder(uuid: str) -> str:

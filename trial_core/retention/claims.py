@@ -28,7 +28,13 @@ import msgspec
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.intents import read_intent
-from trial_core.checkpoint.json_objects import decode_json, encode_json, is_older, user_at_host
+from trial_core.checkpoint.json_objects import (
+    decode_json,
+    encode_json,
+    is_older,
+    named_keys,
+    user_at_host,
+)
 from trial_core.checkpoint.manifest import Manifest, Timestamp, utc_now
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CommitConflict, StorageError
@@ -162,12 +168,11 @@ def claims(store: CheckpointStore, last_saved: Mapping[str, str] | None = None) 
         last_saved: the time of each trial's last checkpoint, if known: the trial ran then.
     """
     found = []
-    for key in sorted(store.storage.sizes(layout.CLAIMS)):
-        trial = key.removeprefix(f"{layout.CLAIMS}/").removesuffix(".json")
-        data = store.storage.read(key) if layout.is_name(trial) else None
+    for key, trial in named_keys(store.storage, layout.CLAIMS, layout.parse_claim_key):
+        data = store.storage.read(key)
         if data is None:
             continue  # its run has just ended
-        claim = decode_json(data, Claim)
+        claim = decode_json(data, Claim, f"{store.url}/{key}")
         if claim is None:
             claim = Claim(trial=trial, by="unknown", at=utc_now(), needs=[])
         last_seen = max(claim.at, (last_saved or {}).get(trial, ""))
@@ -195,9 +200,8 @@ def uploading_trials(store: CheckpointStore, trial: str | None = None) -> set[st
     """
     found = set()
     folder = layout.UPLOADS if trial is None else layout.intents_folder(trial)
-    for key in sorted(store.storage.sizes(folder)):
-        name = layout.parse_intent_key(key)
-        intent = read_intent(store.storage, *name) if name is not None else None
+    for _, name in named_keys(store.storage, folder, layout.parse_intent_key):
+        intent = read_intent(store.storage, *name)
         if intent is not None and not is_older(intent.created_at, CLAIM_LIFETIME):
             found.add(intent.trial)
     return found

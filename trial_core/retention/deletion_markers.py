@@ -19,7 +19,13 @@ from datetime import timedelta
 import msgspec
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.json_objects import decode_json, encode_json, is_older, user_at_host
+from trial_core.checkpoint.json_objects import (
+    age_of,
+    decode_json,
+    encode_json,
+    named_keys,
+    user_at_host,
+)
 from trial_core.checkpoint.manifest import Manifest, Timestamp, utc_now
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError, CheckpointNotFound, CommitConflict
@@ -84,28 +90,16 @@ def finish_deletions(store: CheckpointStore) -> list[Manifest]:
     A checkpoint whose manifest is still there is not deleted; its markers go once they are stale.
     """
     finished: dict[str, Manifest] = {}
-    for key in sorted(store.storage.sizes(layout.DELETIONS)):
-        uuid = layout.parse_deletion_key(key)
-        if uuid is None:
-            continue
+    for key, uuid in named_keys(store.storage, layout.DELETIONS, layout.parse_deletion_key):
         deletion = _read_deletion(store, key)
-        if deletion is not None:
-            try:
-                manifest = Manifest.from_json(deletion.manifest.encode(), f"{store.url}/{key}")
-            except CheckpointError as error:
-                _logger.warning("a deletion is not finished, files may be left: %s", error)
-                continue
-            if manifest.uuid != uuid:
-                _logger.warning(
-                    "the deletion marker %s/%s is ignored: it names checkpoint %s; delete it",
-                    store.url, key, manifest.uuid,
-                )  # fmt: skip
-                continue
-            if store.storage.read(manifest.name.key) is None:
-                store.delete(manifest)
-                finished[manifest.uuid] = manifest
-            elif not is_older(deletion.at, STALE_AFTER):
-                continue  # another prune is deleting it
+        manifest = _manifest_of(store, key, uuid, deletion) if deletion is not None else None
+        if deletion is not None and manifest is None:
+            continue
+        if manifest is not None and store.storage.read(manifest.name.key) is None:
+            store.delete(manifest)
+            finished[manifest.uuid] = manifest
+        elif not _is_stale(store, key, deletion):
+            continue  # another prune is deleting it
         store.storage.remove(key)
     return list(finished.values())
 
@@ -114,7 +108,7 @@ def _check_stays(store: CheckpointStore, name: layout.ManifestName) -> None:
     """Check that a checkpoint that has just been protected is there, and no prune deletes it."""
     for key in _marker_keys(store, name.uuid):
         deletion = _read_deletion(store, key)
-        if deletion is not None and not is_older(deletion.at, STALE_AFTER):
+        if deletion is not None and not _is_stale(store, key, deletion):
             raise CommitConflict(
                 f"checkpoint {name.uuid} is being deleted, by {deletion.by} since {deletion.at}; "
                 "try again in case it is still there afterwards"
@@ -129,8 +123,43 @@ def _marker_keys(store: CheckpointStore, uuid: str) -> list[str]:
     return [*own, layout.shared_deletion_key(uuid)]
 
 
+def _manifest_of(
+    store: CheckpointStore, key: str, uuid: str, deletion: Deletion
+) -> Manifest | None:
+    """The manifest in a checkpoint's marker; None, and a warning, if it is not that manifest."""
+    where = f"{store.url}/{key}"
+    try:
+        manifest = Manifest.from_json(deletion.manifest.encode(), where)
+    except CheckpointError as error:
+        _logger.warning("a deletion is not finished, files may be left: %s", error)
+        return None
+    if manifest.uuid != uuid:
+        _logger.warning(
+            "the deletion marker %s is ignored: it names checkpoint %s; delete it",
+            where, manifest.uuid,
+        )  # fmt: skip
+        return None
+    return manifest
+
+
+def _is_stale(store: CheckpointStore, key: str, deletion: Deletion | None) -> bool:
+    """Whether the prune of a marker is presumed dead. Compares times of the storage's own clock.
+
+    Where the storage does not tell them: the marker's time, and this machine's clock. A marker
+    whose time is unreadable there is no living prune's.
+    """
+    stored = store.storage.objects(key.rpartition("/")[0]).get(key)
+    if stored is None:
+        return True  # it has just been deleted
+    now = store.storage.now()
+    if now is not None and stored.modified_at is not None:
+        return now - stored.modified_at > STALE_AFTER
+    age = age_of(deletion.at) if deletion is not None else None
+    return age is None or age > STALE_AFTER
+
+
 def _read_deletion(store: CheckpointStore, key: str) -> Deletion | None:
     """The marker under a key; None if there is none, or half of one."""
     data = store.storage.read(key)
     # The prune of half a marker has not looked for pins, holds and claims yet.
-    return decode_json(data, Deletion) if data is not None else None
+    return decode_json(data, Deletion, f"{store.url}/{key}") if data is not None else None

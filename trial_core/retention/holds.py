@@ -70,7 +70,7 @@ def holds(store: CheckpointStore, uuid: str | None = None) -> dict[str, list[Reg
         data = store.storage.read(key) if name is not None else None
         if name is None or data is None:
             continue  # a pin, or a hold that has just been released
-        read = decode_json(data, RegistryHold)
+        read = decode_json(data, RegistryHold, f"{store.url}/{key}")
         if read is None:
             read = RegistryHold(**name._asdict(), version=0, by="unknown", at="")
         found.setdefault(name.uuid, []).append(msgspec.structs.replace(read, **name._asdict()))

@@ -21,7 +21,7 @@ from typing import Any
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.fencing import newest_attempts, take_over
 from trial_core.checkpoint.intents import Intent, SweptUpload, intents
-from trial_core.checkpoint.json_objects import age_of
+from trial_core.checkpoint.json_objects import age_of, named_keys
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CommitConflict, ConfigError
@@ -230,8 +230,8 @@ def _trials_with_intents(store: CheckpointStore, trial: str | None) -> list[str]
     if trial is not None and not layout.is_name(trial):
         return []
     folder = layout.UPLOADS if trial is None else layout.intents_folder(trial)
-    names = map(layout.parse_intent_key, store.storage.sizes(folder))
-    return sorted({name.trial for name in names if name is not None})
+    named = named_keys(store.storage, folder, layout.parse_intent_key)
+    return sorted({name.trial for _, name in named})
 
 
 def _read_activity(store: CheckpointStore, trial: str) -> _TrialActivity:

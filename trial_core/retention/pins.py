@@ -12,7 +12,7 @@ from __future__ import annotations
 import msgspec
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.json_objects import decode_json, encode_json, user_at_host
+from trial_core.checkpoint.json_objects import decode_json, encode_json, named_keys, user_at_host
 from trial_core.checkpoint.manifest import utc_now
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound
@@ -84,9 +84,9 @@ def unpin(store: CheckpointStore, uuid: str) -> Pin:
 def pins(store: CheckpointStore) -> dict[str, Pin]:
     """All pins by the checkpoint's uuid. Unreadable pins count."""
     found = {}
-    for key in sorted(store.storage.sizes(layout.PINS)):
-        uuid = key.removeprefix(f"{layout.PINS}/").removesuffix(".json")
-        if layout.is_uuid(uuid) and (read := read_pin(store, uuid)) is not None:
+    for key, _ in named_keys(store.storage, layout.PINS, _parse_pin_or_hold_key):
+        uuid = layout.parse_pin_key(key)
+        if uuid is not None and (read := read_pin(store, uuid)) is not None:
             found[uuid] = read
     return found
 
@@ -97,7 +97,7 @@ def read_pin(store: CheckpointStore, uuid: str) -> Pin | None:
     data = store.storage.read(key)
     if data is None:
         return None
-    read = decode_json(data, Pin)
+    read = decode_json(data, Pin, f"{store.url}/{key}")
     if read is None:
         return Pin(uuid=uuid, reason=f"{key} cannot be read", by="unknown", at="")
     return msgspec.structs.replace(read, uuid=uuid)
@@ -117,6 +117,10 @@ def why_protected(store: CheckpointStore, uuid: str) -> str | None:
     if made is not None:
         return str(made)
     return describe_holds(holds(store, uuid).get(uuid, [])) or None
+
+
+def _parse_pin_or_hold_key(key: str) -> str | layout.HoldName | None:
+    return layout.parse_pin_key(key) or layout.parse_hold_key(key)
 
 
 def _held_instead(store: CheckpointStore, prefix: str) -> str:

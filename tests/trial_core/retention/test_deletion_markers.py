@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid as uuids
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
 from functools import partial
 from typing import Any
 
@@ -18,10 +19,11 @@ from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound, CommitConflict
 from trial_core.retention.claims import RunClaim
-from trial_core.retention.deletion_markers import finish_deletions, mark_deletion
+from trial_core.retention.deletion_markers import finish_deletions, mark_deletion, unmark_deleted
 from trial_core.retention.pins import Pin, pin
 from trial_core.retention.policy import RetentionPolicy
 from trial_core.retention.pruning import plan_pruning, prune
+from trial_core.storage.base import Storage
 
 
 @pytest.fixture
@@ -45,18 +47,61 @@ def test_a_stale_marker_is_deleted(
     local_store: CheckpointStore, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its pruner died before it deleted anything: the checkpoint stays."""
-    fresh = local_store.storage.sizes(DELETIONS)
-    monkeypatch.setattr("trial_core.retention.deletion_markers.utc_now", lambda: LONG_AGO)
-    mark_deletion(local_store, manifest)
     assert finish_deletions(local_store) == []
-    assert local_store.storage.sizes(DELETIONS) == fresh
+    assert len(local_store.storage.sizes(DELETIONS)) == 1
+    pass_time(monkeypatch)
+    assert finish_deletions(local_store) == []
+    assert local_store.storage.sizes(DELETIONS) == {}
     assert stored_keys(local_store) == keys_of([manifest])
 
 
-def test_a_half_written_marker_is_deleted(local_store: CheckpointStore, manifest: Manifest) -> None:
-    """Its pruner died before it deleted anything: the checkpoint stays."""
+@pytest.mark.parametrize("at", [LONG_AGO, "2031-13-41T25:61:61Z"])
+def test_a_fresh_marker_counts_whatever_its_time(
+    local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """The clock of its pruner is wrong. The storage's clock decides."""
+    manifest = commit_files(local_store)
+    with monkeypatch.context() as patch:
+        patch.setattr("trial_core.retention.deletion_markers.utc_now", lambda: at)
+        mark_deletion(local_store, manifest)
+    finish_deletions(local_store)
+    with pytest.raises(CommitConflict, match="is being deleted"):
+        pin(local_store, manifest.uuid)
+    pass_time(monkeypatch)
+    pin(local_store, manifest.uuid)
+
+
+@pytest.mark.parametrize("at", [LONG_AGO, "2031-13-41T25:61:61Z"])
+def test_without_the_storages_clock_the_marker_tells_its_time(
+    local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """An impossible time is no living pruner's."""
+    manifest = commit_files(local_store)
+    monkeypatch.setattr(Storage, "now", lambda self: None)
+    mark_deletion(local_store, manifest)
+    with pytest.raises(CommitConflict, match="is being deleted"):
+        pin(local_store, manifest.uuid)
+    unmark_deleted(local_store, manifest.uuid)
+    monkeypatch.setattr("trial_core.retention.deletion_markers.utc_now", lambda: at)
+    mark_deletion(local_store, manifest)
+    pin(local_store, manifest.uuid)
+
+
+def pass_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let two hours pass by the storage's clock."""
+    at = datetime.now(timezone.utc) + timedelta(hours=2)
+    monkeypatch.setattr(Storage, "now", lambda self: at)
+
+
+def test_a_half_written_marker_is_deleted(
+    local_store: CheckpointStore, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it is stale. Its pruner died before it deleted anything: the checkpoint stays."""
     (key,) = local_store.storage.sizes(DELETIONS)
     local_store.storage.write(key, b'{"by": "ann')
+    assert finish_deletions(local_store) == []
+    assert list(local_store.storage.sizes(DELETIONS)) == [key]
+    pass_time(monkeypatch)
     assert finish_deletions(local_store) == []
     assert local_store.storage.sizes(DELETIONS) == {}
     assert stored_keys(local_store) == keys_of([manifest])
