@@ -21,7 +21,14 @@ from prefect.states import Completed
 
 from trial_core import text_format
 from trial_core.config import ExperimentConfig
-from trial_core.errors import CheckpointDamaged, CheckpointNotFound, RankFailed, Stalled, TrialError
+from trial_core.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    CommitConflict,
+    RankFailed,
+    Stalled,
+    TrialError,
+)
 from trial_core.models.journal import (
     REPORT,
     Challenger,
@@ -30,7 +37,7 @@ from trial_core.models.journal import (
     RetrainingPlan,
 )
 from trial_core.models.records import Version
-from trial_core.retention.claims import claim_run
+from trial_core.retention.claims import RunClaim, claim_run
 from trial_core.run.searcher_metric import searcher_metric
 from trial_core.run.stop_requests import StopHandler
 from trialflow.flows.evaluate import EvaluateResult, evaluate_checkpoint
@@ -170,7 +177,7 @@ def retrain_model(
             facts.champion_result = validated_champion(attempt)
             facts.challenger = trained_challenger(attempt)
             if facts.challenger is not None:
-                claim.renew(facts.challenger.checkpoint)
+                claim_challenger(claim, retraining, facts.challenger)
                 facts.outcome = decide(attempt, facts.champion_result, facts.challenger)
         if facts.outcome is None:
             facts.ended = f"stopped: {stopping.request}"
@@ -257,6 +264,19 @@ def trained_challenger(attempt: RetrainingAttempt) -> Challenger | None:
     if result.stopped_early and attempt.stopping.request is not None:
         return None
     return journal.write("challenger", register_challenger(retraining, plan))
+
+
+def claim_challenger(claim: RunClaim, retraining: RetrainingRun, challenger: Challenger) -> None:
+    """Protect the challenger's checkpoint until it is promoted or not.
+
+    Only warns if the checkpoint is deleted: the promotion then refuses it.
+    """
+    if challenger.checkpoint is None:
+        return
+    try:
+        claim.renew(retraining.store.open(challenger.checkpoint).name)
+    except (CheckpointNotFound, CheckpointDamaged, CommitConflict) as error:
+        get_run_logger().warning("the challenger's checkpoint is not claimed: %s", error)
 
 
 def describe_champion_change(retraining: RetrainingRun, plan: RetrainingPlan) -> str | None:

@@ -300,5 +300,5 @@ def fetch(run: TrialRun, point: ResumePoint) -> str | None:
         return None
     if run.topology is not None:
         point.require_convertible(run.topology)
-    run.claim.renew(point.checkpoint.uuid)  # first, so that it is not pruned meanwhile
+    run.claim.renew(point.checkpoint.name)  # first, so that it is not pruned meanwhile
     return fetch_checkpoint(run, point.checkpoint, restore=point.restore)

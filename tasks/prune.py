@@ -147,7 +147,7 @@ def plan_sweep(
     logger = get_run_logger()
     for each in found:
         what = "kept" if each.keep else "to be deleted"
-        logger.info("leftover %s of trial %s, %s: %s", each.uuid, each.trial, what, each.why)
+        logger.info("leftover %s of trial %s, %s: %s", each.uuid, each.trial or "?", what, each.why)
     return found
 
 

@@ -5,17 +5,26 @@ from __future__ import annotations
 import logging
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import trialflow.flows.retrain
+from tests.support.manifests import commit_files
 from tests.support.slots import toy_config
+from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import RankFailed, Stalled
-from trial_core.models.journal import RetrainingPlan
+from trial_core.models.journal import Challenger, RetrainingPlan
+from trial_core.retention.claims import RunClaim, claims
 from trial_core.run.stop_requests import StopHandler
 from trialflow.flows.evaluate import EvaluateResult
-from trialflow.flows.retrain import RetrainingAttempt, describe_lateness, evaluate_with_restarts
+from trialflow.flows.retrain import (
+    RetrainingAttempt,
+    claim_challenger,
+    describe_lateness,
+    evaluate_with_restarts,
+)
 from trialflow.tasks.retrain import RetrainingRun
 
 PLAN = RetrainingPlan(
@@ -77,3 +86,21 @@ def test_lateness(tmp_path: Path, limit_seconds: float | None, is_late: bool) ->
     scheduled_time = datetime.now(timezone.utc) - timedelta(hours=1)
     lateness = describe_lateness(RetrainingRun(config, "run-1"), scheduled_time)
     assert (lateness is not None) is is_late
+
+
+def test_the_challengers_checkpoint_is_claimed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If it has been deleted, the run continues: the promotion refuses it."""
+    logger = logging.getLogger("retrain")
+    monkeypatch.setattr(trialflow.flows.retrain, "get_run_logger", lambda: logger)
+    store = CheckpointStore(str(tmp_path))
+    retraining: Any = SimpleNamespace(store=store)
+    saved = commit_files(store)
+    claim = RunClaim(store, "toy-1-retraining")
+    claim_challenger(claim, retraining, Challenger(checkpoint=saved.uuid))
+    assert [each.needs for each in claims(store)] == [[saved.uuid]]
+    store.delete(saved)
+    claim_challenger(claim, retraining, Challenger(checkpoint=saved.uuid))
+    assert "the challenger's checkpoint is not claimed: no checkpoint" in caplog.text
+    claim_challenger(claim, retraining, Challenger(why_none="stopped"))

@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
 
-VERBS = frozenset({"read", "create", "write", "sizes", "delete", "remove", "clear"})
+VERBS = frozenset({"read", "create", "write", "sizes", "objects", "delete", "remove", "clear"})
 """The methods of a storage that count as one request."""
 LIMIT_SECONDS = 30.0
 
 
 class _RequestHook:
-    """A storage that calls `around` for each request, which may carry it out."""
+    """A storage that calls `around` for each request to certain keys, which may carry it out.
 
-    def __init__(self, storage: Any, around: Callable[[Callable[[], Any]], Any]) -> None:
-        self._storage, self._around = storage, around
+    Args:
+        counts: whether a request, given as verb and key or folder, is such a request.
+    """
+
+    def __init__(
+        self,
+        storage: Any,
+        around: Callable[[Callable[[], Any]], Any],
+        counts: Callable[[str, str], bool] = lambda verb, key: True,
+    ) -> None:
+        self._storage, self._around, self._counts = storage, around, counts
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._storage, name)
         if name not in VERBS:
             return attribute
-        return lambda *args, **options: self._around(lambda: attribute(*args, **options))
+
+        def request(key: str, *args: Any, **options: Any) -> Any:
+            if not self._counts(name, key):
+                return attribute(key, *args, **options)
+            return self._around(lambda: attribute(key, *args, **options))
+
+        return request
 
 
 class FailingStore(CheckpointStore):
@@ -57,11 +72,13 @@ class FailingStore(CheckpointStore):
 
 
 class _Actor:
-    """A thread that acts on a store and waits before each request."""
+    """A thread that acts on a store and waits before each request that counts."""
 
-    def __init__(self, url: str, act: Callable[[CheckpointStore], Any]) -> None:
+    def __init__(
+        self, url: str, act: Callable[[CheckpointStore], Any], counts: Callable[[str, str], bool]
+    ) -> None:
         self._store, self._act = CheckpointStore(url), act
-        hook: Any = _RequestHook(self._store.storage, self._in_turn)
+        hook: Any = _RequestHook(self._store.storage, self._in_turn, counts)
         self._store.storage = hook
         self._is_waiting = threading.Semaphore(0)  # before a request, or at the end
         self._may_continue = threading.Semaphore(0)
@@ -104,11 +121,42 @@ def interleave(
         order: whose request is next: False the first actor's, True the second's. After the order's
             end, or an actor's, the other requests follow.
     """
-    actors = (_Actor(url, first), _Actor(url, second))
+    outcomes = interleave_all(url, [first, second], order)
+    return outcomes[0], outcomes[1]
+
+
+def interleave_all(
+    url: str,
+    acts: Sequence[Callable[[CheckpointStore], Any]],
+    order: Iterable[int],
+    counts: Callable[[str, str], bool] = lambda verb, key: True,
+) -> list[Any]:
+    """Run several actors; what each returned or raised.
+
+    Args:
+        order: whose request is next, as the actor's index. After the order's end, or an actor's,
+            the other requests follow.
+        counts: whether an actor waits for its turn before a request: verb, and key or folder.
+    """
+    actors = [_Actor(url, act, counts) for act in acts]
     for actor in actors:
         actor.start()
     turns = iter(order)
-    while not all(actor.has_ended for actor in actors):
-        chosen = actors[next(turns, False)]
-        (chosen if not chosen.has_ended else actors[chosen is actors[0]]).step()
-    return actors[0].outcome, actors[1].outcome
+    while alive := [actor for actor in actors if not actor.has_ended]:
+        chosen = actors[next(turns, 0)]
+        (chosen if not chosen.has_ended else alive[0]).step()
+    return [actor.outcome for actor in actors]
+
+
+def all_orders(*requests: int) -> Iterator[tuple[int, ...]]:
+    """All orders of several actors' requests.
+
+    Args:
+        requests: how many requests each actor sends.
+    """
+    if not any(requests):
+        yield ()
+    for actor, left in enumerate(requests):
+        if left:
+            fewer = [each - (index == actor) for index, each in enumerate(requests)]
+            yield from ((actor, *rest) for rest in all_orders(*fewer))

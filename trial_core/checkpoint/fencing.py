@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import msgspec
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.json_objects import decode_json, encode_json, user_at_host
+from trial_core.checkpoint.json_objects import decode_json, encode_json, named_keys, user_at_host
 from trial_core.checkpoint.manifest import utc_now
 from trial_core.errors import CommitConflict, StorageError, Superseded
 from trial_core.storage.base import Storage
@@ -138,9 +138,11 @@ def take_over(storage: Storage, trial: str, attempt: str, after: int | None = No
 
 def newest_attempts(storage: Storage, trial: str) -> Iterator[tuple[int, AttemptRecord | None]]:
     """Number and record of a trial's recorded attempts, newest first. None: unreadable."""
-    for number in sorted(_numbers(storage, trial), reverse=True):
-        data = storage.read(layout.attempt_key(trial, number))
-        yield number, decode_json(data or b"", AttemptRecord)
+    folder = layout.attempts_folder(trial)
+    named = named_keys(storage, folder, lambda key: layout.parse_numbered_key(folder, key))
+    for key, number in sorted(named, key=lambda each: each[1], reverse=True):
+        data = storage.read(key)
+        yield number, decode_json(data or b"", AttemptRecord, f"{storage.url}/{key}")
 
 
 def _numbers(storage: Storage, trial: str) -> list[int]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.json_objects import decode_json
+from trial_core.checkpoint.json_objects import decode_json, named_keys
 from trial_core.checkpoint.manifest import Count, is_json, is_tombstone, tombstone
 from trial_core.storage.base import Storage
 
@@ -103,10 +103,11 @@ def read_intent(storage: Storage, trial: str, uuid: str) -> Intent | None:
 
     An unreadable intent still announces its upload: the key says which.
     """
-    data = storage.read(layout.intent_key(trial, uuid))
+    key = layout.intent_key(trial, uuid)
+    data = storage.read(key)
     if data is None:
         return None
-    read = decode_json(data, Intent)
+    read = decode_json(data, Intent, f"{storage.url}/{key}")
     if read is None:
         return Intent(trial=trial, uuid=uuid, attempt="", created_at="")
     return msgspec.structs.replace(read, trial=trial, uuid=uuid)
@@ -115,9 +116,8 @@ def read_intent(storage: Storage, trial: str, uuid: str) -> Intent | None:
 def intents(storage: Storage, trial: str, number: int | None = None) -> list[Intent]:
     """A trial's intents, without those of attempts later than `number`."""
     found = []
-    for key in sorted(storage.sizes(layout.intents_folder(trial))):
-        name = layout.parse_intent_key(key)
-        intent = read_intent(storage, trial, name.uuid) if name is not None else None
+    for _, name in named_keys(storage, layout.intents_folder(trial), layout.parse_intent_key):
+        intent = read_intent(storage, trial, name.uuid)
         if intent is not None and (number is None or intent.number <= number):
             found.append(intent)
     return found

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import logging
 import socket
+from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from typing import TypeVar
 
 import msgspec
 
+from trial_core.storage.base import Storage
+from trial_core.storage.local_files import TEMPORARY_NAME
+
 Record = TypeVar("Record", bound=msgspec.Struct)
+Name = TypeVar("Name")
+
+_logger = logging.getLogger(__name__)
 
 
 def encode_json(value: msgspec.Struct) -> bytes:
@@ -18,15 +26,45 @@ def encode_json(value: msgspec.Struct) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
 
 
-def decode_json(data: bytes, kind: type[Record]) -> Record | None:
+def decode_json(data: bytes, kind: type[Record], where: str = "") -> Record | None:
     """The stored record; None if it cannot be read.
 
     A writer that is killed may leave half an object, where the storage has no atomic writes.
+
+    Args:
+        where: the object's URL, for a warning if it cannot be read; empty: no warning.
     """
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        if where:
+            _logger.warning(
+                "%s is not a readable %s, and what it may protect is kept; delete it if no run is "
+                "writing it: %s",
+                where, kind.__name__, error,
+            )  # fmt: skip
         return None
+
+
+def named_keys(
+    storage: Storage, folder: str, parse: Callable[[str], Name | None]
+) -> list[tuple[str, Name]]:
+    """The keys of a folder's objects, sorted, and what they say. Warns of foreign objects.
+
+    Args:
+        parse: what a key says; None: it is not the key of an object of ours.
+    """
+    found = []
+    for key in sorted(storage.sizes(folder)):
+        name = parse(key)
+        if name is not None:
+            found.append((key, name))
+        elif not TEMPORARY_NAME.search(key):
+            _logger.warning(
+                "%s/%s is ignored: trialflow gives no object such a name; move it elsewhere",
+                storage.url, key,
+            )  # fmt: skip
+    return found
 
 
 def user_at_host() -> str:

@@ -12,7 +12,8 @@ attempts/{trial}/{number:06d}.json              driver, to take over the trial  
 claims/{trial}.json                             driver, when it starts and restores     end of the run; ignored after 30 days
 pins/{uuid}.json                                a person who pins                       a person who unpins
 pins/{uuid}/{model}/{move:06d}-{unique}.json    registry, before a promotion (hold)     a later move of the model's aliases
-deletions/{uuid}.json                           prune, before it deletes                prune, when it has deleted
+deletions/{uuid}/{unique}.json                  prune, before it deletes: one a prune   prune, when it has deleted
+deletions/{uuid}.json                           prunes of older versions                prune, when it has deleted
 runs/{trial}/{path}                             ranks: TensorBoard files, traces        nothing
 models/{model}/versions/{number:06d}.json       registry, to register; create-only      nothing
 models/{model}/moves/{number:06d}.json          registry, to move aliases; create-only  nothing
@@ -57,6 +58,7 @@ _INTENT_KEY = re.compile(rf"{UPLOADS}/(?P<trial>[^/]+)/(?P<uuid>[^/]+)\.json")
 _HOLD_KEY = re.compile(
     rf"{PINS}/(?P<uuid>[^/]+)/(?P<model>[^/]+)/(?P<move>[0-9]{{6,}})-(?P<unique>[^/]+)\.json"
 )
+_DELETION_KEY = re.compile(rf"{DELETIONS}/(?P<uuid>[^/]+)(/(?P<unique>[^/]+))?\.json")
 _NUMBERED = re.compile(r"(?P<folder>.+)/(?P<number>[0-9]{6,})\.json")
 
 
@@ -156,6 +158,12 @@ def claim_key(trial: str) -> str:
     return f"{CLAIMS}/{checked_trial(trial)}.json"
 
 
+def parse_claim_key(key: str) -> str | None:
+    """The trial that a claim's key names; None if it is not a claim's key."""
+    trial = key.removeprefix(f"{CLAIMS}/").removesuffix(".json")
+    return trial if is_name(trial) and key == claim_key(trial) else None
+
+
 def run_folder(trial: str) -> str:
     """The folder of the files that a trial's runs write besides checkpoints."""
     return f"{RUNS}/{checked_trial(trial)}"
@@ -179,6 +187,12 @@ def pin_key(uuid: str) -> str:
     return f"{PINS}/{checked_uuid(uuid)}.json"
 
 
+def parse_pin_key(key: str) -> str | None:
+    """The uuid that a pin's key names; None if it is not a pin's key."""
+    uuid = key.removeprefix(f"{PINS}/").removesuffix(".json")
+    return uuid if is_uuid(uuid) and key == pin_key(uuid) else None
+
+
 def holds_folder(uuid: str) -> str:
     """The folder of the registry's holds on a checkpoint."""
     return f"{PINS}/{checked_uuid(uuid)}"
@@ -199,9 +213,25 @@ def parse_hold_key(key: str) -> HoldName | None:
     return HoldName(match["uuid"], match["model"], int(match["move"]), match["unique"])
 
 
-def deletion_key(uuid: str) -> str:
-    """The key of the marker that a checkpoint is being deleted."""
+def deletions_folder(uuid: str) -> str:
+    """The folder of the markers that a checkpoint is being deleted."""
+    return f"{DELETIONS}/{checked_uuid(uuid)}"
+
+
+def deletion_key(uuid: str, unique: str) -> str:
+    """The key of a prune's marker that it deletes a checkpoint."""
+    return f"{deletions_folder(uuid)}/{unique}.json"
+
+
+def shared_deletion_key(uuid: str) -> str:
+    """The key of the marker of older versions, which all prunes shared."""
     return f"{DELETIONS}/{checked_uuid(uuid)}.json"
+
+
+def parse_deletion_key(key: str) -> str | None:
+    """The uuid that a deletion marker's key names; None if it is not a marker's key."""
+    match = _DELETION_KEY.fullmatch(key)
+    return match["uuid"] if match is not None and is_uuid(match["uuid"]) else None
 
 
 # ------------------------------------------------------------------------------------ models

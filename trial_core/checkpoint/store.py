@@ -15,6 +15,7 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.commit import announce_upload, commit
 from trial_core.checkpoint.fencing import Fence, take_over
 from trial_core.checkpoint.intents import SweptUpload, sweep
+from trial_core.checkpoint.json_objects import named_keys
 from trial_core.checkpoint.manifest import FileEntry, Manifest, is_tombstone
 from trial_core.checkpoint.verified_read import Damage, damage_error, find_damage
 from trial_core.errors import (
@@ -276,8 +277,7 @@ class CheckpointStore:
     def _names(self, trial: str | None = None) -> _Names:
         """The names of all manifests, or of a trial's."""
         folder = layout.MANIFESTS if trial is None else layout.trial_folder(trial)
-        keys = sorted(self.storage.sizes(folder))
-        return [name for key in keys if (name := layout.parse_manifest_key(key)) is not None]
+        return [name for _, name in named_keys(self.storage, folder, layout.parse_manifest_key)]
 
     def _read_all(self, names: Iterable[layout.ManifestName]) -> _Manifests:
         """The manifests that can be read; a warning for each other one."""

@@ -4,6 +4,9 @@ A pruner on another machine learns of a run only from the storage::
 
     claims/{trial}.json     that the trial runs, since when, where, and from which checkpoints
 
+A run claims a checkpoint before it reads it, and then looks for its deletion: see
+`deletion_markers.protect`.
+
 The driver deletes its claim when the run ends. The claim of a killed driver is ignored after
 `CLAIM_LIFETIME`. Until then it protects one or two checkpoints that no run needs. An intent also
 shows that a trial runs.
@@ -15,6 +18,7 @@ the run ends. A prune reads all claims of a storage, so there must be only one f
 from __future__ import annotations
 
 import logging
+import time
 import uuid as uuids
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,14 +28,24 @@ import msgspec
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.intents import read_intent
-from trial_core.checkpoint.json_objects import decode_json, encode_json, is_older, user_at_host
+from trial_core.checkpoint.json_objects import (
+    decode_json,
+    encode_json,
+    is_older,
+    named_keys,
+    user_at_host,
+)
 from trial_core.checkpoint.manifest import Manifest, Timestamp, utc_now
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import StorageError
+from trial_core.errors import CommitConflict, StorageError
+from trial_core.retention.deletion_markers import protect
 from trial_core.retention.process_identity import this_process
 
 CLAIM_LIFETIME = timedelta(days=30)
 """How long a claim, or an intent, shows that its trial runs."""
+
+DELETION_WAIT_SECONDS = 30
+"""How long a run waits for the end of a deletion of the checkpoint that it needs."""
 
 _logger = logging.getLogger(__name__)
 
@@ -73,23 +87,35 @@ class RunClaim:
         self._source = source
         self._owner = uuids.uuid4().hex
 
-    def renew(self, uuid: str | None) -> None:
-        """Write the claim: the run needs its source and, if not None, checkpoint `uuid`.
+    def announce(self) -> None:
+        """Write the claim: the trial runs, and needs its source.
 
         Only warns if the storage fails: training continues without a claim.
         """
-        needs = [each for each in (self._source, uuid) if each is not None]
-        claim = Claim(
-            trial=self._trial, by=user_at_host(), at=utc_now(), needs=needs, owner=self._owner,
-            process=this_process(),
-        )  # fmt: skip
-        try:
-            self._store.storage.write(layout.claim_key(self._trial), encode_json(claim))
-        except StorageError as error:
-            _logger.warning(
-                "trial %s has no claim, so a prune may delete checkpoints that it needs: %s",
-                self._trial, error,
-            )  # fmt: skip
+        with self._warning():
+            self._store.storage.write(layout.claim_key(self._trial), self._claim())
+
+    def renew(self, name: layout.ManifestName) -> None:
+        """Claim a checkpoint besides the source. Afterwards it is there, and no prune deletes it.
+
+        Waits for a deletion to end: the pruner may see the claim and spare the checkpoint. Only
+        warns if the storage fails.
+
+        Raises:
+            CheckpointNotFound: the checkpoint has just been deleted.
+            CommitConflict: it is being deleted, and the deletion does not end.
+        """
+        key = layout.claim_key(self._trial)
+        with self._warning():
+            for _ in range(DELETION_WAIT_SECONDS):
+                try:
+                    protect(self._store, name, key, self._claim(name.uuid))
+                except CommitConflict as conflict:
+                    _logger.info("waiting for a deletion: %s", conflict)
+                    time.sleep(1)
+                else:
+                    return
+            protect(self._store, name, key, self._claim(name.uuid))
 
     def release(self) -> None:
         """Delete the claim at the end of the run. Another run's claim stays."""
@@ -104,6 +130,25 @@ class RunClaim:
                 key, CLAIM_LIFETIME.days, error,
             )  # fmt: skip
 
+    def _claim(self, *uuids: str) -> bytes:
+        needs = [*([self._source] if self._source is not None else []), *uuids]
+        claim = Claim(
+            trial=self._trial, by=user_at_host(), at=utc_now(), needs=needs, owner=self._owner,
+            process=this_process(),
+        )  # fmt: skip
+        return encode_json(claim)
+
+    @contextmanager
+    def _warning(self) -> Iterator[None]:
+        """Turn a storage failure into a warning."""
+        try:
+            yield
+        except StorageError as error:
+            _logger.warning(
+                "trial %s may have no claim, so a prune may delete checkpoints that it needs: %s",
+                self._trial, error,
+            )  # fmt: skip
+
 
 @contextmanager
 def claim_run(store: CheckpointStore, trial: str, source: str | None = None) -> Iterator[RunClaim]:
@@ -113,7 +158,7 @@ def claim_run(store: CheckpointStore, trial: str, source: str | None = None) -> 
         source: see `RunClaim`.
     """
     claim = RunClaim(store, trial, source)
-    claim.renew(None)
+    claim.announce()
     try:
         yield claim
     finally:
@@ -127,12 +172,11 @@ def claims(store: CheckpointStore, last_saved: Mapping[str, str] | None = None) 
         last_saved: the time of each trial's last checkpoint, if known: the trial ran then.
     """
     found = []
-    for key in sorted(store.storage.sizes(layout.CLAIMS)):
-        trial = key.removeprefix(f"{layout.CLAIMS}/").removesuffix(".json")
-        data = store.storage.read(key) if layout.is_name(trial) else None
+    for key, trial in named_keys(store.storage, layout.CLAIMS, layout.parse_claim_key):
+        data = store.storage.read(key)
         if data is None:
             continue  # its run has just ended
-        claim = decode_json(data, Claim)
+        claim = decode_json(data, Claim, f"{store.url}/{key}")
         if claim is None:
             claim = Claim(trial=trial, by="unknown", at=utc_now(), needs=[])
         last_seen = max(claim.at, (last_saved or {}).get(trial, ""))
@@ -152,12 +196,16 @@ def claimed_checkpoints(claims: Iterable[Claim], manifests: Collection[Manifest]
     }
 
 
-def uploading_trials(store: CheckpointStore) -> set[str]:
-    """The trials with an upload in progress: those with an intent that is not too old."""
+def uploading_trials(store: CheckpointStore, trial: str | None = None) -> set[str]:
+    """The trials with an upload in progress: those with an intent that is not too old.
+
+    Args:
+        trial: look at this trial only.
+    """
     found = set()
-    for key in sorted(store.storage.sizes(layout.UPLOADS)):
-        name = layout.parse_intent_key(key)
-        intent = read_intent(store.storage, *name) if name is not None else None
+    folder = layout.UPLOADS if trial is None else layout.intents_folder(trial)
+    for _, name in named_keys(store.storage, folder, layout.parse_intent_key):
+        intent = read_intent(store.storage, *name)
         if intent is not None and not is_older(intent.created_at, CLAIM_LIFETIME):
             found.add(intent.trial)
     return found

@@ -1,10 +1,11 @@
-"""Deletion markers: a pruner announces in the storage which checkpoint it deletes.
+"""Deletion markers: a prune announces in the storage which checkpoint it deletes.
 
-    deletions/{uuid}.json     who deletes the checkpoint, since when, and its manifest
+    deletions/{uuid}/{unique}.json     who deletes the checkpoint, since when, and its manifest
 
-A pruner and a person may meet: one deletes a checkpoint, the other pins it. The pruner first writes
-the marker, then looks for pins and holds. The other process first writes its pin or hold, then
-looks for a marker (`check_not_deleted`). So at least one of them sees the other and gives way.
+A prune and a process that needs the checkpoint may meet. The prune first writes its marker, then
+looks for pins, holds and claims. The other process first writes its pin, hold or claim, then looks
+for markers (`protect`). So at least one of them sees the other and gives way. Each prune has a key
+of its own, so a prune that gives way does not remove the marker of another one that deletes.
 
 The marker holds the manifest, so the next prune can finish an interrupted deletion.
 """
@@ -12,12 +13,19 @@ The marker holds the manifest, so the next prune can finish an interrupted delet
 from __future__ import annotations
 
 import logging
+import uuid as uuids
 from datetime import timedelta
 
 import msgspec
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.json_objects import decode_json, encode_json, is_older, user_at_host
+from trial_core.checkpoint.json_objects import (
+    age_of,
+    decode_json,
+    encode_json,
+    named_keys,
+    user_at_host,
+)
 from trial_core.checkpoint.manifest import Manifest, Timestamp, utc_now
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError, CheckpointNotFound, CommitConflict
@@ -42,62 +50,116 @@ class Deletion(msgspec.Struct, frozen=True, kw_only=True):
     manifest: str
 
 
-def mark_deletion(store: CheckpointStore, manifest: Manifest) -> None:
-    """Announce that a checkpoint is about to be deleted."""
+def mark_deletion(store: CheckpointStore, manifest: Manifest) -> str:
+    """Announce that a checkpoint is about to be deleted; return the marker's key."""
     marker = Deletion(by=user_at_host(), at=utc_now(), manifest=manifest.to_json().decode())
-    store.storage.write(layout.deletion_key(manifest.uuid), encode_json(marker))
+    key = layout.deletion_key(manifest.uuid, uuids.uuid4().hex)
+    store.storage.write(key, encode_json(marker))
+    return key
 
 
-def unmark_deletion(store: CheckpointStore, uuid: str) -> None:
-    """Delete the marker: the checkpoint is deleted, or stays."""
-    store.storage.remove(layout.deletion_key(uuid))
+def unmark_deleted(store: CheckpointStore, uuid: str) -> None:
+    """Delete all markers of a checkpoint that is deleted, also those of interrupted prunes."""
+    for key in _marker_keys(store, uuid):
+        store.storage.remove(key)
 
 
-def check_not_deleted(store: CheckpointStore, name: layout.ManifestName) -> None:
-    """Check that a checkpoint that has just been pinned or held is still there, and stays.
+def protect(store: CheckpointStore, name: layout.ManifestName, key: str, data: bytes) -> None:
+    """Write an object that protects a checkpoint. Afterwards the checkpoint is there, and stays.
+
+    If it does not stay, the object is removed, unless it has replaced an earlier one.
 
     Raises:
-        CheckpointNotFound: it is not there.
-        CommitConflict: it is being deleted.
+        CheckpointNotFound: the checkpoint is not there.
+        CommitConflict: the checkpoint is being deleted.
+        StorageError: the storage failed. The object may be written.
     """
-    deletion = _read_deletion(store, name.uuid)
-    if deletion is not None and not is_older(deletion.at, STALE_AFTER):
-        raise CommitConflict(
-            f"checkpoint {name.uuid} is being deleted, by {deletion.by} since {deletion.at}; try "
-            "again in case it is still there afterwards"
-        )
-    if store.storage.read(name.key) is None:
-        raise CheckpointNotFound(f"checkpoint {name.uuid} has just been deleted")
+    before = store.storage.read(key)
+    store.storage.write(key, data)
+    try:
+        _check_stays(store, name)
+    except (CheckpointNotFound, CommitConflict):
+        if before is None and store.storage.read(key) == data:
+            store.storage.remove(key)
+        raise
 
 
 def finish_deletions(store: CheckpointStore) -> list[Manifest]:
     """Delete the files of checkpoints whose deletion was interrupted; return those checkpoints.
 
-    A checkpoint whose manifest is still there is not deleted; its marker goes once it is stale.
+    A checkpoint whose manifest is still there is not deleted; its markers go once they are stale.
     """
-    finished = []
-    for key in sorted(store.storage.sizes(layout.DELETIONS)):
-        uuid = key.removeprefix(f"{layout.DELETIONS}/").removesuffix(".json")
-        if not layout.is_uuid(uuid):
+    finished: dict[str, Manifest] = {}
+    for key, uuid in named_keys(store.storage, layout.DELETIONS, layout.parse_deletion_key):
+        deletion = _read_deletion(store, key)
+        manifest = _manifest_of(store, key, uuid, deletion) if deletion is not None else None
+        if deletion is not None and manifest is None:
             continue
-        deletion = _read_deletion(store, uuid)
-        if deletion is not None:
-            try:
-                manifest = Manifest.from_json(deletion.manifest.encode(), f"{store.url}/{key}")
-            except CheckpointError as error:
-                _logger.warning("a deletion is not finished, files may be left: %s", error)
-                continue
-            if store.storage.read(manifest.name.key) is None:
-                store.delete(manifest)
-                finished.append(manifest)
-            elif not is_older(deletion.at, STALE_AFTER):
-                continue  # another pruner is deleting it
+        if manifest is not None and store.storage.read(manifest.name.key) is None:
+            store.delete(manifest)
+            finished[manifest.uuid] = manifest
+        elif not _is_stale(store, key, deletion):
+            continue  # another prune is deleting it
         store.storage.remove(key)
-    return finished
+    return list(finished.values())
 
 
-def _read_deletion(store: CheckpointStore, uuid: str) -> Deletion | None:
-    """A checkpoint's marker; None if there is none, or half of one."""
-    data = store.storage.read(layout.deletion_key(uuid))
-    # The pruner of half a marker was killed before it deleted anything.
-    return decode_json(data, Deletion) if data is not None else None
+def _check_stays(store: CheckpointStore, name: layout.ManifestName) -> None:
+    """Check that a checkpoint that has just been protected is there, and no prune deletes it."""
+    for key in _marker_keys(store, name.uuid):
+        deletion = _read_deletion(store, key)
+        if deletion is not None and not _is_stale(store, key, deletion):
+            raise CommitConflict(
+                f"checkpoint {name.uuid} is being deleted, by {deletion.by} since {deletion.at}; "
+                "try again in case it is still there afterwards"
+            )
+    if store.storage.read(name.key) is None:
+        raise CheckpointNotFound(f"checkpoint {name.uuid} has just been deleted")
+
+
+def _marker_keys(store: CheckpointStore, uuid: str) -> list[str]:
+    """Where a checkpoint's markers are; the last key is that of older versions."""
+    own = sorted(store.storage.sizes(layout.deletions_folder(uuid)))
+    return [*own, layout.shared_deletion_key(uuid)]
+
+
+def _manifest_of(
+    store: CheckpointStore, key: str, uuid: str, deletion: Deletion
+) -> Manifest | None:
+    """The manifest in a checkpoint's marker; None, and a warning, if it is not that manifest."""
+    where = f"{store.url}/{key}"
+    try:
+        manifest = Manifest.from_json(deletion.manifest.encode(), where)
+    except CheckpointError as error:
+        _logger.warning("a deletion is not finished, files may be left: %s", error)
+        return None
+    if manifest.uuid != uuid:
+        _logger.warning(
+            "the deletion marker %s is ignored: it names checkpoint %s; delete it",
+            where, manifest.uuid,
+        )  # fmt: skip
+        return None
+    return manifest
+
+
+def _is_stale(store: CheckpointStore, key: str, deletion: Deletion | None) -> bool:
+    """Whether the prune of a marker is presumed dead. Compares times of the storage's own clock.
+
+    Where the storage does not tell them: the marker's time, and this machine's clock. A marker
+    whose time is unreadable there is no living prune's.
+    """
+    stored = store.storage.objects(key.rpartition("/")[0]).get(key)
+    if stored is None:
+        return True  # it has just been deleted
+    now = store.storage.now()
+    if now is not None and stored.modified_at is not None:
+        return now - stored.modified_at > STALE_AFTER
+    age = age_of(deletion.at) if deletion is not None else None
+    return age is None or age > STALE_AFTER
+
+
+def _read_deletion(store: CheckpointStore, key: str) -> Deletion | None:
+    """The marker under a key; None if there is none, or half of one."""
+    data = store.storage.read(key)
+    # The prune of half a marker has not looked for pins, holds and claims yet.
+    return decode_json(data, Deletion, f"{store.url}/{key}") if data is not None else None

@@ -14,8 +14,7 @@ import msgspec
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import decode_json, encode_json
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import CheckpointNotFound, CommitConflict
-from trial_core.retention.deletion_markers import check_not_deleted
+from trial_core.retention.deletion_markers import protect
 
 WHEN_RELEASED = "the registry releases it once it is neither champion nor previous"
 
@@ -59,12 +58,7 @@ def hold(store: CheckpointStore, name: layout.ManifestName, placed: RegistryHold
         CommitConflict: the checkpoint is being deleted.
         StorageError: the storage failed. The hold may be placed.
     """
-    store.storage.write(placed.key, encode_json(placed))
-    try:
-        check_not_deleted(store, name)
-    except (CheckpointNotFound, CommitConflict):
-        store.storage.remove(placed.key)
-        raise
+    protect(store, name, placed.key, encode_json(placed))
 
 
 def holds(store: CheckpointStore, uuid: str | None = None) -> dict[str, list[RegistryHold]]:
@@ -76,7 +70,7 @@ def holds(store: CheckpointStore, uuid: str | None = None) -> dict[str, list[Reg
         data = store.storage.read(key) if name is not None else None
         if name is None or data is None:
             continue  # a pin, or a hold that has just been released
-        read = decode_json(data, RegistryHold)
+        read = decode_json(data, RegistryHold, f"{store.url}/{key}")
         if read is None:
             read = RegistryHold(**name._asdict(), version=0, by="unknown", at="")
         found.setdefault(name.uuid, []).append(msgspec.structs.replace(read, **name._asdict()))

@@ -21,11 +21,16 @@ from typing import Any
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.fencing import newest_attempts, take_over
 from trial_core.checkpoint.intents import Intent, SweptUpload, intents
-from trial_core.checkpoint.json_objects import age_of
+from trial_core.checkpoint.json_objects import age_of, named_keys
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CommitConflict, ConfigError
 from trial_core.retention.claims import CLAIM_LIFETIME, Claim, claims
+from trial_core.retention.orphaned_files import (
+    OrphanedFiles,
+    find_orphaned_files,
+    sweep_orphaned_files,
+)
 
 LEFTOVER_AGE_DAYS = 7.0
 """After this time without activity a trial is presumed dead: longer than any upload takes, and than
@@ -43,13 +48,14 @@ class Leftover:
     """The stored part of a checkpoint that was never committed.
 
     Attributes:
-        begun_at: start of its upload; empty if unreadable.
+        trial: the trial's id; None: not known (see `orphaned_files`).
+        begun_at: start of its upload, or the end if the trial is not known; empty if unreadable.
         files: number of complete files. There may be partial uploads of others.
         keep: whether it stays, because its trial may be running.
         why: why it stays or goes.
     """
 
-    trial: str
+    trial: str | None
     uuid: str
     begun_at: str
     files: int
@@ -101,7 +107,8 @@ def find_leftovers(
         after_days: how long a trial must have been inactive.
         trial: look at this trial only.
         experiment: skip trials whose checkpoints belong to another experiment. (A trial without
-            checkpoints is not skipped: nothing says which experiment it belongs to.)
+            checkpoints, and orphaned files, are not skipped: nothing says which experiment they
+            belong to.)
 
     Raises:
         ConfigError: `after_days` is so short that an upload may take as long, or is
@@ -118,13 +125,16 @@ def find_leftovers(
             f"the age of leftovers must be at most {MAX_LEFTOVER_AGE_DAYS:g} days, got "
             f"{after_days:g}"
         )
+    age = timedelta(days=after_days)
     activities = [_read_activity(store, name) for name in _trials_with_intents(store, trial)]
-    return [
+    found = [
         leftover
         for each in _with_claims(store, activities)
         if experiment is None or each.experiment in (None, experiment)
-        for leftover in _leftovers(store, each, timedelta(days=after_days))
+        for leftover in _leftovers(store, each, age)
     ]
+    orphaned = find_orphaned_files(store, age) if trial is None else []
+    return [*found, *map(_orphaned, orphaned)]
 
 
 def sweep_leftovers(
@@ -143,7 +153,13 @@ def sweep_leftovers(
     """
     swept: list[SweptUpload] = []
     spared: dict[str, str] = {}
-    for trial in dict.fromkeys(each.trial for each in leftovers if not each.keep):
+    unwanted = [each for each in leftovers if not each.keep]
+    for uuid in [each.uuid for each in unwanted if each.trial is None]:
+        orphaned = sweep_orphaned_files(store, uuid, timedelta(days=after_days))
+        if orphaned is not None:
+            on_swept(orphaned)
+            swept.append(orphaned)
+    for trial in dict.fromkeys(each.trial for each in unwanted if each.trial is not None):
         (activity,) = _with_claims(store, [_read_activity(store, trial)])
         if not activity.begun:
             continue  # another sweep has deleted them
@@ -159,6 +175,19 @@ def sweep_leftovers(
         except CommitConflict as error:
             spared[trial] = str(error)
     return SweptLeftovers(tuple(swept), spared)
+
+
+def _orphaned(files: OrphanedFiles) -> Leftover:
+    at = files.modified_at.isoformat(timespec="seconds")
+    return Leftover(
+        trial=None,
+        uuid=files.uuid,
+        begun_at=at,
+        files=files.files,
+        size_bytes=files.size_bytes,
+        keep=False,
+        why=f"neither committed nor announced; last written at {at}",
+    )
 
 
 @dataclass(frozen=True)
@@ -206,8 +235,8 @@ class _TrialActivity:
 
 def _trials_with_intents(store: CheckpointStore, trial: str | None) -> list[str]:
     folder = layout.UPLOADS if trial is None else layout.intents_folder(trial)
-    names = map(layout.parse_intent_key, store.storage.sizes(folder))
-    return sorted({name.trial for name in names if name is not None})
+    named = named_keys(store.storage, folder, layout.parse_intent_key)
+    return sorted({name.trial for _, name in named})
 
 
 def _read_activity(store: CheckpointStore, trial: str) -> _TrialActivity:

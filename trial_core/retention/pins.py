@@ -12,11 +12,11 @@ from __future__ import annotations
 import msgspec
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.json_objects import decode_json, encode_json, user_at_host
+from trial_core.checkpoint.json_objects import decode_json, encode_json, named_keys, user_at_host
 from trial_core.checkpoint.manifest import utc_now
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import CheckpointNotFound, CommitConflict
-from trial_core.retention.deletion_markers import check_not_deleted
+from trial_core.errors import CheckpointNotFound
+from trial_core.retention.deletion_markers import protect
 from trial_core.retention.holds import WHEN_RELEASED, describe_holds, holds
 
 
@@ -53,18 +53,8 @@ def pin(store: CheckpointStore, uuid: str, reason: str = "", by: str | None = No
         StorageError: the storage failed. The checkpoint may be pinned: pin it again.
     """
     manifest = store.open(uuid)
-    key = layout.pin_key(manifest.uuid)
-    before = store.storage.read(key)
     made = Pin(uuid=manifest.uuid, reason=reason, by=by or user_at_host(), at=utc_now())
-    data = encode_json(made)
-    store.storage.write(key, data)
-    try:
-        check_not_deleted(store, manifest.name)
-    except (CheckpointNotFound, CommitConflict):
-        # An earlier pin stays: it may be what protects the checkpoint.
-        if before is None and store.storage.read(key) == data:
-            store.storage.remove(key)
-        raise
+    protect(store, manifest.name, layout.pin_key(manifest.uuid), encode_json(made))
     return made
 
 
@@ -94,9 +84,9 @@ def unpin(store: CheckpointStore, uuid: str) -> Pin:
 def pins(store: CheckpointStore) -> dict[str, Pin]:
     """All pins by the checkpoint's uuid. Unreadable pins count."""
     found = {}
-    for key in sorted(store.storage.sizes(layout.PINS)):
-        uuid = key.removeprefix(f"{layout.PINS}/").removesuffix(".json")
-        if layout.is_uuid(uuid) and (read := read_pin(store, uuid)) is not None:
+    for key, _ in named_keys(store.storage, layout.PINS, _parse_pin_or_hold_key):
+        uuid = layout.parse_pin_key(key)
+        if uuid is not None and (read := read_pin(store, uuid)) is not None:
             found[uuid] = read
     return found
 
@@ -107,7 +97,7 @@ def read_pin(store: CheckpointStore, uuid: str) -> Pin | None:
     data = store.storage.read(key)
     if data is None:
         return None
-    read = decode_json(data, Pin)
+    read = decode_json(data, Pin, f"{store.url}/{key}")
     if read is None:
         return Pin(uuid=uuid, reason=f"{key} cannot be read", by="unknown", at="")
     return msgspec.structs.replace(read, uuid=uuid)
@@ -127,6 +117,10 @@ def why_protected(store: CheckpointStore, uuid: str) -> str | None:
     if made is not None:
         return str(made)
     return describe_holds(holds(store, uuid).get(uuid, [])) or None
+
+
+def _parse_pin_or_hold_key(key: str) -> str | layout.HoldName | None:
+    return layout.parse_pin_key(key) or layout.parse_hold_key(key)
 
 
 def _held_instead(store: CheckpointStore, prefix: str) -> str:

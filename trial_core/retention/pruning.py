@@ -16,7 +16,11 @@ from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError
 from trial_core.retention.claims import claimed_checkpoints, claims, uploading_trials
-from trial_core.retention.deletion_markers import finish_deletions, mark_deletion, unmark_deletion
+from trial_core.retention.deletion_markers import (
+    finish_deletions,
+    mark_deletion,
+    unmark_deleted,
+)
 from trial_core.retention.pins import protected, why_protected
 from trial_core.retention.policy import RetentionDecision, RetentionPolicy, decide
 
@@ -27,11 +31,13 @@ class PruningPlan:
 
     Attributes:
         decisions: oldest checkpoint first.
+        running: the trials that count as running, so that their newest checkpoints stay.
     """
 
     experiment: str
     policy: RetentionPolicy
     decisions: tuple[RetentionDecision, ...]
+    running: frozenset[str]
 
     @property
     def deletions(self) -> list[RetentionDecision]:
@@ -106,14 +112,15 @@ def plan_pruning(
     trials = {name for name in named if is_alone or named[name] == experiment}
     manifests = [manifest for manifest in manifests if manifest.trial in trials]
     found = claims(store, last_saved={each.trial: each.created_at for each in manifests})
+    all_running = frozenset({*running, *(claim.trial for claim in found), *uploading_trials(store)})
     decisions = decide(
         manifests,
         policy,
         needed={**claimed_checkpoints(found, manifests), **protected(store)},
-        running={*running, *(claim.trial for claim in found), *uploading_trials(store)},
+        running=all_running,
     )
     of_interest = (each for each in decisions if trial is None or each.manifest.trial == trial)
-    return PruningPlan(experiment, policy, tuple(of_interest))
+    return PruningPlan(experiment, policy, tuple(of_interest), all_running)
 
 
 def experiments(store: CheckpointStore) -> list[str]:
@@ -142,15 +149,16 @@ def prune(
     spared: list[RetentionDecision] = []
     for decision in plan.deletions:
         manifest = decision.manifest
-        mark_deletion(store, manifest)
-        reason = _why_needed_now(store, manifest)
+        marker = mark_deletion(store, manifest)
+        reason = _why_needed_now(store, manifest, plan.running)
         if reason is None:
             store.delete(manifest)
+            unmark_deleted(store, manifest.uuid)
             deleted.append(manifest)
             on_deleted(decision)
         else:
+            store.storage.remove(marker)
             spared.append(RetentionDecision(manifest, True, reason))
-        unmark_deletion(store, manifest.uuid)
     return Pruned(tuple(deleted), tuple(spared))
 
 
@@ -199,9 +207,20 @@ def _experiments_of_trials(manifests: Iterable[Manifest]) -> dict[str, str]:
     return {manifest.trial: manifest.experiment for manifest in manifests}
 
 
-def _why_needed_now(store: CheckpointStore, manifest: Manifest) -> str | None:
-    """Why a checkpoint that is about to be deleted must stay; None: it need not."""
+def _why_needed_now(
+    store: CheckpointStore, manifest: Manifest, running: Collection[str]
+) -> str | None:
+    """Why a checkpoint that is about to be deleted must stay; None: it need not.
+
+    Args:
+        running: the trials that counted as running in the plan. A trial that has started since may
+            resume from any of its checkpoints.
+    """
     why = why_protected(store, manifest.uuid)
     if why is not None:
         return why
-    return claimed_checkpoints(claims(store), [manifest]).get(manifest.uuid)
+    found = claims(store)
+    trials = {*(claim.trial for claim in found), *uploading_trials(store, manifest.trial)}
+    if manifest.trial in trials and manifest.trial not in running:
+        return "its trial has started to run since the plan was made"
+    return claimed_checkpoints(found, [manifest]).get(manifest.uuid)

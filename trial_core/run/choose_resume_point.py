@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 
 from trial_core.checkpoint.resume_point import ResumePoint, no_intact_checkpoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
+from trial_core.errors import CheckpointNotFound
+
+_logger = logging.getLogger(__name__)
 
 
 def resume_points(
@@ -34,13 +38,13 @@ def resume_points(
 def fetch_first_intact(
     points: Iterable[ResumePoint], fetch: Callable[[ResumePoint], str | None]
 ) -> ResumePoint:
-    """Fetch the first of `points` that is not damaged.
+    """Fetch the first of `points` that is neither damaged nor deleted meanwhile.
 
     Args:
         fetch: fetches a point's checkpoint, and returns what is damaged; None if intact.
 
     Raises:
-        CheckpointDamaged: all checkpoints are damaged.
+        CheckpointDamaged: all checkpoints are damaged or deleted.
         StorageError: the storage failed. The checkpoint may be intact, so no older one is used.
     """
     tried: list[ResumePoint] = []
@@ -48,7 +52,11 @@ def fetch_first_intact(
     for point in points:
         if point.checkpoint is None:
             return point
-        damage = fetch(point)
+        try:
+            damage = fetch(point)
+        except CheckpointNotFound as error:  # deleted since the points were listed
+            _logger.warning("the run resumes from an older checkpoint, if there is one: %s", error)
+            damage = str(error)
         if damage is None:
             return point
         tried.append(point)

@@ -11,7 +11,8 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +78,19 @@ class RangeRead(NamedTuple):
 
     size_bytes: int
     version: str | None
+
+
+class StoredObject(NamedTuple):
+    """What a listing tells of an object.
+
+    Attributes:
+        size_bytes: its size.
+        modified_at: when it was last written, by the storage's clock; None: the storage does not
+            tell.
+    """
+
+    size_bytes: int
+    modified_at: datetime | None
 
 
 class DeletedFiles(NamedTuple):
@@ -181,16 +195,33 @@ class Storage:
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Keys and sizes of all objects below a folder; empty if it does not exist."""
+        return {key: each.size_bytes for key, each in self.objects(folder).items()}
+
+    def objects(self, folder: str) -> dict[str, StoredObject]:
+        """As `sizes`, and when each object was written."""
         with self._errors.translated(f"list {folder} in"):
             self._fs.invalidate_cache()  # other processes write as well
             found = self._find(self._path(folder))
         prefix = self._root.lstrip("/")
         keys = {name.lstrip("/")[len(prefix) :].lstrip("/"): name for name in found}
         return {
-            key: int(found[name]["size"])
+            key: StoredObject(int(found[name]["size"]), _modified_at(found[name]))
             for key, name in keys.items()
             if key.startswith(f"{folder}/")
         }
+
+    def now(self) -> datetime | None:
+        """The time by the storage's clock; None: the storage does not tell. Writes a probe object.
+
+        Ages in a storage are compared by its own clock: those of two machines may differ.
+        """
+        key = f"{PROBES}/{uuid.uuid4()}"
+        self.write(key, key.encode())
+        try:
+            probe = self.objects(PROBES).get(key)
+        finally:
+            self.remove(key)
+        return probe.modified_at if probe is not None else None
 
     def delete(self, key: str) -> None:
         """Delete an object, which must exist."""
@@ -362,6 +393,17 @@ class Storage:
 def protocols_of(fs: Any) -> tuple[str, ...]:
     """The protocols of an fsspec file system; its `protocol` is a string or a tuple."""
     return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+
+
+def _modified_at(details: Mapping[str, Any]) -> datetime | None:
+    """When an object was last written, from fsspec's details, whose names differ by protocol."""
+    for name in ("LastModified", "last_modified", "mtime", "created"):
+        moment = details.get(name)
+        if isinstance(moment, float):  # seconds since 1970: memory://
+            return datetime.fromtimestamp(moment, timezone.utc)
+        if isinstance(moment, datetime) and moment.tzinfo is not None:
+            return moment
+    return None
 
 
 def _is_truncated(existing: bytes, data: bytes) -> bool:

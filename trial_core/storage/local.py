@@ -11,10 +11,11 @@ import hashlib
 import os
 import tempfile
 import threading
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from trial_core.storage.base import PROBES, DeletedFiles, RangeRead, Storage
+from trial_core.storage.base import PROBES, DeletedFiles, RangeRead, Storage, StoredObject
 from trial_core.storage.local_files import (
     NO_HARD_LINKS,
     TEMPORARY_NAME,
@@ -43,15 +44,18 @@ class LocalStorage(Storage):
             status = os.fstat(file.fileno())
         return RangeRead(size_bytes, f"{status.st_ino}:{status.st_mtime_ns}:{status.st_size}")
 
-    def sizes(self, folder: str) -> dict[str, int]:
-        """As `Storage.sizes`. fsspec would report a folder that it cannot read as empty."""
-        found: dict[str, int] = {}
+    def objects(self, folder: str) -> dict[str, StoredObject]:
+        """As `Storage.objects`. fsspec would report a folder that it cannot read as empty."""
+        found: dict[str, StoredObject] = {}
         with self._errors.translated(f"list {folder} in"):
             for parent, _, names in os.walk(self._path(folder), onerror=_raise_unless_missing):
                 for name in names:
                     path = Path(parent, name)
                     with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
-                        found[path.relative_to(self._root or "/").as_posix()] = path.stat().st_size
+                        status = path.stat()
+                        modified_at = datetime.fromtimestamp(status.st_mtime, timezone.utc)
+                        key = path.relative_to(self._root or "/").as_posix()
+                        found[key] = StoredObject(status.st_size, modified_at)
         return found
 
     def clear(self, folder: str) -> DeletedFiles:

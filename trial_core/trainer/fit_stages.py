@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from logging import Logger, LoggerAdapter
 from typing import Any
 
+from trial_core.checkpoint import layout
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.manifest import FileEntry, Manifest
 from trial_core.checkpoint.resume_point import Restore, ResumePoint
@@ -196,7 +197,7 @@ class FitStages:
     def _fetch(self, manifest: Manifest, restore: Restore) -> str | None:
         """Fetch a checkpoint to this machine. Return what is damaged; None if it is intact."""
         # First, so that the checkpoint is not pruned meanwhile. Only rank 0 has the claim.
-        run_on_rank_0(self.distributed, lambda: self._claim(manifest.uuid))
+        run_on_rank_0(self.distributed, lambda: self._claim(manifest.name))
         request = FetchCheckpoint(
             uuid=manifest.uuid,
             files=manifest.files,
@@ -215,9 +216,9 @@ class FitStages:
         ranks = run_on_all_ranks(self.distributed, lambda: retry_storage(fetch))
         return next((rank.damage for rank in ranks if rank.damage), None)
 
-    def _claim(self, uuid: str) -> None:
+    def _claim(self, name: layout.ManifestName) -> None:
         if self.claim is not None:
-            self.claim.renew(uuid)
+            self.claim.renew(name)
 
     def _upload(self, staged: StagedCheckpoint, rendezvous: CommitRendezvous) -> Outcome:
         """Upload this rank's part, and commit it with the others'. Not collective."""

@@ -190,7 +190,7 @@ def _leftover_cells(leftover: Leftover, length: int) -> tuple[str, ...]:
     return (
         "keep" if leftover.keep else "delete",
         leftover.uuid[:length],
-        leftover.trial,
+        leftover.trial or "?",
         local_time(leftover.begun_at) if leftover.begun_at else "?",
         str(leftover.files),
         text_format.size(leftover.size_bytes),

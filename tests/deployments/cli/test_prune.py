@@ -11,7 +11,7 @@ import pytest
 
 from tests.deployments.cli.stored import run
 from tests.support.cli import write_experiment
-from tests.support.manifests import leave_unfinished_upload
+from tests.support.manifests import leave_unfinished_upload, new_manifest
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest, utc_now
 from trial_core.checkpoint.store import CheckpointStore
@@ -44,6 +44,18 @@ def test_dry_run(
     assert rows[1].rstrip().endswith("best of its trial (loss 0.2)")
     assert total == "to delete: 2 of 4 checkpoints, 0 B"
     assert batches(tmp_path) == [7, 11, 13, 17]
+
+
+@pytest.mark.usefixtures("history")
+def test_an_impossible_time_is_shown_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It stops neither the list nor the plan."""
+    store = CheckpointStore(str(tmp_path / "storage"))
+    store.commit(new_manifest(19, created_at="2031-13-41T25:61:61Z"))
+    assert run(tmp_path, "list") == 0
+    assert run(tmp_path, "prune", *RULES, "--dry-run") == 0
+    assert capsys.readouterr().out.count("2031-13-41T25:61:61Z") == 2
 
 
 def test_prune(history: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,10 @@ def test_keys_never_change() -> None:
     hold = layout.HoldName("u-2", "gpt", 7, "0a")
     assert layout.hold_key(hold) == "pins/u-2/gpt/000007-0a.json"
     assert layout.parse_hold_key(layout.hold_key(hold)) == hold
-    assert layout.deletion_key("u-2") == "deletions/u-2.json"
+    assert layout.deletions_folder("u-2", "0a") == "deletions/u-2/0a.json"
+    assert layout.shared_deletion_key("u-2") == "deletions/u-2.json"
+    for key in ("deletions/u-2/0a.json", "deletions/u-2.json"):
+        assert layout.parse_deletion_key(key) == "u-2"
     assert layout.run_file_key("t-1", "tensorboard/rank-0/e") == "runs/t-1/tensorboard/rank-0/e"
 
 
@@ -66,7 +69,7 @@ KEYS_OF_A_TRIAL = [
     layout.run_folder,
 ]  # fmt: skip
 KEYS_OF_A_CHECKPOINT = [
-    layout.files_folder, layout.pin_key, layout.holds_folder, layout.deletion_key,
+    layout.files_folder, layout.pin_key, layout.holds_folder, layout.deletions_folder,
     lambda uuid: layout.manifest_key("t", 1, uuid), lambda uuid: layout.intent_key("t", uuid),
 ]  # fmt: skip
 

@@ -8,21 +8,23 @@ from pathlib import Path
 import pytest
 
 from tests.support.interleaving import FailingStore
-from tests.support.manifests import LONG_AGO
+from tests.support.manifests import LONG_AGO, commit_files
 from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.layout import claim_key
 from trial_core.checkpoint.manifest import utc_now
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import CheckpointError
-from trial_core.retention.claims import Claim, claim_run, claims
+from trial_core.errors import CheckpointError, CheckpointNotFound, CommitConflict
+from trial_core.retention.claims import Claim, RunClaim, claim_run, claims
+from trial_core.retention.deletion_markers import mark_deletion, unmark_deleted
 
 
 def test_a_claim_lasts_as_long_as_the_run(store: CheckpointStore) -> None:
     """Also if the run fails."""
+    manifest = commit_files(store)
     with contextlib.suppress(KeyError), claim_run(store, "gpt-1", source="abc") as claim:
         assert [(each.trial, each.needs) for each in claims(store)] == [("gpt-1", ["abc"])]
-        claim.renew("def")
-        assert [each.needs for each in claims(store)] == [["abc", "def"]]
+        claim.renew(manifest.name)
+        assert [each.needs for each in claims(store)] == [["abc", manifest.uuid]]
         raise KeyError
     assert claims(store) == []
 
@@ -58,7 +60,7 @@ def test_a_claim_that_cannot_be_written_is_a_warning(
     """The run continues."""
     with claim_run(FailingStore(local_store, nth=1), "gpt-1"):
         pass
-    assert "trial gpt-1 has no claim" in caplog.text
+    assert "trial gpt-1 may have no claim" in caplog.text
     assert "the storage broke down" in caplog.text
 
 
@@ -72,3 +74,33 @@ def test_a_claim_does_not_leave_the_storage(tmp_path: Path) -> None:
     ):
         pass
     assert (tmp_path / "config.json").read_text() == "precious"
+
+
+def test_a_run_waits_for_the_end_of_a_deletion(
+    local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pruner saw the claim and spared the checkpoint, or it deleted it."""
+    spared, deleted = (commit_files(local_store, batches) for batches in (7, 11))
+    marker = mark_deletion(local_store, spared)
+    mark_deletion(local_store, deleted)
+    ends = iter([
+        lambda: local_store.storage.remove(marker),
+        lambda: local_store.storage.delete(deleted.name.key),
+        lambda: unmark_deleted(local_store, deleted.uuid),
+    ])  # fmt: skip
+    monkeypatch.setattr("trial_core.retention.claims.time.sleep", lambda _: next(ends)())
+    claim = RunClaim(local_store, "gpt-1")
+    claim.renew(spared.name)
+    with pytest.raises(CheckpointNotFound, match="has just been deleted"):
+        claim.renew(deleted.name)
+
+
+def test_a_deletion_that_does_not_end_is_an_error(
+    local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run ends instead of training without its checkpoint's protection."""
+    monkeypatch.setattr("trial_core.retention.claims.DELETION_WAIT_SECONDS", 0)
+    manifest = commit_files(local_store)
+    mark_deletion(local_store, manifest)
+    with pytest.raises(CommitConflict, match=r"is being deleted, by .*@"):
+        RunClaim(local_store, "gpt-1").renew(manifest.name)

@@ -74,7 +74,7 @@ def test_a_swept_run_that_wakes_up_is_superseded(
 
 
 def claim(store: CheckpointStore, manifest: Manifest) -> None:
-    RunClaim(store, TRIAL).renew(None)
+    RunClaim(store, TRIAL).announce()
 
 
 def attempt(store: CheckpointStore, manifest: Manifest) -> None:

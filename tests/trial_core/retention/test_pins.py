@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import uuid
+from datetime import datetime, timedelta, timezone
 from functools import partial
 
 import pytest
 
 from tests.support.interleaving import interleave
-from tests.support.manifests import LONG_AGO, commit_files
+from tests.support.manifests import commit_files
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.layout import pin_key
@@ -19,6 +20,7 @@ from trial_core.retention.deletion_markers import mark_deletion
 from trial_core.retention.pins import Pin, pin, pins, read_pin, unpin
 from trial_core.retention.policy import RetentionPolicy
 from trial_core.retention.pruning import plan_pruning, prune
+from trial_core.storage.base import Storage
 
 KEEP_NONE = RetentionPolicy(save_trial_best=0, save_trial_latest=0)
 
@@ -93,8 +95,9 @@ def test_a_stale_deletion_does_not_prevent_a_pin(
 ) -> None:
     """Its pruner died, and the checkpoint is still there."""
     manifest = commit_files(local_store)
-    monkeypatch.setattr("trial_core.retention.deletion_markers.utc_now", lambda: LONG_AGO)
     mark_deletion(local_store, manifest)
+    at = datetime.now(timezone.utc) + timedelta(hours=2)
+    monkeypatch.setattr(Storage, "now", lambda self: at)
     pin(local_store, manifest.uuid)
     assert list(pins(local_store)) == [manifest.uuid]
 
@@ -105,7 +108,7 @@ def test_a_pin_during_a_prune(step: int) -> None:
     is_pinned = {
         pin_and_prune([False] * first + [True] * second + [False] * more + [True] * 9)
         for first, second, more in itertools.product(
-            range(0, 7, step), range(0, 10, step), (1, 9) if step > 1 else (1, 2, 3, 9)
+            range(0, 8, step), range(0, 11, step), (1, 9) if step > 1 else (1, 2, 3, 9)
         )
     }
     assert is_pinned == {True, False}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import uuid
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
-from trial_core.retention.claims import claim_run
+from trial_core.retention.claims import RunClaim, claim_run
 from trial_core.retention.pins import pin
 from trial_core.retention.policy import RetentionPolicy
 from trial_core.retention.pruning import experiments, plan_pruning, prune
@@ -125,11 +126,34 @@ def test_checkpoints_needed_since_the_plan_are_spared(local_store: CheckpointSto
     plan = plan_pruning(local_store, KEEP_NONE, "gpt")
     pin(local_store, pinned.uuid)
     with claim_run(local_store, "other-1") as claim:
-        claim.renew(source.uuid)
+        claim.renew(source.name)
         pruned = prune(local_store, plan)
     assert pruned.deleted == (old,)
     assert [decision.manifest for decision in pruned.spared] == [pinned, source]
     assert_clean(local_store)
+
+
+def claimed(store: CheckpointStore, trial: str) -> None:
+    RunClaim(store, trial).announce()
+
+
+def uploading(store: CheckpointStore, trial: str) -> None:
+    store.announce_upload(trial, new_manifest().uuid, "attempt-2")
+
+
+@pytest.mark.parametrize("start", [claimed, uploading])
+def test_a_trial_that_starts_after_the_plan_keeps_its_checkpoints(
+    local_store: CheckpointStore, start: Callable[[CheckpointStore, str], None]
+) -> None:
+    """Also before its run has chosen what to resume from. A later plan spares only the newest."""
+    old, new = commit_files(local_store, 7), commit_files(local_store, 11)
+    plan = plan_pruning(local_store, KEEP_NONE, "gpt")
+    start(local_store, new.trial)
+    pruned = prune(local_store, plan)
+    assert pruned.deleted == ()
+    assert [decision.manifest for decision in pruned.spared] == [old, new]
+    assert all("since the plan" in decision.why for decision in pruned.spared)
+    assert apply(local_store, KEEP_NONE) == [old]
 
 
 def test_an_uploading_trial_runs(local_store: CheckpointStore) -> None:

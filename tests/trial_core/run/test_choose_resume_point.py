@@ -11,7 +11,7 @@ from tests.support.slots import toy_config
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import CheckpointDamaged
+from trial_core.errors import CheckpointDamaged, CheckpointNotFound
 from trial_core.run.choose_resume_point import fetch_first_intact, resume_points
 
 TRIAL = "toy-0000beef"
@@ -59,6 +59,19 @@ def test_a_damaged_checkpoint_gives_way_to_the_next() -> None:
     newer, older = (ResumePoint.continuing(new_manifest(batches)) for batches in (8, 4))
     damage = {newer.uuid: "it lacks a file"}
     assert fetch_first_intact([newer, older], lambda point: damage.get(point.uuid)) == older
+
+
+def test_a_deleted_checkpoint_gives_way_to_the_next() -> None:
+    """A prune has deleted it since the resume points were listed. No older one: the run fails."""
+    newer, older = (ResumePoint.continuing(new_manifest(batches)) for batches in (8, 4))
+
+    def fetch(point: ResumePoint) -> None:
+        if point is newer:
+            raise CheckpointNotFound("it has just been deleted")
+
+    assert fetch_first_intact([newer, older], fetch) == older
+    with pytest.raises(CheckpointDamaged, match="it has just been deleted"):
+        fetch_first_intact([newer], fetch)
 
 
 def test_a_trial_whose_checkpoints_are_all_damaged_does_not_begin_again() -> None:

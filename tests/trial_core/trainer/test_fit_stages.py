@@ -195,6 +195,8 @@ def test_a_storage_failure_is_not_damage(store: CheckpointStore) -> None:
 def test_a_checkpoint_is_claimed_before_it_is_fetched(store: CheckpointStore) -> None:
     """So that no prune deletes it meanwhile, or before the fit has saved a newer one."""
     controller, newer, older = FakeController(store), saved(8), saved(4)
+    store.commit(newer)
+    store.commit(older)
     with claim_run(store, TRIAL) as claim:
         fit = new_fit(controller, claim=claim)
         for manifest in (newer, older):

@@ -1,0 +1,105 @@
+"""Orphaned files: a checkpoint's files that have neither an intent nor a manifest.
+
+A sweep deletes the intent of a superseded attempt. That attempt may upload until its ranks are
+ended, and no later sweep finds these files: nothing says which trial they belong to.
+
+Files of an upload in progress are never orphaned. Its intent is written before its first byte, and
+is deleted only when the manifest is there. So this module lists the files first, then the intents,
+then the manifests. Orphaned files are also old by the storage's own clock, no pin, hold or claim
+names their checkpoint, and no key of an intent or a manifest contains its uuid, readable or not.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid as uuids
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from trial_core.checkpoint import layout
+from trial_core.checkpoint.intents import SweptUpload
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.retention.claims import claims
+from trial_core.retention.pins import why_protected
+from trial_core.storage.base import StoredObject
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OrphanedFiles:
+    """The orphaned files of one checkpoint.
+
+    Attributes:
+        files: their number.
+        modified_at: when the last one was written, by the storage's clock.
+    """
+
+    uuid: str
+    files: int
+    size_bytes: int
+    modified_at: datetime
+
+
+def find_orphaned_files(store: CheckpointStore, age: timedelta) -> list[OrphanedFiles]:
+    """The orphaned files that are older than `age`. Changes nothing."""
+    return _find(store, layout.CHECKPOINTS, age)
+
+
+def sweep_orphaned_files(store: CheckpointStore, uuid: str, age: timedelta) -> SweptUpload | None:
+    """Delete a checkpoint's files if they are still orphaned; None: they are not, or are gone."""
+    found = _find(store, layout.files_folder(uuid), age)
+    if not found:
+        return None
+    return SweptUpload(uuid, None, *store.storage.clear(layout.files_folder(uuid)))
+
+
+def _find(store: CheckpointStore, folder: str, age: timedelta) -> list[OrphanedFiles]:
+    by_uuid: dict[str, dict[str, StoredObject]] = {}
+    for key, stored in store.storage.objects(folder).items():  # first, see above
+        uuid = key.split("/")[1]
+        if _is_uuid(uuid):
+            by_uuid.setdefault(uuid, {})[key] = stored
+    announced = "\n".join(store.storage.sizes(layout.UPLOADS))
+    committed = "\n".join(store.storage.sizes(layout.MANIFESTS))
+    orphaned = {
+        uuid: files
+        for uuid, files in by_uuid.items()
+        if uuid not in announced and uuid not in committed
+    }
+    if not orphaned:
+        return []
+    now = store.storage.now()
+    needed = [prefix for claim in claims(store) for prefix in claim.needs if prefix]
+    found = []
+    for uuid, files in orphaned.items():
+        modified_at = _last_modified(files)
+        if now is None or modified_at is None:
+            _logger.warning(
+                "%s has neither a manifest nor an intent, and stays: the storage does not tell how "
+                "old it is; delete it if no run uploads it",
+                store.files_url(uuid),
+            )
+        elif (
+            now - modified_at > age
+            and not any(uuid.startswith(prefix) for prefix in needed)
+            and why_protected(store, uuid) is None
+        ):
+            size_bytes = sum(each.size_bytes for each in files.values())
+            found.append(OrphanedFiles(uuid, len(files), size_bytes, modified_at))
+    return found
+
+
+def _last_modified(files: Mapping[str, StoredObject]) -> datetime | None:
+    """When the last of the files was written; None if one of the times is not known."""
+    times = [each.modified_at for each in files.values() if each.modified_at is not None]
+    return max(times) if len(times) == len(files) else None
+
+
+def _is_uuid(text: str) -> bool:
+    """Whether a folder has the name of a checkpoint of ours, and is not a person's folder."""
+    try:
+        return str(uuids.UUID(text)) == text
+    except ValueError:
+        return False
