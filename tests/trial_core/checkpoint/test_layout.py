@@ -23,7 +23,7 @@ def test_keys_never_change() -> None:
     hold = layout.HoldName("u-2", "gpt", 7, "0a")
     assert layout.hold_key(hold) == "pins/u-2/gpt/000007-0a.json"
     assert layout.parse_hold_key(layout.hold_key(hold)) == hold
-    assert layout.deletions_folder("u-2", "0a") == "deletions/u-2/0a.json"
+    assert layout.deletion_key("u-2", "0a") == "deletions/u-2/0a.json"
     assert layout.shared_deletion_key("u-2") == "deletions/u-2.json"
     for key in ("deletions/u-2/0a.json", "deletions/u-2.json"):
         assert layout.parse_deletion_key(key) == "u-2"
