@@ -15,6 +15,7 @@ import deepspeed
 
 from benchmarks.models import MODELS
 from benchmarks.trial import BareLoop, LoopTrial, new_engine
+from trial_core.deepspeed.op_builds import prepare_op_builds
 from trial_core.pytorch import DataLoader
 
 
@@ -42,6 +43,7 @@ class TimestampTrial(LoopTrial):
 def main() -> None:
     """Build a model and an engine, and train a batch; rank 0 prints the time."""
     model = MODELS[sys.argv[1]]
+    prepare_op_builds(int(os.environ.get("LOCAL_RANK", "0")))
     deepspeed.init_distributed(verbose=False)
     BareLoop(new_engine(model(), model.micro_batch_size), model).run(1)
     if os.environ["RANK"] == "0":

@@ -1,24 +1,30 @@
-"""Builds of DeepSpeed's extensions: avoids one that training never uses, and clears killed ones.
+"""Builds of DeepSpeed's extensions: which are built, with which tools, and in which folder.
 
-DeepSpeed compiles an extension on first use. On CPU ranks it would always compile one, for minutes:
-the shared-memory all-reduce, which only its inference engine calls.
+DeepSpeed compiles an extension on first use, for minutes. Three things would repeat that or block:
 
-PyTorch lets one process build it while the others
-wait until its lock file is removed. A process that is killed while it builds, for example by
-Ctrl-C, leaves the lock behind, and every later process would wait forever.
+- On CPU ranks it always compiles the shared-memory all-reduce, which only its inference calls.
+- A process with another ninja, or of an environment with other versions, compiles again in the
+  same folder. So each environment has its own folder, and uses its own ninja.
+- PyTorch lets one process build while the others wait until its lock file is removed. A process
+  that is killed while it builds, for example by Ctrl-C, leaves the lock behind, and every later
+  process would wait forever.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import deepspeed.ops
+import deepspeed
 import psutil
+import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.git_version_info import installed_ops
 
@@ -29,15 +35,19 @@ logger = logging.getLogger(__name__)
 ABANDONED_SECONDS = 180.0
 POLL_SECONDS = 0.5
 
-
 SHARED_MEMORY_OP = "deepspeed_shm_comm"
+BUILD_VARIABLES = ("CXX", "CC", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST", "PYTORCH_ROCM_ARCH")
+"""Environment variables that decide what is built."""
 
 
 def prepare_op_builds(local_rank: int) -> None:
     """Avoid needless builds, and clear killed ones. Every rank calls this before DeepSpeed starts.
 
-    A shared-memory extension that was built when DeepSpeed was installed stays in use.
+    A build folder that the user has set (TORCH_EXTENSIONS_DIR) stays. So does a shared-memory
+    extension that was built when DeepSpeed was installed.
     """
+    _prefer_own_ninja()
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(_build_folder()))
     if get_accelerator().device_name() == "cpu" and not installed_ops.get(SHARED_MEMORY_OP):
         deepspeed.ops.__compatible_ops__[SHARED_MEMORY_OP] = False
     if local_rank == 0:
@@ -74,13 +84,37 @@ def clear_interrupted_builds(abandoned_seconds: float = ABANDONED_SECONDS) -> No
             time.sleep(POLL_SECONDS)
 
 
-def _locks() -> Iterator[Path]:
-    """The lock files of all builds."""
+def _prefer_own_ninja() -> None:
+    """Put the environment's folder of commands first on PATH, as in an activated environment.
+
+    PyTorch calls ninja by name, and another version of it builds everything again.
+    """
+    commands, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
+    if path.split(os.pathsep)[0] != commands:
+        os.environ["PATH"] = os.pathsep.join([commands, path])
+
+
+def _build_folder() -> Path:
+    """The build folder of this environment: its versions, compiler and flags."""
     from torch.utils.cpp_extension import get_default_build_root
 
-    if folder := os.environ.get("TORCH_EXTENSIONS_DIR"):
-        return Path(folder).glob("*/lock")
-    return Path(get_default_build_root()).glob("*/*/lock")  # a folder for each Python and device
+    compiler = os.environ.get("CXX", "c++")
+    decisive = [
+        sys.prefix,
+        sys.version,
+        torch.__version__,
+        deepspeed.__version__,
+        get_accelerator().device_name(),
+        os.path.realpath(shutil.which(compiler) or compiler),
+        *(os.environ.get(name, "") for name in BUILD_VARIABLES),
+    ]
+    digest = hashlib.sha256("\0".join(decisive).encode()).hexdigest()
+    return Path(get_default_build_root()) / f"trialflow-{digest[:12]}"
+
+
+def _locks() -> Iterator[Path]:
+    """The lock files of all builds in this environment's folder."""
+    return Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/lock")
 
 
 def _exists(lock: Path) -> bool:

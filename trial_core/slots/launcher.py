@@ -185,8 +185,6 @@ def _environment(world_size: int, environment: Mapping[str, str]) -> dict[str, s
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(world_size),
         PYTHONUNBUFFERED="1",
-        # DeepSpeed calls ninja by name; it is not on PATH if the environment is not activated.
-        PATH=os.pathsep.join([str(Path(sys.executable).parent), base.get("PATH", os.defpath)]),
     )
     if count_accelerators(base) == 0:
         base["DS_ACCELERATOR"] = "cpu"

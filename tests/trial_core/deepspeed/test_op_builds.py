@@ -50,6 +50,35 @@ def test_a_cpu_rank_compiles_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "extensions").exists()
 
 
+FACTS = """
+import os, shutil
+from trial_core.deepspeed.op_builds import prepare_op_builds
+
+prepare_op_builds(local_rank=1)
+print(shutil.which("ninja"), os.environ["TORCH_EXTENSIONS_DIR"])
+"""
+
+
+def build_tools(**variables: str) -> tuple[str, str]:
+    """The ninja and the build folder of a process with these environment variables."""
+    inherited = {name: text for name, text in os.environ.items() if name != "TORCH_EXTENSIONS_DIR"}
+    ninja, folder = subprocess.check_output(
+        [sys.executable, "-c", FACTS], env={**inherited, **variables}, text=True
+    ).split()
+    return ninja, folder
+
+
+def test_every_process_of_an_environment_uses_the_same_build(tmp_path: Path) -> None:
+    """Also one in which the environment is not activated, and another ninja is found first."""
+    other = tmp_path / "ninja"
+    other.write_text("#!/bin/sh\n")
+    other.chmod(0o755)
+    here = build_tools(PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert here[0] == str(Path(sys.executable).with_name("ninja"))
+    assert here == build_tools(PATH="/usr/bin:/bin")
+    assert here[1] != build_tools(CXX="another-compiler")[1]
+
+
 def age(folder: Path, seconds: float) -> None:
     """Make all files in the folder that old."""
     for file in folder.iterdir():
