@@ -124,6 +124,7 @@ def test_everything_starts_and_ends_with_the_command(tmp_path: Path) -> None:
             running.stop(signal.SIGKILL)
 
 
+@pytest.mark.long  # test_request_guard has the guard and the password
 @pytest.mark.server
 def test_only_this_user_reaches_the_server(tmp_path: Path) -> None:
     """Other users and pages of other sites are refused. The printed lines let Prefect's own

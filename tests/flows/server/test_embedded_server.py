@@ -147,6 +147,7 @@ def test_one_server_starts_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert is_locked == [True]
 
 
+@pytest.mark.long  # test_a_run_that_is_stopped has Ctrl-C
 def test_ctrl_c_interrupts_the_flow_alone(used_home: Path) -> None:
     """SIGINT to the foreground group: the server records the flow's end, then ends as well."""
     with waiting_flow(used_home) as (driver, page):

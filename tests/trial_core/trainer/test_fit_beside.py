@@ -11,7 +11,8 @@ import pytest
 from tests.support.fitting import SCRIPT, start
 from trial_core.checkpoint.store import CheckpointStore
 
-pytestmark = pytest.mark.slots
+# Quick tests of the same: test_fit_stages, test_background_upload, test_commit_rendezvous.
+pytestmark = [pytest.mark.slots, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
