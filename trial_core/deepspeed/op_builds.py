@@ -54,21 +54,17 @@ def prepare_op_builds(local_rank: int) -> None:
         clear_interrupted_builds()
 
 
-def clear_interrupted_builds(abandoned_seconds: float = ABANDONED_SECONDS) -> None:
+def clear_interrupted_builds() -> None:
     """Remove the locks of abandoned builds; a later build reuses the files built so far.
 
     The first rank of each machine calls this before it uses an extension. It waits while a lock has
     no visible owner but may have one on another machine, and logs that. It does not wait for a
     build of a process of this machine.
-
-    Args:
-        abandoned_seconds: a lock without a visible owner is removed after its folder has not
-            changed for this long.
     """
     for lock in _locks():
         has_logged = False
         while _exists(lock) and not _is_held(lock):
-            if time.time() - _last_change(lock.parent) > abandoned_seconds:
+            if time.time() - _last_change(lock.parent) > ABANDONED_SECONDS:
                 logger.warning(
                     "a build of %s was killed: removing its lock %s", lock.parent.name, lock
                 )
@@ -78,7 +74,7 @@ def clear_interrupted_builds(abandoned_seconds: float = ABANDONED_SECONDS) -> No
                 logger.warning(
                     "%s is being built on another machine, or its build was killed: waiting until "
                     "the folder of %s has not changed for %.0f s",
-                    lock.parent.name, lock, abandoned_seconds,
+                    lock.parent.name, lock, ABANDONED_SECONDS,
                 )  # fmt: skip
                 has_logged = True
             time.sleep(POLL_SECONDS)
