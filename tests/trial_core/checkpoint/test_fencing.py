@@ -197,13 +197,16 @@ COMMIT_REQUESTS, RESTART_REQUESTS = 9, 18
 """Upper bounds of the requests of a commit and of a take-over."""
 
 
-def alternating_orders(step: int) -> Iterator[list[bool]]:
+LOCKS_REQUESTS = 12
+"""Upper bound of the further requests of each on a storage without conditional writes."""
+
+
+def alternating_orders(step: int, locks: int = 0) -> Iterator[list[bool]]:
     """Pause the commit before each of its requests, while the take-over sends some of its own."""
-    for first, second in itertools.product(
-        range(COMMIT_REQUESTS), range(0, RESTART_REQUESTS, step)
-    ):
-        for more in (1, COMMIT_REQUESTS) if (first + second) % 3 == 0 else (COMMIT_REQUESTS,):
-            yield [False] * first + [True] * second + [False] * more + [True] * RESTART_REQUESTS
+    commit, restart = COMMIT_REQUESTS + locks, RESTART_REQUESTS + locks
+    for first, second in itertools.product(range(commit), range(0, restart, step)):
+        for more in (1, commit) if (first + second) % 3 == 0 else (commit,):
+            yield [False] * first + [True] * second + [False] * more + [True] * restart
 
 
 @pytest.mark.usefixtures("one_by_one")
@@ -215,6 +218,31 @@ def test_a_commit_during_a_take_over(is_begun: bool, step: int) -> None:
     """In any order of requests the commit holds and the other run sees it, or nothing is left."""
     seen = {meet(order, is_begun)[0] for order in alternating_orders(step)}
     assert seen == {"Manifest", "Superseded"}
+
+
+@pytest.mark.usefixtures("one_by_one", "memory_without_conditions")
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=long)])
+def test_a_commit_during_a_take_over_without_conditional_writes(step: int) -> None:
+    """The same holds: both take the trial's lock where they would need conditional writes."""
+    seen = {meet(order, is_begun=True)[0] for order in alternating_orders(step, LOCKS_REQUESTS)}
+    assert seen == {"Manifest", "Superseded"}
+
+
+@pytest.mark.usefixtures("memory_without_conditions")
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=long)])
+def test_two_take_overs_without_conditional_writes(step: int) -> None:
+    """In any order of requests they get two numbers, and one of the two may commit."""
+    for first, second in itertools.product(range(0, 9, step), range(0, 18, step)):
+        store = CheckpointStore(f"memory://{uuids.uuid4()}")
+        order = [False] * first + [True] * second + [False] * 9 + [True] * 9
+        taken = interleave(
+            store.url, lambda s: s.take_over(TRIAL, "one"), lambda s: s.take_over(TRIAL, "two"),
+            order,
+        )  # fmt: skip
+        fences = [Fence(store.storage, fence.record) for fence in taken]
+        assert sorted(fence.number for fence in fences) == [1, 2]
+        assert [fence.number for fence in fences if fence.is_newest()] == [2]
+        MemoryFileSystem.store.clear()
 
 
 @long
