@@ -80,9 +80,7 @@ def commit(storage: Storage, manifest: Manifest, fence: Fence | None) -> None:
             fence.check(_not_committed(manifest))
         raise CheckpointDamaged(f"{_not_committed(manifest)}: {missing}")
     try:
-        create_only(
-            storage, manifest.name.key, data, layout.trial_locks_folder(manifest.trial)
-        )
+        create_only(storage, manifest.name.key, data, layout.trial_locks_folder(manifest.trial))
     except FileExistsError as error:
         raise _conflict(storage, manifest, fence, intent) from error
     is_fenced = fence is not None and fence.is_newest()

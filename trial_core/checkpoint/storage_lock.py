@@ -36,6 +36,7 @@ _TIME = "%Y%m%dT%H%M%S%fZ"
 _POLL_SECONDS = 0.02
 _MAX_POLL_SECONDS = 1.0
 _LOG_AFTER_SECONDS = 5.0
+_RELEASE_PAUSES = (0.0, 0.1, 1.0)
 
 _logger = logging.getLogger(__name__)
 
@@ -92,14 +93,20 @@ class StorageLock:
             )
 
     def release(self) -> None:
-        """Withdraw the announcement. If that fails, it becomes stale."""
-        try:
-            self._storage.remove(self._key)
-        except StorageError as error:
-            _logger.warning(
-                "a released lock was not deleted and blocks others for up to %d minutes: %s",
-                LOCK_STALE.total_seconds() // 60, error,
-            )  # fmt: skip
+        """Withdraw the announcement. If that fails several times, it becomes stale."""
+        failure = None
+        for pause in _RELEASE_PAUSES:  # the lock would block this process's next write as well
+            time.sleep(pause)
+            try:
+                self._storage.remove(self._key)
+            except StorageError as error:
+                failure = error
+            else:
+                return
+        _logger.warning(
+            "a released lock was not deleted, and blocks all writers for up to %d minutes: %s",
+            LOCK_STALE.total_seconds() // 60, failure,
+        )  # fmt: skip
 
     def _has_expired(self) -> bool:
         return self._age() > LOCK_STALE / 2

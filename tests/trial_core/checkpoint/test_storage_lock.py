@@ -59,3 +59,20 @@ def test_waiting_for_a_lock_ends(
     ):
         pass
     assert list(unknown_store.storage.sizes(FOLDER)) == [HELD]
+
+
+def test_a_release_is_tried_again(
+    unknown_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock that stays would block its own process's next write for 10 minutes."""
+    remove, failures = unknown_store.storage.remove, iter([StorageError("no answer")])
+
+    def failing_once(key: str) -> None:
+        for failure in failures:
+            raise failure
+        remove(key)
+
+    monkeypatch.setattr(unknown_store.storage, "remove", failing_once)
+    with locked(unknown_store.storage, FOLDER):
+        pass
+    assert unknown_store.storage.sizes(FOLDER) == {}
