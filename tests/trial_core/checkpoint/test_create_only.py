@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import uuid as uuids
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, tzinfo
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.support.faults.s3 import faulty_s3
+from tests.support.interleaving import interleave, then_in_turns
 from tests.support.s3 import S3Server
 from trial_core.checkpoint import layout, storage_lock
 from trial_core.checkpoint.create_only import create_only
+from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
 
@@ -67,6 +72,22 @@ def test_a_write_that_outlasts_its_lock_is_an_error(
     monkeypatch.setattr(storage, "create", create_late)
     with pytest.raises(StorageError, match=f"{KEY} may be written, too late: the lock .* 1200 s"):
         create_only(storage, KEY, b"1", LOCKS)
+
+
+@pytest.mark.usefixtures("memory_without_conditions")
+def test_two_take_overs_without_conditional_writes() -> None:
+    """In any order of requests they get two numbers, and one of the two may commit."""
+    for first, second in itertools.product(range(9), range(12)):
+        store = CheckpointStore(f"memory://{uuids.uuid4()}")
+        order = then_in_turns([False] * first + [True] * second + [False] * 9)
+        taken = interleave(
+            store.url, lambda s: s.take_over("t", "one"), lambda s: s.take_over("t", "two"),
+            order,
+        )  # fmt: skip
+        fences = [Fence(store.storage, fence.record) for fence in taken]
+        assert sorted(fence.number for fence in fences) == [1, 2]
+        assert [fence.number for fence in fences if fence.is_newest()] == [2]
+        MemoryFileSystem.store.clear()
 
 
 @pytest.mark.long

@@ -240,22 +240,6 @@ def test_a_commit_during_a_take_over_without_conditional_writes(step: int) -> No
     assert seen == {"Manifest", "Superseded"}
 
 
-@pytest.mark.usefixtures("memory_without_conditions")
-def test_two_take_overs_without_conditional_writes() -> None:
-    """In any order of requests they get two numbers, and one of the two may commit."""
-    for first, second in itertools.product(range(9), range(12)):
-        store = CheckpointStore(f"memory://{uuids.uuid4()}")
-        order = then_in_turns([False] * first + [True] * second + [False] * 9)
-        taken = interleave(
-            store.url, lambda s: s.take_over(TRIAL, "one"), lambda s: s.take_over(TRIAL, "two"),
-            order,
-        )  # fmt: skip
-        fences = [Fence(store.storage, fence.record) for fence in taken]
-        assert sorted(fence.number for fence in fences) == [1, 2]
-        assert [fence.number for fence in fences if fence.is_newest()] == [2]
-        MemoryFileSystem.store.clear()
-
-
 @long
 @pytest.mark.usefixtures("one_by_one")
 @pytest.mark.parametrize("seed", range(4))
