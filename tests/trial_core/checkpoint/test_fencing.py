@@ -232,7 +232,7 @@ def test_a_commit_during_a_take_over(is_begun: bool, step: int) -> None:
 
 
 @pytest.mark.usefixtures("one_by_one", "memory_without_conditions")
-@pytest.mark.parametrize("step", [7, pytest.param(1, marks=long)])
+@pytest.mark.parametrize("step", [7, pytest.param(2, marks=long)])
 def test_a_commit_during_a_take_over_without_conditional_writes(step: int) -> None:
     """The same holds: both take the trial's lock where they would need conditional writes."""
     orders = alternating_orders(step, LOCKS_REQUESTS)
