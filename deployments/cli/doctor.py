@@ -141,25 +141,27 @@ def accelerators() -> Check:
 
 
 def stored(config: Path | None, storage: str | None) -> Iterator[Check]:
-    """Check that the storage is writable, and how the registry prevents conflicting writes."""
+    """Check that the storage is writable, and how it prevents conflicting writes."""
     try:
         store = open_store(config, storage)
         store.check_writable()
         yield Check("storage", "ok", f"{store.url} is writable")
-        yield registry(store)
+        yield create_only_writes(store)
     except TrialflowError as error:
         yield Check("storage", "fail", str(error))
 
 
-def registry(store: CheckpointStore) -> Check:
-    """Report how the registry prevents conflicting writes on this storage."""
+def create_only_writes(store: CheckpointStore) -> Check:
+    """Report how runs and the registry prevent conflicting writes on this storage."""
+    from trial_core.checkpoint.create_only import CLOCKS_ADVICE
+
     if store.storage.has_conditional_writes():
-        return Check("registry", "ok", "conditional writes")
+        return Check("create-only", "ok", "conditional writes")
     return Check(
-        "registry",
+        "create-only",
         "warn",
-        "the storage has no conditional writes, so the registry uses a lock",
-        "keep the clocks of all machines that promote models correct to a few minutes",
+        "the storage has no conditional writes, so runs and the registry take a lock",
+        CLOCKS_ADVICE,
     )
 
 

@@ -7,12 +7,18 @@ are long tests.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.faults.filesystem import planned
+from tests.support.faults.plan import Plan
 from tests.support.s3 import S3Server
+from trial_core.checkpoint import storage_lock
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.storage.base import Storage
+from trial_core.storage.local import MemoryStorage
 from trial_core.storage.open_storage import ENGINE_VARIABLE
 
 long = pytest.mark.long
@@ -76,6 +82,25 @@ def s3fs_store(moto_s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Checkpoint
 def local_store(tmp_path: Path) -> CheckpointStore:
     """An empty store in a folder: ``tmp_path / "local"``."""
     return CheckpointStore(str(tmp_path / "local"))
+
+
+@pytest.fixture
+def unknown_store(tmp_path: Path) -> Iterator[CheckpointStore]:
+    """An empty store on an unknown file system: it has no conditional writes."""
+    with planned(tmp_path.name, Plan()):
+        yield CheckpointStore(f"faulty://{tmp_path.name}{tmp_path}/storage")
+
+
+@pytest.fixture
+def memory_without_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storages in memory have no conditional writes: every create overwrites.
+
+    As an S3 server that ignores `If-None-Match`. Locks are polled often, because actors take turns.
+    """
+    monkeypatch.setattr(MemoryStorage, "_probe_conditional_writes", lambda self: False)
+    monkeypatch.setattr(MemoryStorage, "_create", Storage._put_small)
+    monkeypatch.setattr(storage_lock, "_POLL_SECONDS", 0.0005)
+    monkeypatch.setattr(storage_lock, "_MAX_POLL_SECONDS", 0.0005)
 
 
 def _new_store(server: S3Server) -> CheckpointStore:

@@ -19,6 +19,8 @@ checkpoint stays, and the new attempt may resume from it. If T3 is first, C4 fai
 tombstone is there; after T4 the files are gone, which C5 finds. So no run resumes from a checkpoint
 that is deleted later, and no checkpoint of the old attempt appears after the new one has looked.
 
+On a storage without conditional writes, C4 and T3 take the trial's lock: see `create_only`.
+
 One case is left: a driver that is killed between C4 and C5, after T4, leaves a manifest without
 files. The checkpoint is listed, and a restore finds that it is damaged.
 """
@@ -28,6 +30,7 @@ from __future__ import annotations
 import logging
 
 from trial_core.checkpoint import layout
+from trial_core.checkpoint.create_only import create_only
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.intents import Intent, read_intent
 from trial_core.checkpoint.json_objects import encode_json
@@ -77,7 +80,7 @@ def commit(storage: Storage, manifest: Manifest, fence: Fence | None) -> None:
             fence.check(_not_committed(manifest))
         raise CheckpointDamaged(f"{_not_committed(manifest)}: {missing}")
     try:
-        storage.create(manifest.name.key, data)
+        create_only(storage, manifest.name.key, data, layout.trial_locks_folder(manifest.trial))
     except FileExistsError as error:
         raise _conflict(storage, manifest, fence, intent) from error
     is_fenced = fence is not None and fence.is_newest()

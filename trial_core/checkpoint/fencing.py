@@ -6,9 +6,10 @@ before an attempt looks for a checkpoint to resume from, it takes the trial's ne
 
     attempts/{trial}/{number:06d}.json     who took over, and when
 
-The object is create-only, so two attempts at the same time get two numbers. An attempt with a lower
-number than the newest is superseded, and is refused when it announces an upload or commits. Numbers
-are never reused, also after the run has ended: an attempt may wake up at any time.
+The object is create-only, so two attempts at the same time get two numbers; see `create_only`. An
+attempt with a lower number than the newest is superseded, and is refused when it announces an
+upload or commits. Numbers are never reused, also after the run has ended: an attempt may wake up at
+any time.
 
 `commit` describes what happens to a commit in progress during a take-over.
 """
@@ -21,6 +22,7 @@ from collections.abc import Iterator
 import msgspec
 
 from trial_core.checkpoint import layout
+from trial_core.checkpoint.create_only import create_only
 from trial_core.checkpoint.json_objects import decode_json, encode_json, named_keys, user_at_host
 from trial_core.checkpoint.manifest import utc_now
 from trial_core.errors import CommitConflict, StorageError, Superseded
@@ -125,7 +127,10 @@ def take_over(storage: Storage, trial: str, attempt: str, after: int | None = No
             trial=trial, number=number, attempt=attempt, by=user_at_host(), at=utc_now()
         )
         try:
-            storage.create(layout.attempt_key(trial, number), encode_json(record))
+            create_only(
+                storage, layout.attempt_key(trial, number), encode_json(record),
+                layout.trial_locks_folder(trial),
+            )  # fmt: skip
         except FileExistsError:
             continue  # another attempt took this number: take the next one, and supersede it
         _delete_old_records(storage, trial, numbers)
@@ -138,18 +143,19 @@ def take_over(storage: Storage, trial: str, attempt: str, after: int | None = No
 
 def newest_attempts(storage: Storage, trial: str) -> Iterator[tuple[int, AttemptRecord | None]]:
     """Number and record of a trial's recorded attempts, newest first. None: unreadable."""
-    folder = layout.attempts_folder(trial)
-    named = named_keys(storage, folder, lambda key: layout.parse_numbered_key(folder, key))
-    for key, number in sorted(named, key=lambda each: each[1], reverse=True):
+    for key, number in sorted(_numbered(storage, trial), key=lambda each: each[1], reverse=True):
         data = storage.read(key)
         yield number, decode_json(data or b"", AttemptRecord, f"{storage.url}/{key}")
 
 
 def _numbers(storage: Storage, trial: str) -> list[int]:
+    return [number for _, number in _numbered(storage, trial)]
+
+
+def _numbered(storage: Storage, trial: str) -> list[tuple[str, int]]:
+    """Keys and numbers of a trial's recorded attempts."""
     folder = layout.attempts_folder(trial)
-    keys = storage.sizes(folder)
-    found = (layout.parse_numbered_key(folder, key) for key in keys)
-    return [number for number in found if number is not None]
+    return named_keys(storage, folder, lambda key: layout.parse_numbered_key(folder, key))
 
 
 def _delete_old_records(storage: Storage, trial: str, numbers: list[int]) -> None:

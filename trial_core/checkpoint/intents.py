@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from trial_core.checkpoint import layout
+from trial_core.checkpoint.create_only import create_only
 from trial_core.checkpoint.json_objects import decode_json, named_keys
 from trial_core.checkpoint.manifest import Count, is_json, is_tombstone, tombstone
 from trial_core.storage.base import Storage
@@ -148,7 +149,8 @@ def _prevent_commit(storage: Storage, intent: Intent) -> bool:
         return True  # its attempt checks the fence before it commits
     key = layout.manifest_key(intent.trial, intent.batches, intent.uuid)
     try:
-        storage.create(key, tombstone(intent.uuid))
+        lock_folder = layout.trial_locks_folder(intent.trial)
+        create_only(storage, key, tombstone(intent.uuid), lock_folder)
     except FileExistsError:
         return False
     return True

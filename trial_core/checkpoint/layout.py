@@ -9,6 +9,7 @@ manifests/{trial}/{batches:010d}-{uuid}.json    driver, to commit: last, create-
 checkpoints/{uuid}/{path}                       ranks, while they upload                prune; sweep if never committed
 uploads/{trial}/{uuid}.json                     driver, before the upload (intent)      commit; sweep if never committed
 attempts/{trial}/{number:06d}.json              driver, to take over the trial          later attempts: the last 8 stay
+locks/{trial}/{time}-{unique}.json              take-over, commit, sweep (see below)    the writer; the next one if stale
 claims/{trial}.json                             driver, when it starts and restores     end of the run; ignored after 30 days
 pins/{uuid}.json                                a person who pins                       a person who unpins
 pins/{uuid}/{model}/{move:06d}-{unique}.json    registry, before a promotion (hold)     a later move of the model's aliases
@@ -17,10 +18,12 @@ deletions/{uuid}.json                           prunes of older versions        
 runs/{trial}/{path}                             ranks: TensorBoard files, traces        nothing
 models/{model}/versions/{number:06d}.json       registry, to register; create-only      nothing
 models/{model}/moves/{number:06d}.json          registry, to move aliases; create-only  nothing
-models/{model}/locks/{time}-{unique}.json       registry, if writes are not atomic      the writer; the next one if stale
+models/{model}/locks/{time}-{unique}.json       registry and journal (see below)        the writer; the next one if stale
 models/{model}/retrainings/{run}/{path}         a retraining: its journal, its report   nothing
 probes/{uuid}                                   a check of the storage                  the same check
 ==============================================  ======================================  =====================================
+
+Locks are only on storages without conditional writes: see `create_only`.
 
 Files without a manifest are no checkpoint: they belong to an upload in progress, or are leftovers.
 
@@ -39,6 +42,7 @@ MANIFESTS = "manifests"
 CHECKPOINTS = "checkpoints"
 UPLOADS = "uploads"
 ATTEMPTS = "attempts"
+LOCKS = "locks"
 CLAIMS = "claims"
 PINS = "pins"
 DELETIONS = "deletions"
@@ -153,6 +157,11 @@ def attempt_key(trial: str, number: int) -> str:
     return numbered_key(attempts_folder(trial), number)
 
 
+def trial_locks_folder(trial: str) -> str:
+    """The folder of the locks on a trial's attempts and manifests."""
+    return f"{LOCKS}/{checked_trial(trial)}"
+
+
 def claim_key(trial: str) -> str:
     """The key of a trial's claim."""
     return f"{CLAIMS}/{checked_trial(trial)}.json"
@@ -253,7 +262,7 @@ def moves_folder(model: str) -> str:
 
 
 def locks_folder(model: str) -> str:
-    """The folder of the locks on a model's versions and moves."""
+    """The folder of the locks on a model's versions, moves and journals."""
     return f"{model_folder(model)}/locks"
 
 

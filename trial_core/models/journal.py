@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from trial_core.checkpoint import layout
+from trial_core.checkpoint.create_only import create_only
 from trial_core.checkpoint.manifest import is_json, tagged, untagged, utc_now
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import RegistryError
@@ -139,6 +140,7 @@ class Journal:
         self._storage = store.storage
         self._model = model
         self._run = run
+        self._lock_folder = layout.locks_folder(model)
 
     def url(self, name: str) -> str:
         """The URL of an object, for people."""
@@ -166,7 +168,7 @@ class Journal:
         stored = msgspec.json.encode(tagged(msgspec.to_builtins(value)))
         data = msgspec.json.format(stored, indent=2) + b"\n"
         try:
-            self._storage.create(self._key(f"{name}.json"), data)
+            create_only(self._storage, self._key(f"{name}.json"), data, self._lock_folder)
         except FileExistsError:
             return self.read(name, type(value)) or value
         return value

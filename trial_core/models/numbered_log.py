@@ -4,8 +4,7 @@ Numbers start at 1. An append creates the object of the next number, create-only
 
     {folder}/{number:06d}.json
 
-Of several writers that saw the same last number, one succeeds. On storages without conditional
-writes, appends take a lock; see `storage_lock`.
+Of several writers that saw the same last number, one succeeds; see `create_only`.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from typing import Generic, TypeVar
 import msgspec
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.json_objects import encode_json
+from trial_core.checkpoint.create_only import create_only
+from trial_core.checkpoint.json_objects import encode_json, named_keys
 from trial_core.checkpoint.manifest import is_json
 from trial_core.errors import RegistryError
 from trial_core.models.records import Numbered
-from trial_core.models.storage_lock import locked
 from trial_core.storage.base import Storage
 from trial_core.storage.parallel import CancelSignal, in_parallel
 
@@ -95,24 +94,11 @@ class NumberedLog(Generic[Entry]):
         Raises:
             FileExistsError: another writer stored a different entry under that number.
         """
-        key, data = layout.numbered_key(self._folder, entry.number), encode_json(entry)
-        if self._storage.has_conditional_writes():
-            self._storage.create(key, data)
-            return
-        with locked(self._storage, self._lock_folder) as lock:
-            existing = self._storage.read(key)
-            if existing == data:
-                return
-            if existing is not None and is_json(existing):
-                raise FileExistsError(f"{key} exists in {self._storage.url}")
-            lock.check()
-            if existing is not None:  # incomplete, and its writer no longer has the lock
-                self._storage.remove(key)
-            self._storage.create(key, data)
+        key = layout.numbered_key(self._folder, entry.number)
+        create_only(self._storage, key, encode_json(entry), self._lock_folder)
 
     def _numbers(self) -> list[int]:
-        numbers = (
-            layout.parse_numbered_key(self._folder, key)
-            for key in self._storage.sizes(self._folder)
+        named = named_keys(
+            self._storage, self._folder, lambda key: layout.parse_numbered_key(self._folder, key)
         )
-        return sorted(number for number in numbers if number is not None)
+        return sorted(number for _, number in named)

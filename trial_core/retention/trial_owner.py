@@ -11,16 +11,20 @@ tells this from a machine that cannot be reached.
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from trial_core.checkpoint.create_only import CLOCKS_ADVICE
 from trial_core.checkpoint.fencing import AttemptRecord, Fence, newest_attempts
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import TrialflowError
 from trial_core.retention.claims import Claim, RunClaim, claim_run, claims
 from trial_core.retention.leftovers import SWEEPER
 from trial_core.retention.process_identity import is_alive, this_process
+
+_logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -44,6 +48,11 @@ def own_trial(
         CommitConflict: another attempt has taken over the trial at the same time.
         Superseded: likewise.
     """
+    if not store.storage.has_conditional_writes():
+        _logger.warning(
+            "%s has no conditional writes, so runs take a lock there to start and to commit: %s",
+            store.url, CLOCKS_ADVICE,
+        )  # fmt: skip
     number, last = _last_attempt(store, trial)
     continues = last is not None and last.attempt == attempt
     if not continues and not take_over:

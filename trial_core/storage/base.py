@@ -139,7 +139,7 @@ class Storage:
 
         Succeeds if the object exists with the same bytes: the reply to an earlier attempt may have
         been lost. Without conditional writes (see `has_conditional_writes`), two writers at the
-        same moment may both succeed.
+        same moment may both succeed: `checkpoint.create_only` prevents that.
 
         Raises:
             FileExistsError: the object exists with other bytes.

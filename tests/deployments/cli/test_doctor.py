@@ -26,7 +26,7 @@ def test_a_machine_that_can_train(tmp_path: Path) -> None:
     assert {check["status"] for check in found.values()} == {"ok"}
     assert found["torch"]["found"] == importlib.metadata.version("torch")
     assert found["accelerators"]["found"] == "none: slots are CPU processes"
-    assert found["registry"]["found"] == "conditional writes"
+    assert found["create-only"]["found"] == "conditional writes"
     assert found["server"]["found"].startswith("none configured")
 
 
@@ -45,7 +45,7 @@ def test_a_failed_check(tmp_path: Path) -> None:
 
 
 def test_a_storage_without_conditional_writes(tmp_path: Path, moto_s3: S3Server) -> None:
-    """It is a warning: the registry uses a lock, which needs correct clocks."""
+    """It is a warning: runs and the registry take a lock, which needs correct clocks."""
     with faulty_s3(moto_s3) as endpoint:
         endpoint.ignored = frozenset({"if-none-match"})
         server = endpoint.server()
@@ -53,8 +53,8 @@ def test_a_storage_without_conditional_writes(tmp_path: Path, moto_s3: S3Server)
         config = write_experiment(tmp_path, checkpoint_storage=place)
         found = {check.subject: check for check in doctor.stored(config, None)}
     assert found["storage"].status == "ok"
-    assert str(found["registry"]).startswith("warn  registry     the storage has no conditional")
-    assert "uses a lock: keep the clocks" in str(found["registry"])
+    assert str(found["create-only"]).startswith("warn  create-only  the storage has no conditional")
+    assert "runs and the registry take a lock: keep the clocks" in str(found["create-only"])
 
 
 def test_a_server_that_does_not_answer(tmp_path: Path) -> None:

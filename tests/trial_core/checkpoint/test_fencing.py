@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from tests.support.interleaving import FailingStore, interleave
+from tests.support.interleaving import FailingStore, interleave, then_in_turns
 from tests.support.manifests import keys_of, new_manifest, put_files, stored_keys
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.fencing import ATTEMPTS_KEPT, AttemptRecord, Fence
@@ -85,6 +85,17 @@ def test_a_half_written_attempt_supersedes(local_store: CheckpointStore) -> None
     with pytest.raises(Superseded, match=r"another attempt has taken over trial .*, as number 2"):
         fence.check("nothing is done")
     assert local_store.take_over(TRIAL, "three").number == 3
+
+
+def test_a_foreign_object_beside_attempts_is_ignored_with_a_warning(
+    local_store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The warning names the object."""
+    local_store.take_over(TRIAL, "one")
+    key = f"{layout.attempts_folder(TRIAL)}/000007 (copy).json"
+    local_store.storage.write(key, b"{}")
+    assert local_store.take_over(TRIAL, "two").number == 2
+    assert f"{local_store.url}/{key} is ignored" in caplog.text
 
 
 def test_a_sweep_leaves_uploads_of_later_attempts(local_store: CheckpointStore) -> None:
@@ -197,13 +208,16 @@ COMMIT_REQUESTS, RESTART_REQUESTS = 9, 18
 """Upper bounds of the requests of a commit and of a take-over."""
 
 
-def alternating_orders(step: int) -> Iterator[list[bool]]:
+LOCKS_REQUESTS = 12
+"""Upper bound of the further requests of each on a storage without conditional writes."""
+
+
+def alternating_orders(step: int, locks: int = 0) -> Iterator[list[bool]]:
     """Pause the commit before each of its requests, while the take-over sends some of its own."""
-    for first, second in itertools.product(
-        range(COMMIT_REQUESTS), range(0, RESTART_REQUESTS, step)
-    ):
-        for more in (1, COMMIT_REQUESTS) if (first + second) % 3 == 0 else (COMMIT_REQUESTS,):
-            yield [False] * first + [True] * second + [False] * more + [True] * RESTART_REQUESTS
+    commit, restart = COMMIT_REQUESTS + locks, RESTART_REQUESTS + locks
+    for first, second in itertools.product(range(commit), range(0, restart, step)):
+        for more in (1, commit) if (first + second) % 3 == 0 else (commit,):
+            yield [False] * first + [True] * second + [False] * more + [True] * restart
 
 
 @pytest.mark.usefixtures("one_by_one")
@@ -214,6 +228,15 @@ def alternating_orders(step: int) -> Iterator[list[bool]]:
 def test_a_commit_during_a_take_over(is_begun: bool, step: int) -> None:
     """In any order of requests the commit holds and the other run sees it, or nothing is left."""
     seen = {meet(order, is_begun)[0] for order in alternating_orders(step)}
+    assert seen == {"Manifest", "Superseded"}
+
+
+@pytest.mark.usefixtures("one_by_one", "memory_without_conditions")
+@pytest.mark.parametrize("step", [7, pytest.param(2, marks=long)])
+def test_a_commit_during_a_take_over_without_conditional_writes(step: int) -> None:
+    """The same holds: both take the trial's lock where they would need conditional writes."""
+    orders = alternating_orders(step, LOCKS_REQUESTS)
+    seen = {meet(then_in_turns(order), is_begun=True)[0] for order in orders}
     assert seen == {"Manifest", "Superseded"}
 
 

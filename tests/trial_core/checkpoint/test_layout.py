@@ -18,6 +18,7 @@ def test_keys_never_change() -> None:
     assert layout.file_key("u-2", "zero/0.pt") == "checkpoints/u-2/zero/0.pt"
     assert layout.intent_key("t-1", "u-2") == "uploads/t-1/u-2.json"
     assert layout.attempt_key("t-1", 7) == "attempts/t-1/000007.json"
+    assert layout.trial_locks_folder("t-1") == "locks/t-1"
     assert layout.claim_key("t-1") == "claims/t-1.json"
     assert layout.pin_key("u-2") == "pins/u-2.json"
     hold = layout.HoldName("u-2", "gpt", 7, "0a")
@@ -66,7 +67,7 @@ def test_paths_that_may_leave_the_folder_are_refused(path: str) -> None:
 OUTSIDE = ["", ".", "..", "../project", "/etc", "a/b", "a\\b", "a\n", "ä", "a" * 201]
 KEYS_OF_A_TRIAL = [
     layout.trial_folder, layout.intents_folder, layout.attempts_folder, layout.claim_key,
-    layout.run_folder,
+    layout.run_folder, layout.trial_locks_folder,
 ]  # fmt: skip
 KEYS_OF_A_CHECKPOINT = [
     layout.files_folder, layout.pin_key, layout.holds_folder, layout.deletions_folder,

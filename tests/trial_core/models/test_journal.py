@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import uuid as uuids
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from tests.support.interleaving import interleave, then_in_turns
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import RegistryError
 from trial_core.models.journal import (
@@ -105,3 +109,19 @@ def test_a_record_of_another_kind(journal: Journal) -> None:
     assert journal.read("plan", StageRecord) is not None
     with pytest.raises(RegistryError, match=r"plan\.json cannot be read: .*trial.*start a new run"):
         journal.plan()
+
+
+@pytest.mark.usefixtures("memory_without_conditions")
+def test_two_attempts_have_one_plan_without_conditional_writes() -> None:
+    """In any order of requests both get the plan that is stored."""
+    later = msgspec.structs.replace(PLAN, trial="toy-0000cafe")
+
+    def plans(plan: RetrainingPlan) -> Callable[[CheckpointStore], RetrainingPlan]:
+        return lambda store: Journal(store, "gpt", "run-1").write_plan(plan)
+
+    for first, second in itertools.product(range(0, 8, 2), range(0, 16, 2)):
+        url = f"memory://{uuids.uuid4()}"
+        order = then_in_turns([False] * first + [True] * second + [False] * 9)
+        valid = interleave(url, plans(PLAN), plans(later), order)
+        stored = Journal(CheckpointStore(url), "gpt", "run-1").plan()
+        assert valid == (stored, stored)

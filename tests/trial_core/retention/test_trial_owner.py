@@ -155,3 +155,15 @@ def test_the_last_run_is_described(local_store: CheckpointStore) -> None:
     assert describe_last_run(local_store, TRIAL) == "never run"
     at = local_store.take_over(TRIAL, "theirs").record.at
     assert describe_last_run(local_store, TRIAL) == f"last started by {OURS} at {at}"
+
+
+def test_a_run_says_that_its_storage_has_no_conditional_writes(
+    unknown_store: CheckpointStore, local_store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And what to do. On another storage it says nothing."""
+    for store in (local_store, unknown_store):
+        assert "conditional writes" not in caplog.text
+        with own_trial(store, TRIAL, "ours"):
+            pass
+    assert f"{unknown_store.url} has no conditional writes, so runs take a lock" in caplog.text
+    assert "keep the clocks of all machines that use it correct" in caplog.text

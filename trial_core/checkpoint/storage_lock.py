@@ -36,6 +36,7 @@ _TIME = "%Y%m%dT%H%M%S%fZ"
 _POLL_SECONDS = 0.02
 _MAX_POLL_SECONDS = 1.0
 _LOG_AFTER_SECONDS = 5.0
+_RELEASE_PAUSES = (0.0, 0.1, 1.0)
 
 _logger = logging.getLogger(__name__)
 
@@ -58,9 +59,8 @@ class StorageLock:
     def __init__(self, storage: Storage, folder: str) -> None:
         self._storage = storage
         self._folder = folder
-        self._started = time.monotonic()
-        now = datetime.now(timezone.utc).strftime(_TIME)
-        self._key = f"{folder}/{now}-{uuids.uuid4().hex}.json"
+        self._announced_at = datetime.now(timezone.utc)
+        self._key = f"{folder}/{self._announced_at.strftime(_TIME)}-{uuids.uuid4().hex}.json"
 
     def acquire(self) -> str | None:
         """Announce, and wait for announcements that sort later to be withdrawn.
@@ -75,32 +75,45 @@ class StorageLock:
             delay = min(2 * delay, _MAX_POLL_SECONDS)
         return others[0] if others else None
 
-    def check(self) -> None:
-        """Call before each write under the lock.
+    def check(self, consequence: str) -> None:
+        """Call before and after each write under the lock.
+
+        Args:
+            consequence: what that means for the write, as the start of the error message.
 
         Raises:
             StorageError: the lock is so old that others may soon ignore it.
         """
         if self._has_expired():
             raise StorageError(
-                f"nothing was written: the lock {self._storage.url}/{self._key} is "
-                f"{time.monotonic() - self._started:.0f} s old, and may be used for "
+                f"{consequence}: the lock {self._storage.url}/{self._key} is "
+                f"{self._age().total_seconds():.0f} s old, and may be used for "
                 f"{LOCK_STALE.total_seconds() / 2:.0f} s; the storage is slow or this machine was "
                 "suspended: try again"
             )
 
     def release(self) -> None:
-        """Withdraw the announcement. If that fails, it becomes stale."""
-        try:
-            self._storage.remove(self._key)
-        except StorageError as error:
-            _logger.warning(
-                "a released lock was not deleted and blocks others for up to %d minutes: %s",
-                LOCK_STALE.total_seconds() // 60, error,
-            )  # fmt: skip
+        """Withdraw the announcement. If that fails several times, it becomes stale."""
+        failure = None
+        for pause in _RELEASE_PAUSES:  # the lock would block this process's next write as well
+            time.sleep(pause)
+            try:
+                self._storage.remove(self._key)
+            except StorageError as error:
+                failure = error
+            else:
+                return
+        _logger.warning(
+            "a released lock was not deleted, and blocks all writers for up to %d minutes: %s",
+            LOCK_STALE.total_seconds() // 60, failure,
+        )  # fmt: skip
 
     def _has_expired(self) -> bool:
-        return time.monotonic() - self._started > LOCK_STALE.total_seconds() / 2
+        return self._age() > LOCK_STALE / 2
+
+    def _age(self) -> timedelta:
+        # As others see it. The monotonic clock stands still while the machine is suspended.
+        return datetime.now(timezone.utc) - self._announced_at
 
     def _others(self) -> list[str]:
         """The keys of all other announcements, sorted. Deletes stale ones."""
@@ -137,8 +150,8 @@ def locked(storage: Storage, folder: str) -> Iterator[StorageLock]:
         if waited > 1.5 * LOCK_STALE.total_seconds():
             raise StorageError(
                 f"cannot lock {storage.url}/{folder} after {waited:.0f} s: it is held by "
-                f"{_describe(storage, blocker)}; if no process registers or promotes there, a "
-                "clock may be wrong: delete that object"
+                f"{_describe(storage, blocker)}; if no process writes there, a clock may "
+                "be wrong: delete that object"
             )
         if waited > _LOG_AFTER_SECONDS and not is_logged:
             is_logged = True
