@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
+import hypothesis
+import hypothesis.configuration
 import pytest
 
 # Before anything imports deepspeed or prefect: tests use CPU ranks and no network.
@@ -18,6 +21,13 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 # A shell starts background jobs with SIGINT ignored, and commands under test would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# No test stores its examples, and hypothesis keeps its tables of characters out of the repository.
+hypothesis.settings.register_profile("trialflow", database=None)
+hypothesis.settings.load_profile("trialflow")
+hypothesis.configuration.set_hypothesis_home_dir(
+    Path(tempfile.gettempdir(), f"hypothesis-{os.getuid()}")
+)
 
 FLOWS = ("flows", "deployments")
 """Groups of tests with a Prefect server; each starts its own."""
