@@ -146,10 +146,12 @@ def _after_trial_option(words: list[str]) -> str | None:
 
 def hyperparameters(value: Any) -> Any:
     """Plain values: ``{type: const, val: x}`` becomes x; a search range is refused."""
+    ranges: list[Problem] = []
     problems: list[Problem] = []
-    values = _constants_resolved(to_plain_data(value, (), problems), (), problems)
-    if problems:
-        raise validation_errors(problems)
+    # In this order: plain data are not too deep to walk through.
+    values = _constants_resolved(to_plain_data(value, (), problems), (), ranges)
+    if ranges or problems:
+        raise validation_errors([*ranges, *problems])
     return values
 
 

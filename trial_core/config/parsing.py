@@ -227,6 +227,10 @@ def override(
     """
     result = dict(mapping)
     for text in overrides:
+        if not is_unicode(text):
+            raise ConfigError(
+                f"{option} {format_value(text)}: has a character that UTF-8 cannot encode"
+            )
         name, equals, value = text.partition("=")
         path = tuple(name.strip().split("."))
         if not equals or not all(path):

@@ -40,8 +40,7 @@ def sealed(data: bytes) -> bytes:
 def check(data: bytes) -> None:
     try:
         manifest = Manifest.from_json(data)
-    except CheckpointError as error:
-        assert str(error).startswith("the manifest")
+    except CheckpointError:
         return
     again = Manifest.from_json(manifest.to_json())
     assert again.to_json() == manifest.to_json()

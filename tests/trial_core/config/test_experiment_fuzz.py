@@ -257,6 +257,8 @@ def test_a_file_that_python_cannot_hold_is_refused(
     [
         {"hyperparameters": {"a": "<deep 600>"}},
         {"data": {"a": "<deep 100000>"}},
+        {"entrypoint": ["<deep 100000>"]},
+        {"checkpoint_storage": {"type": "<deep 100000>"}},
         {"hyperparameters": {"a": "\ud800"}},
         {"hyperparameters": {"\ud800": 1}},
         {"\ud800": 1},

@@ -8,7 +8,9 @@ import msgspec
 import pytest
 from hypothesis import strategies as st
 
+from tests.support.manifests import entry
 from tests.support.strategies import changed, fuzz, spoilt
+from trial_core.checkpoint.manifest import Topology
 from trial_core.messages import (
     Answer,
     BatchesTrained,
@@ -27,8 +29,6 @@ from trial_core.messages import (
     decode_hello,
     encode,
 )
-from trial_core.checkpoint.manifest import Topology
-from tests.support.manifests import entry
 
 TOPOLOGY = Topology(world_size=2, data_parallel_size=2)
 TRAINED = Trained(
