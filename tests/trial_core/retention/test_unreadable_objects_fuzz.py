@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -21,6 +22,7 @@ from trial_core.checkpoint.json_objects import decode_json
 from trial_core.checkpoint.manifest import Manifest, utc_now
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import TrialflowError
+from trial_core.retention import claims
 from trial_core.retention.claims import Claim
 from trial_core.retention.deletion_markers import Deletion
 from trial_core.retention.holds import RegistryHold, holds
@@ -70,7 +72,8 @@ objects = st.dictionaries(
 
 def prepared(found: dict[str, bytes]) -> Iterator[CheckpointStore]:
     """A store with two checkpoints, files of an upload, and these objects."""
-    with memory_store() as store:
+    # A run would wait for the end of a deletion that a marker announces.
+    with memory_store() as store, mock.patch.object(claims, "DELETION_WAIT_SECONDS", 0):
         commit_files(store, 7, files=FILES, uuid=KEPT)
         commit_files(store, 9, files=FILES, uuid=OTHER, trial="x")
         store.storage.write(layout.file_key(DEAD, "shard"), b"lost")
