@@ -100,7 +100,7 @@ def refuse_missing_code(config: ExperimentConfig) -> None:
     Raises:
         LaunchError: this machine does not have the folder.
     """
-    if not config.code.is_dir():
+    if not os.path.isdir(config.code):  # `Path.is_dir` raises if the name is too long
         raise LaunchError(
             f"there is no code folder {config.code} on {socket.gethostname()}: it must be under "
             "that path on the machine that trains (a shared file system, a checkout in the same "

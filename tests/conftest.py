@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from pathlib import Path
 
+import hypothesis
+import hypothesis.configuration
 import pytest
 
 # Before anything imports deepspeed or prefect: tests use CPU ranks and no network.
@@ -15,6 +18,20 @@ os.environ["DO_NOT_TRACK"] = "1"
 # A shell starts background jobs with SIGINT ignored, and commands under test would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Examples are the same each time, are not stored, and have no deadline: machines are busy.
+# hypothesis keeps its tables of characters out of the repository.
+hypothesis.settings.register_profile(
+    "trialflow",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("trialflow")
+hypothesis.configuration.set_hypothesis_home_dir(
+    Path(tempfile.gettempdir(), f"hypothesis-{os.getuid()}")
+)
 
 FLOWS = ("flows", "deployments")
 """Groups of tests with a Prefect server; each starts its own."""

@@ -24,6 +24,7 @@ CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 TARGET = re.compile(r"\]\(([^)\s]+)\)")
 SCHEME = re.compile(r"[a-z]+:")
 # The last alternative: a table's cell that waits for a figure, such as RATIO1.
+PROMISES = (ROOT / "docs" / "promises.md").read_text()
 PLACEHOLDER = re.compile(r"\b(?:FIGURES|TODO|FIXME|XXX)\b|\|\s*[A-Z]{3,}\d\b")
 
 
@@ -52,6 +53,27 @@ def test_links_and_images_resolve(document: Path) -> None:
 def test_no_placeholder_is_left(document: Path) -> None:
     """No document has a word that stands for missing text."""
     assert PLACEHOLDER.findall(document.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "test"),
+    re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PROMISES),
+    ids=lambda part: part[-40:],
+)
+def test_the_test_of_a_promise_exists(path: str, test: str) -> None:
+    """The page of promises names tests that pytest runs."""
+    text = (ROOT / path).read_text()
+    assert re.search(rf"^def {test}\(", text, flags=re.MULTILINE)
+
+
+def test_every_promise_has_a_test() -> None:
+    """The page has a row for each promise of the README, in its order; each row names a test."""
+    section = (ROOT / "README.md").read_text().partition("## What it guarantees")[2]
+    promised = re.findall(r"^- \*\*(.+?)\.\*\*", section.partition("\n## ")[0], flags=re.MULTILINE)
+    table = PROMISES.partition("## What strangers")[0]
+    rows = re.findall(r"^\| (.*?) ?\| .* \| (.*) \|$", table, flags=re.MULTILINE)[1:]
+    assert [promise for promise, _ in rows if promise] == promised
+    assert all("::test_" in test for _, test in rows)
 
 
 @pytest.mark.parametrize("package", [trial_core.deepspeed, trial_core.pytorch, trialflow])

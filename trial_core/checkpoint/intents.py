@@ -125,15 +125,21 @@ def intents(storage: Storage, trial: str, number: int | None = None) -> list[Int
 
 
 def _remove_partial_manifests(storage: Storage, trial: str, uuids: Collection[str]) -> set[str]:
-    """Delete the partly written manifests of checkpoints; return which checkpoints are committed.
+    """Delete a trial's partly written manifests; return which of the checkpoints are committed.
 
     In a storage without conditional writes, a broken connection may leave a partly written
-    manifest. Such a checkpoint is not committed.
+    manifest. Such a checkpoint is not committed. A checkpoint of another trial, which a copied
+    intent may name, counts as committed.
     """
-    found = set()
-    for key, size_bytes in storage.sizes(layout.trial_folder(trial)).items():
+    found: set[str] = set()
+    if not uuids:
+        return found
+    for key, size_bytes in storage.sizes(layout.MANIFESTS).items():
         name = layout.parse_manifest_key(key)
         if name is None or name.uuid not in uuids:
+            continue
+        if name.trial != trial:
+            found.add(name.uuid)
             continue
         data = storage.read(key)
         if data is not None and len(data) == size_bytes and not is_json(data):

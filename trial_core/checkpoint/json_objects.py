@@ -75,13 +75,19 @@ def user_at_host() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def age_of(at: str) -> timedelta | None:
-    """The time since `at` (ISO 8601, with an offset or Z); None if it is not such a time."""
+def parse_time(at: str) -> datetime | None:
+    """A time (ISO 8601, with an offset or Z); None if it is not such a time."""
     try:
         moment = datetime.fromisoformat(at.replace("Z", "+00:00"))  # Python 3.10 does not read Z
     except ValueError:
         return None
-    return None if moment.tzinfo is None else datetime.now(timezone.utc) - moment
+    return None if moment.tzinfo is None else moment
+
+
+def age_of(at: str) -> timedelta | None:
+    """The time since `at`; None if it is not a time: see `parse_time`."""
+    moment = parse_time(at)
+    return None if moment is None else datetime.now(timezone.utc) - moment
 
 
 def is_older(at: str, age: timedelta) -> bool:

@@ -52,18 +52,22 @@ MODELS = "models"
 MANIFEST_NAME = "manifest.json"
 """The manifest's name in a downloaded checkpoint's folder. No file of a checkpoint may have it."""
 
+MAX_NUMBER = 10**18 - 1
+"""The greatest number that a key has. A few more digits would not fit into a stored record."""
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _NAME_RULE = "expected up to 200 letters and digits, with '.', '_' and '-' between them"
 _UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")
-_MANIFEST_KEY = re.compile(
-    rf"{MANIFESTS}/(?P<trial>[^/]+)/(?P<batches>[0-9]{{10,}})-(?P<uuid>[^/]+)\.json"
-)
+# Each number has one spelling, so no two keys have one name: zeros fill up to the shortest width.
+_NUMBER = r"(?P<number>[0-9]{6}|[1-9][0-9]{6,17})"
+_BATCHES = r"(?P<batches>[0-9]{10}|[1-9][0-9]{10,17})"
+_MANIFEST_KEY = re.compile(rf"{MANIFESTS}/(?P<trial>[^/]+)/{_BATCHES}-(?P<uuid>[^/]+)\.json")
 _INTENT_KEY = re.compile(rf"{UPLOADS}/(?P<trial>[^/]+)/(?P<uuid>[^/]+)\.json")
 _HOLD_KEY = re.compile(
-    rf"{PINS}/(?P<uuid>[^/]+)/(?P<model>[^/]+)/(?P<move>[0-9]{{6,}})-(?P<unique>[^/]+)\.json"
+    rf"{PINS}/(?P<uuid>[^/]+)/(?P<model>[^/]+)/{_NUMBER}-(?P<unique>[^/]+)\.json"
 )
 _DELETION_KEY = re.compile(rf"{DELETIONS}/(?P<uuid>[^/]+)(/(?P<unique>[^/]+))?\.json")
-_NUMBERED = re.compile(r"(?P<folder>.+)/(?P<number>[0-9]{6,})\.json")
+_NUMBERED = re.compile(rf"(?P<folder>.+)/{_NUMBER}\.json")
 
 
 class ManifestName(NamedTuple):
@@ -217,9 +221,9 @@ def hold_key(name: HoldName) -> str:
 def parse_hold_key(key: str) -> HoldName | None:
     """What a hold's key says; None if it is not a hold's key."""
     match = _HOLD_KEY.fullmatch(key)
-    if match is None:
+    if match is None or not is_uuid(match["uuid"]) or not is_name(match["model"]):
         return None
-    return HoldName(match["uuid"], match["model"], int(match["move"]), match["unique"])
+    return HoldName(match["uuid"], match["model"], int(match["number"]), match["unique"])
 
 
 def deletions_folder(uuid: str) -> str:

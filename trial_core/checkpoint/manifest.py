@@ -12,6 +12,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import Annotated, Any
 
@@ -29,7 +31,7 @@ _FLOAT = "$float"
 _TOMBSTONE = b'{"given_up": '
 
 Digest = Annotated[str, msgspec.Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
-Count = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=layout.MAX_NUMBER)]
 Timestamp = Annotated[
     str, msgspec.Meta(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|\+00:00)$")
 ]
@@ -130,7 +132,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """
         try:
             fields = msgspec.json.decode(msgspec.json.encode(tagged(msgspec.to_builtins(self))))
-        except (TypeError, msgspec.MsgspecError) as error:
+        except (
+            TypeError,
+            ValueError,
+            OverflowError,
+            RecursionError,
+            msgspec.MsgspecError,
+        ) as error:
             raise CheckpointError(
                 f"the manifest of checkpoint {self.uuid} cannot be written as JSON: {error}; "
                 "metrics and hyperparameters may hold numbers, strings, booleans, lists and "
@@ -150,10 +158,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             CheckpointDamaged: not a manifest, altered, or lists files outside its folder.
             CheckpointError: written by a newer trialflow.
         """
-        try:
+        with _damaged_if_unreadable(where):
             fields = msgspec.json.decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise CheckpointDamaged(f"{where} is not a manifest: {error}") from error
         if not isinstance(fields, dict):
             raise CheckpointDamaged(f"{where} is not a manifest: it is not a JSON object")
         version = fields.get("schema_version")
@@ -163,16 +169,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
                 f"{SCHEMA_VERSION}: use the trialflow that wrote it, or a newer one"
             )
         expected = fields.pop(_DIGEST, None)
-        seen = _digest_of(fields)
+        with _damaged_if_unreadable(where):
+            seen = _digest_of(fields)
         if expected != seen:
             raise CheckpointDamaged(
                 f"{where} was altered after it was written: its digest is {seen}, expected "
                 f"{expected}; restore it from a backup, or use another checkpoint"
             )
-        try:
+        with _damaged_if_unreadable(where):
             manifest = msgspec.convert(untagged(fields), cls)
-        except msgspec.ValidationError as error:
-            raise CheckpointDamaged(f"{where} is not a manifest: {error}") from error
         _check_names(manifest, where)
         return manifest
 
@@ -204,6 +209,15 @@ def utc_now() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
+@contextmanager
+def _damaged_if_unreadable(where: str) -> Iterator[None]:
+    try:
+        yield
+    # Too long integers overflow when they are digested; too deep values exceed Python's stack.
+    except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError, RecursionError) as error:
+        raise CheckpointDamaged(f"{where} is not a manifest: {error}") from error
+
+
 def _digest_of(fields: dict[str, Any]) -> str:
     canonical = msgspec.json.encode(fields, order="sorted")
     return "sha256:" + hashlib.sha256(canonical).hexdigest()
@@ -215,6 +229,11 @@ def _check_names(manifest: Manifest, where: str) -> None:
         raise CheckpointDamaged(
             f"{where} names trial {manifest.trial!r} and checkpoint {manifest.uuid!r}; expected "
             "letters, digits and dashes: do not use it"
+        )
+    if layout.parse_manifest_key(manifest.name.key) != manifest.name:
+        raise CheckpointDamaged(
+            f"{where} has {manifest.progress.batches_trained} batches trained; expected 0 to "
+            f"{layout.MAX_NUMBER}"
         )
     paths = Counter(file.path for file in manifest.files)
     if twice := sorted(path for path, count in paths.items() if count > 1):

@@ -25,7 +25,7 @@ from datetime import datetime, timedelta, timezone
 
 import msgspec
 
-from trial_core.checkpoint.json_objects import encode_json, user_at_host
+from trial_core.checkpoint.json_objects import decode_json, encode_json, user_at_host
 from trial_core.checkpoint.manifest import utc_now
 from trial_core.errors import StorageError
 from trial_core.storage.base import Storage
@@ -161,9 +161,8 @@ def locked(storage: Storage, folder: str) -> Iterator[StorageLock]:
 
 
 def _describe(storage: Storage, key: str) -> str:
-    try:
-        owner = msgspec.json.decode(storage.read(key) or b"", type=LockOwner)
-    except (msgspec.MsgspecError, UnicodeDecodeError):  # incomplete, or deleted
+    owner = decode_json(storage.read(key) or b"", LockOwner)
+    if owner is None:  # incomplete, or deleted
         return f"{storage.url}/{key}"
     return f"{owner.by} since {owner.at} ({storage.url}/{key})"
 

@@ -233,7 +233,10 @@ class _Azure(_Form):
 
 
 def _azure_account(account_url: str) -> dict[str, str]:
-    host = urlsplit(account_url).hostname or ""
+    try:
+        host = urlsplit(account_url).hostname or ""
+    except ValueError:  # its message may show a password
+        host = ""
     name, _, domain = host.partition(".")
     if not domain:
         raise validation_error(

@@ -146,10 +146,12 @@ def _after_trial_option(words: list[str]) -> str | None:
 
 def hyperparameters(value: Any) -> Any:
     """Plain values: ``{type: const, val: x}`` becomes x; a search range is refused."""
+    ranges: list[Problem] = []
     problems: list[Problem] = []
-    values = to_plain_data(_constants_resolved(value, (), problems), (), problems)
-    if problems:
-        raise validation_errors(problems)
+    # In this order: plain data are not too deep to walk through.
+    values = _constants_resolved(to_plain_data(value, (), problems), (), ranges)
+    if ranges or problems:
+        raise validation_errors([*ranges, *problems])
     return values
 
 
@@ -198,6 +200,8 @@ def environment_variables(value: Any) -> Any:
 def _variable(name: str, value: Any, problems: list[Problem]) -> str:
     if not name or "=" in name or "\0" in name:
         problems.append(((name,), "is not a valid name of an environment variable"))
+    elif isinstance(value, str) and "\0" in value:
+        problems.append(((name,), "has a NUL character, which no environment variable can have"))
     elif isinstance(value, bool) or not isinstance(value, (int, str)):
         advice = "; put it in quotes" if isinstance(value, (bool, float)) else ""
         problems.append(((name,), f"expected text, got {type_name(value)}{advice}"))
@@ -214,7 +218,7 @@ def _assignments(items: list[Any], path: Location) -> dict[str, str]:
             problems.append(((*path, i), f"expected NAME=VALUE, got {seen}"))
             continue
         name, _, value = item.partition("=")
-        variables[name] = value
+        variables[name] = _variable(name, value, problems)
     if problems:
         raise validation_errors(problems)
     return variables

@@ -41,7 +41,8 @@ def format_value(value: object) -> str:
     if isinstance(value, (int, float)):
         return repr(value)
     if isinstance(value, str):
-        return json.dumps(value if len(value) <= 60 else value[:57] + "...", ensure_ascii=False)
+        text = json.dumps(value if len(value) <= 60 else value[:57] + "...", ensure_ascii=False)
+        return text.encode(errors="backslashreplace").decode()  # a terminal shows valid UTF-8
     return type_name(value)
 
 

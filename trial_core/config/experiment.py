@@ -230,6 +230,14 @@ class ExperimentConfig(Section):
         return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
 
+def _beside(path: Path, folder: str) -> str:
+    """A folder relative to that of the experiment file."""
+    try:
+        return str(path.absolute().parent / os.path.expanduser(folder))
+    except ValueError:  # a NUL character in a user's name
+        raise ConfigError(f"{path}: code: no such folder: {format_value(folder)}") from None
+
+
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> ExperimentConfig:
     """Read an experiment file.
 
@@ -246,8 +254,8 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     mapping = override(read_mapping(path), overrides)
     code = mapping.get("code")
     if code is None or isinstance(code, str):
-        mapping["code"] = str(path.absolute().parent / os.path.expanduser(code or "."))
+        mapping["code"] = _beside(path, code or ".")
     config = ExperimentConfig.from_mapping(mapping, source=str(path))
-    if not config.code.is_dir():
+    if not os.path.isdir(config.code):  # `Path.is_dir` raises if the name is too long
         raise ConfigError(f"{path}: code: no such folder: {config.code}")
     return config

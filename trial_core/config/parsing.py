@@ -18,6 +18,7 @@ from yaml.constructor import ConstructorError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from trial_core.config.error_text import format_value
+from trial_core.config.values import MAX_LEVELS, is_unicode
 from trial_core.errors import ConfigError
 
 _LENGTHS = (("searcher", "max_length"), ("min_validation_period",), ("min_checkpoint_period",))
@@ -29,9 +30,6 @@ MAX_CHARACTERS = 2**20
 
 MAX_VALUES = 100_000
 """Values in a file, its aliases written out: a few lines of aliases may stand for billions."""
-
-MAX_LEVELS = 100
-"""Collections within collections in a file, its aliases written out."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -63,6 +61,9 @@ def _measure(node: Node, measured: dict[int, tuple[int, int]]) -> tuple[int, int
     """
     if id(node) in measured:
         return measured[id(node)]
+    if isinstance(node, ScalarNode) and not is_unicode(node.value):
+        problem = f"{format_value(node.value)} has a character that UTF-8 cannot encode"
+        raise ConstructorError(None, None, problem, node.start_mark)
     measured[id(node)] = 1, 1  # a collection that contains itself is refused later
     parts = node.value if isinstance(node, (SequenceNode, MappingNode)) else []
     if isinstance(node, MappingNode):
@@ -159,6 +160,8 @@ def parse_yaml(text: str, source: str) -> Any:
         raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise ConfigError(f"{source}: not valid YAML: nested too deeply") from None
+    except (ValueError, OverflowError) as error:  # an escape such as "\\UFFFFFFFF"
+        raise ConfigError(f"{source}: not valid YAML: {error}") from None
 
 
 def _yaml_error_message(error: yaml.MarkedYAMLError) -> str:
@@ -184,6 +187,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: is a folder; give the YAML file in it") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not a text file in UTF-8") from None
+    except ValueError:  # a NUL character
+        raise ConfigError(f"{format_value(str(path))} is not a valid path") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
     data = parse_yaml(text, str(path))
@@ -222,6 +227,10 @@ def override(
     """
     result = dict(mapping)
     for text in overrides:
+        if not is_unicode(text):
+            raise ConfigError(
+                f"{option} {format_value(text)}: has a character that UTF-8 cannot encode"
+            )
         name, equals, value = text.partition("=")
         path = tuple(name.strip().split("."))
         if not equals or not all(path):
@@ -229,6 +238,8 @@ def override(
                 f"{option} {text if not equals else name}: expected key=value, "
                 "such as searcher.max_length.batches=20"
             )
+        if len(path) > MAX_LEVELS:
+            raise ConfigError(f"{option} {name[:60]}…: the key has more than {MAX_LEVELS} parts")
         result = _with(result, path, parse_yaml(value, f"{option} {name}"), (), option)
     return result
 

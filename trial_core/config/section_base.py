@@ -51,9 +51,14 @@ class Section(BaseModel):
     ) -> Self:
         if isinstance(data, cls):
             return handler(data)
-        prepared = cls.prepare(data)
+        try:
+            prepared = cls.prepare(data)
+        except RecursionError:
+            raise validation_error("nested too deeply") from None
         try:
             return handler(prepared)
+        except RecursionError:
+            raise validation_error("nested too deeply") from None
         except ValidationError as error:
             raise validation_errors(cls._problems(error.errors(include_url=False))) from None
 

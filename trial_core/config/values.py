@@ -28,6 +28,9 @@ Other counts have the same limit."""
 MAX_SECONDS = 10 * 365 * 86400
 """Ten years. Much longer times exceed what the system's calls, or dates, can express."""
 
+MAX_LEVELS = 100
+"""Collections within collections. Many more would exceed Python's stack."""
+
 _STORED_INTEGERS = range(-(2**63), 2**64)
 
 
@@ -67,13 +70,30 @@ def validate_plain_mapping(value: Any) -> Any:
 
 
 def _key(key: Any) -> str:
+    if isinstance(key, int) and key not in _STORED_INTEGERS:
+        return format_value(key)
     return key if isinstance(key, str) else json.dumps(key, default=str)
+
+
+def is_unicode(text: str) -> bool:
+    """Whether `text` can be stored: UTF-8 cannot encode a lone half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def to_plain_data(value: Any, path: Location, problems: list[Problem]) -> Any:
     """Convert `value` to data that JSON can represent. Adds its invalid parts to `problems`."""
+    if len(path) > MAX_LEVELS:
+        problems.append((path[:1], f"more than {MAX_LEVELS} levels of lists and mappings"))
+        return None
     if isinstance(value, Mapping):
         named = {_key(key): inner for key, inner in value.items()}
+        if not all(map(is_unicode, named)):
+            problems.append((path, "a key has a character that UTF-8 cannot encode"))
+            return None
         return {key: to_plain_data(inner, (*path, key), problems) for key, inner in named.items()}
     if isinstance(value, (list, tuple)):
         return [to_plain_data(inner, (*path, i), problems) for i, inner in enumerate(value)]
@@ -82,6 +102,8 @@ def to_plain_data(value: Any, path: Location, problems: list[Problem]) -> Any:
     elif isinstance(value, int) and value not in _STORED_INTEGERS:
         seen = format_value(value)
         problems.append((path, f"{seen} does not fit into 64 bits; write it as text, in quotes"))
+    elif isinstance(value, str) and not is_unicode(value):
+        problems.append((path, f"{format_value(value)} has a character that UTF-8 cannot encode"))
     elif value is not None and not isinstance(value, (bool, int, float, str)):
         expected = "numbers, text, true or false, lists and mappings"
         problems.append((path, f"expected plain data ({expected}), got {type_name(value)}"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -101,9 +102,11 @@ class Peer:
     host: str
 
 
+Decoded = TypeVar("Decoded")
+
 _encoder = msgspec.msgpack.Encoder()
-_from_rank = msgspec.msgpack.Decoder(FromRank)
-_from_driver = msgspec.msgpack.Decoder(FromDriver)
+_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+_from_driver: msgspec.msgpack.Decoder[FromDriver] = msgspec.msgpack.Decoder(FromDriver)
 _hello = msgspec.msgpack.Decoder(Hello)
 
 
@@ -113,17 +116,22 @@ def encode(message: Message) -> bytes:
 
 
 def decode_from_rank(data: bytes) -> FromRank:
-    """A message from a rank. Raises msgspec.ValidationError if it is invalid."""
-    message: FromRank = _from_rank.decode(data)
-    return message
+    """A message from a rank. Raises msgspec.DecodeError if it is invalid."""
+    return _decode(_from_rank, data)
 
 
 def decode_from_driver(data: bytes) -> FromDriver:
-    """A message from the driver. Raises msgspec.ValidationError if it is invalid."""
-    message: FromDriver = _from_driver.decode(data)
-    return message
+    """A message from the driver. Raises msgspec.DecodeError if it is invalid."""
+    return _decode(_from_driver, data)
 
 
 def decode_hello(data: bytes) -> Hello:
-    """A rank's first message. Raises msgspec.ValidationError if it is invalid."""
-    return _hello.decode(data)
+    """A rank's first message. Raises msgspec.DecodeError if it is invalid."""
+    return _decode(_hello, data)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Decoded], data: bytes) -> Decoded:
+    try:
+        return decoder.decode(data)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from error

@@ -22,13 +22,14 @@ present champion. A rollback and a retry thus help when the champion is damaged.
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import datetime
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import msgspec
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.create_only import create_only
+from trial_core.checkpoint.json_objects import parse_time
 from trial_core.checkpoint.manifest import is_json, tagged, untagged, utc_now
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import RegistryError
@@ -67,7 +68,20 @@ class RetrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def lateness_seconds(self) -> float:
         """Time between scheduled and actual start."""
-        return (_parse_time(self.begun_at) - _parse_time(self.scheduled_at)).total_seconds()
+        return self._lateness().total_seconds()
+
+    def __post_init__(self) -> None:
+        """Refuse times that cannot be compared."""
+        self._lateness()
+
+    def _lateness(self) -> timedelta:
+        begun_at, scheduled_at = parse_time(self.begun_at), parse_time(self.scheduled_at)
+        if begun_at is None or scheduled_at is None:
+            raise ValueError(
+                "expected times in ISO 8601 with an offset, got "
+                f"{self.begun_at!r} and {self.scheduled_at!r}"
+            )
+        return begun_at - scheduled_at
 
 
 class Champion(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,7 +172,7 @@ class Journal:
             return None
         try:
             return msgspec.convert(untagged(msgspec.json.decode(data)), type=kind)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise RegistryError(
                 f"{self._storage.url}/{key} cannot be read: {error}; start a new run"
             ) from error
@@ -207,8 +221,3 @@ class Journal:
 
 def _renewed_name(name: str, times: int) -> str:
     return f"{name}-{times:02d}" if times else name
-
-
-def _parse_time(text: str) -> datetime:
-    # Python 3.10 does not accept the Z.
-    return datetime.fromisoformat(text.replace("Z", "+00:00"))

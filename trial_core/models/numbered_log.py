@@ -35,15 +35,15 @@ class NumberedLog(Generic[Entry]):
     """The numbered objects of a folder. Every method may raise `StorageError`.
 
     Args:
+        model: the model that all entries belong to.
         folder: key prefix of the objects.
-        lock_folder: key prefix of the lock, for storages without conditional writes.
         kind: type of the objects.
     """
 
-    def __init__(self, storage: Storage, folder: str, lock_folder: str, kind: type[Entry]) -> None:
+    def __init__(self, storage: Storage, model: str, folder: str, kind: type[Entry]) -> None:
         self._storage = storage
+        self._model = model
         self._folder = folder
-        self._lock_folder = lock_folder
         self._kind = kind
 
     def read(self, number: int) -> Entry | None:
@@ -63,11 +63,15 @@ class NumberedLog(Generic[Entry]):
             return None
         try:
             entry = msgspec.json.decode(data, type=self._kind)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise RegistryError(f"{url} cannot be read: {error}; {_RESTORE_ADVICE}") from error
         if entry.number != number:
             raise RegistryError(
                 f"{url} contains number {entry.number}, expected {number}; {_RESTORE_ADVICE}"
+            )
+        if entry.model != self._model:
+            raise RegistryError(
+                f"{url} belongs to model {entry.model!r}: it was copied; {_RESTORE_ADVICE}"
             )
         return entry
 
@@ -95,7 +99,7 @@ class NumberedLog(Generic[Entry]):
             FileExistsError: another writer stored a different entry under that number.
         """
         key = layout.numbered_key(self._folder, entry.number)
-        create_only(self._storage, key, encode_json(entry), self._lock_folder)
+        create_only(self._storage, key, encode_json(entry), layout.locks_folder(self._model))
 
     def _numbers(self) -> list[int]:
         named = named_keys(

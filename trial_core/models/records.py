@@ -8,7 +8,7 @@ import msgspec
 
 from trial_core.checkpoint import layout
 
-Number = Annotated[int, msgspec.Meta(ge=1)]
+Number = Annotated[int, msgspec.Meta(ge=1, le=layout.MAX_NUMBER)]
 Kind = Literal["promote", "rollback"]
 Alias = Literal["champion", "previous"]
 

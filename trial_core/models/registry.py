@@ -275,4 +275,4 @@ class Registry:
         return self._log(model, layout.moves_folder(model), Move)
 
     def _log(self, model: str, folder: str, kind: type[Entry]) -> NumberedLog[Entry]:
-        return NumberedLog(self.store.storage, folder, layout.locks_folder(model), kind)
+        return NumberedLog(self.store.storage, model, folder, kind)

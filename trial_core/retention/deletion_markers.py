@@ -95,7 +95,7 @@ def finish_deletions(store: CheckpointStore) -> list[Manifest]:
         manifest = _manifest_of(store, key, uuid, deletion) if deletion is not None else None
         if deletion is not None and manifest is None:
             continue
-        if manifest is not None and store.storage.read(manifest.name.key) is None:
+        if manifest is not None and not _is_committed(store, manifest):
             store.delete(manifest)
             finished[manifest.uuid] = manifest
         elif not _is_stale(store, key, deletion):
@@ -140,6 +140,14 @@ def _manifest_of(
         )  # fmt: skip
         return None
     return manifest
+
+
+def _is_committed(store: CheckpointStore, manifest: Manifest) -> bool:
+    """Whether the checkpoint has a manifest, also under another key than the marker names."""
+    if store.storage.read(manifest.name.key) is not None:
+        return True
+    names = map(layout.parse_manifest_key, store.storage.sizes(layout.MANIFESTS))
+    return any(name is not None and name.uuid == manifest.uuid for name in names)
 
 
 def _is_stale(store: CheckpointStore, key: str, deletion: Deletion | None) -> bool:

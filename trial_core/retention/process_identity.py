@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 
 import psutil
 
 # The clock may be set between two readings of a process's start.
 _SAME_START_SECONDS = 60.0
+_IDENTITY = re.compile(r"[0-9]{1,18}@[0-9]{1,18}")
 
 
 def this_process() -> str:
@@ -18,7 +20,7 @@ def this_process() -> str:
 def is_alive(process: str) -> bool:
     """Whether a process of this machine lives, by its `this_process`. True if nothing tells."""
     pid, _, start = process.partition("@")
-    if not (pid.isdecimal() and start.isdecimal()):
+    if not _IDENTITY.fullmatch(process):
         return True
     try:
         seen = psutil.Process(int(pid)).create_time()

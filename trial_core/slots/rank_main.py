@@ -93,7 +93,7 @@ class Rank:
                 self._dispatch(decode_from_driver(self._connection.receive()))
         except (EOFError, OSError):
             end_rank("the driver is gone")
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ProtocolError) as error:
             end_rank(f"the driver sent an invalid message: {error}")
 
     def _dispatch(self, message: FromDriver) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -55,10 +56,9 @@ def _connect(url: str, options: dict[str, Any]) -> tuple[Any, str]:
     """The fsspec file system of a URL, and the root within it."""
     errors = ErrorTranslator(url, options)
     protocol = fsspec.core.split_protocol(url)[0] or "file"
-    if protocol in _S3_PROTOCOLS:
-        options = _s3_options(options)
-    elif "://" not in url and "::" not in url:
-        url = os.path.abspath(os.path.expanduser(url))
+    if "://" not in url and "::" not in url:
+        with errors.translated("use", ValueError):  # a NUL character
+            url = os.path.abspath(os.path.expanduser(url))
     if "::" not in protocol and protocol not in {*known_implementations, *registry}:
         near = get_close_matches(protocol, ["file", "memory", *_PACKAGES], n=1)
         hint = f"did you mean {near[0]}://? " if near else ""
@@ -68,6 +68,8 @@ def _connect(url: str, options: dict[str, Any]) -> tuple[Any, str]:
         )
     try:
         with errors.translated("use", TypeError, ValueError, KeyError):
+            if protocol in _S3_PROTOCOLS:
+                options = _s3_options(options)
             fs, root = fsspec.core.url_to_fs(url, **options)
     except ImportError as error:
         package = _PACKAGES.get(protocol)
@@ -111,16 +113,23 @@ def _s3_options(given: dict[str, Any]) -> dict[str, Any]:
     """
     from botocore.config import Config  # slow to import
 
-    config = dict(given.get("config_kwargs") or {})
+    config = dict(_mapping(given, "config_kwargs"))
     if _CHECKSUMS in Config.OPTION_DEFAULTS:  # older releases compute none
         config.setdefault(_CHECKSUMS, "when_required")
-    config["s3"] = {"payload_signing_enabled": False, **(config.get("s3") or {})}
+    config["s3"] = {"payload_signing_enabled": False, **_mapping(config, "s3")}
     return {
         "use_listings_cache": False,
         "max_concurrency": 1,
         **given,
         "config_kwargs": config,
     }
+
+
+def _mapping(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    given = options.get(name) or {}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"the option {name} must be a mapping, not a {type(given).__name__}")
+    return given
 
 
 def _uses_checksums(options: dict[str, Any]) -> bool:

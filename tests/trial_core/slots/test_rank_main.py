@@ -1,12 +1,17 @@
-"""How a rank reports an exception to the driver."""
+"""How a rank reports an exception to the driver, and ends if it has none."""
 
 from __future__ import annotations
 
+from unittest import mock
+
+import msgspec
 import pytest
 
 from trial_core.errors import ConfigError, TrialError
 from trial_core.messages import Answer, encode
-from trial_core.slots.rank_main import to_rank_error
+from trial_core.slots import rank_main
+from trial_core.slots.framing import ProtocolError
+from trial_core.slots.rank_main import Rank, to_rank_error
 
 
 class TrialErrorOfTheUser(Exception):
@@ -36,3 +41,20 @@ def test_an_error_message_with_invalid_unicode_can_be_sent() -> None:
     error = to_rank_error(OSError("no file \udcff"))
     assert error.message == "no file ?"
     assert encode(Answer(number=1, error=error))
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (EOFError("closed"), "the driver is gone"),
+        (ProtocolError("too long"), "the driver sent an invalid message: too long"),
+        (msgspec.DecodeError("no tag"), "the driver sent an invalid message: no tag"),
+    ],
+)
+def test_a_rank_without_a_driver_ends(error: Exception, why: str) -> None:
+    """Its main thread would wait for requests for ever."""
+    connection = mock.Mock()
+    connection.receive.side_effect = error
+    with mock.patch.object(rank_main, "end_rank") as end_rank:
+        Rank(connection)._receive()
+    end_rank.assert_called_once_with(why)
