@@ -26,6 +26,7 @@ from trial_core.checkpoint.manifest import FileEntry, Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound, StorageError
 from trial_core.storage import buffer_pool
+from trial_core.storage.base import PROBES
 from trial_core.storage.open_storage import ENGINE_VARIABLE
 from trial_core.transfer.upload import merge_entries, upload_files
 
@@ -225,7 +226,9 @@ def check(site: Site, uuid: str, outcome: Manifest | StorageError | None) -> Non
         _cannot_be_opened(store, uuid)
     store.sweep(TRIAL)
     assert store.list() == listed
-    assert site.objects() == keys_of(listed)
+    # A run probes its storage at its start. Here the save does it, and may be killed meanwhile.
+    left = {key for key in site.objects() if not key.startswith(f"{PROBES}/")}
+    assert left == keys_of(listed)
     assert site.multipart_uploads() == []
     site.clear()
 
