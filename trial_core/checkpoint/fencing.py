@@ -78,7 +78,7 @@ class Fence:
 
     def is_newest(self) -> bool:
         """Whether no later attempt has taken over. One request."""
-        return max(_numbers(self._storage, self.record.trial), default=0) <= self.number
+        return self._newest_number() <= self.number
 
     def check(self, consequence: str) -> None:
         """Raise if a later attempt has taken over. One request if not.
@@ -95,7 +95,7 @@ class Fence:
     def superseded_error(self, consequence: str) -> Superseded:
         """The error that `check` raises."""
         own = self.record
-        newest = max(_numbers(self._storage, own.trial), default=0)
+        newest = self._newest_number()
         data = self._storage.read(layout.attempt_key(own.trial, newest))
         other = decode_json(data or b"", AttemptRecord)
         who = "another attempt"
@@ -108,6 +108,12 @@ class Fence:
             "other one continue"
         )
 
+    def _newest_number(self) -> int:
+        # Without a warning of foreign objects: the take-over has named them.
+        folder = layout.attempts_folder(self.record.trial)
+        numbers = (layout.parse_numbered_key(folder, key) for key in self._storage.sizes(folder))
+        return max((number for number in numbers if number is not None), default=0)
+
 
 def take_over(storage: Storage, trial: str, attempt: str, after: int | None = None) -> Fence:
     """See `CheckpointStore.take_over`.
@@ -116,7 +122,7 @@ def take_over(storage: Storage, trial: str, attempt: str, after: int | None = No
         after: the newest attempt's number as the caller knows it; refuse if a later one has come.
     """
     for _ in range(_TAKE_OVER_TRIES):
-        numbers = _numbers(storage, trial)
+        numbers = [number for _, number in _numbered(storage, trial)]
         number = max(numbers, default=0) + 1
         if after is not None and number != after + 1:
             raise CommitConflict(
@@ -146,10 +152,6 @@ def newest_attempts(storage: Storage, trial: str) -> Iterator[tuple[int, Attempt
     for key, number in sorted(_numbered(storage, trial), key=lambda each: each[1], reverse=True):
         data = storage.read(key)
         yield number, decode_json(data or b"", AttemptRecord, f"{storage.url}/{key}")
-
-
-def _numbers(storage: Storage, trial: str) -> list[int]:
-    return [number for _, number in _numbered(storage, trial)]
 
 
 def _numbered(storage: Storage, trial: str) -> list[tuple[str, int]]:

@@ -47,7 +47,8 @@ def prepare_op_builds(local_rank: int) -> None:
     extension that was built when DeepSpeed was installed.
     """
     _prefer_own_ninja()
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(_build_folder()))
+    if "TORCH_EXTENSIONS_DIR" not in os.environ:
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(_build_folder())
     if get_accelerator().device_name() == "cpu" and not installed_ops.get(SHARED_MEMORY_OP):
         deepspeed.ops.__compatible_ops__[SHARED_MEMORY_OP] = False
     if local_rank == 0:

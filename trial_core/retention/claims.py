@@ -171,18 +171,27 @@ def claims(store: CheckpointStore, last_saved: Mapping[str, str] | None = None) 
     Args:
         last_saved: the time of each trial's last checkpoint, if known: the trial ran then.
     """
-    found = []
-    for key, trial in named_keys(store.storage, layout.CLAIMS, layout.parse_claim_key):
-        data = store.storage.read(key)
-        if data is None:
-            continue  # its run has just ended
-        claim = decode_json(data, Claim, f"{store.url}/{key}")
-        if claim is None:
-            claim = Claim(trial=trial, by="unknown", at=utc_now(), needs=[])
-        last_seen = max(claim.at, (last_saved or {}).get(trial, ""))
-        if not is_older(last_seen, CLAIM_LIFETIME):
-            found.append(msgspec.structs.replace(claim, trial=trial))
-    return found
+    trials = named_keys(store.storage, layout.CLAIMS, layout.parse_claim_key)
+    found = (claim_of(store, trial, (last_saved or {}).get(trial, "")) for _, trial in trials)
+    return [claim for claim in found if claim is not None]
+
+
+def claim_of(store: CheckpointStore, trial: str, last_saved: str = "") -> Claim | None:
+    """The claim of one trial, if it counts. One request.
+
+    Args:
+        last_saved: the time of the trial's last checkpoint; empty: unknown.
+    """
+    key = layout.claim_key(trial)
+    data = store.storage.read(key)
+    if data is None:
+        return None  # its run has ended
+    claim = decode_json(data, Claim, f"{store.url}/{key}")
+    if claim is None:
+        claim = Claim(trial=trial, by="unknown", at=utc_now(), needs=[])
+    if is_older(max(claim.at, last_saved), CLAIM_LIFETIME):
+        return None
+    return msgspec.structs.replace(claim, trial=trial)
 
 
 def claimed_checkpoints(claims: Iterable[Claim], manifests: Collection[Manifest]) -> dict[str, str]:

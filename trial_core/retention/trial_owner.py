@@ -20,7 +20,7 @@ from trial_core.checkpoint.create_only import CLOCKS_ADVICE
 from trial_core.checkpoint.fencing import AttemptRecord, Fence, newest_attempts
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import TrialflowError
-from trial_core.retention.claims import Claim, RunClaim, claim_run, claims
+from trial_core.retention.claims import Claim, RunClaim, claim_of, claim_run
 from trial_core.retention.leftovers import SWEEPER
 from trial_core.retention.process_identity import is_alive, this_process
 
@@ -90,16 +90,15 @@ def _last_attempt(store: CheckpointStore, trial: str) -> tuple[int, AttemptRecor
 
 def _check_not_live(store: CheckpointStore, trial: str) -> None:
     newest = store.newest(trial)
-    last_saved = {trial: newest.created_at} if newest is not None else {}
-    for claim in claims(store, last_saved):
-        if claim.trial == trial and _may_live(claim):
-            saved = f", its last checkpoint is of {newest.created_at}" if newest else ""
-            raise TrialflowError(
-                f"trial {trial} may be running: {claim.by} claimed it at {claim.at}{saved}. "
-                "Continuing it here would end that run. Wait until it has ended or stop it; if it "
-                "cannot end any more, give --take-over (take_over=True in a flow or in fit); or "
-                "start a new trial"
-            )
+    claim = claim_of(store, trial, newest.created_at if newest is not None else "")
+    if claim is not None and _may_live(claim):
+        saved = f", its last checkpoint is of {newest.created_at}" if newest else ""
+        raise TrialflowError(
+            f"trial {trial} may be running: {claim.by} claimed it at {claim.at}{saved}. "
+            "Continuing it here would end that run. Wait until it has ended or stop it; if it "
+            "cannot end any more, give --take-over (take_over=True in a flow or in fit); or "
+            "start a new trial"
+        )
 
 
 def _may_live(claim: Claim) -> bool:

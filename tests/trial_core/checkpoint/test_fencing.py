@@ -90,12 +90,14 @@ def test_a_half_written_attempt_supersedes(local_store: CheckpointStore) -> None
 def test_a_foreign_object_beside_attempts_is_ignored_with_a_warning(
     local_store: CheckpointStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The warning names the object."""
+    """The take-over warns once and names the object; later checks of the fence do not repeat it."""
     local_store.take_over(TRIAL, "one")
     key = f"{layout.attempts_folder(TRIAL)}/000007 (copy).json"
     local_store.storage.write(key, b"{}")
-    assert local_store.take_over(TRIAL, "two").number == 2
-    assert f"{local_store.url}/{key} is ignored" in caplog.text
+    second = local_store.take_over(TRIAL, "two")
+    second.check("nothing is saved")
+    assert second.number == 2
+    assert caplog.text.count(f"{local_store.url}/{key} is ignored") == 1
 
 
 def test_a_sweep_leaves_uploads_of_later_attempts(local_store: CheckpointStore) -> None:

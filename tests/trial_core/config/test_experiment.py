@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.strategies import plain_data
 from trial_core.config import ExperimentConfig, load_config
 from trial_core.config.parsing import parse_yaml
 from trial_core.errors import ConfigError
@@ -94,22 +95,6 @@ def test_a_missing_code_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(path)
     assert str(error.value) == f"{path}: code: no such folder: {tmp_path}/sorce"
-
-
-leaves = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=5)
-)
-plain_data = st.recursive(
-    leaves,
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-    ),
-    max_leaves=8,
-)
 
 
 @given(hyperparameters=st.dictionaries(st.text(max_size=8), plain_data, max_size=3))
