@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 HOME_OF_RUNS ?= trialflow-runs
 export TRIALFLOW_HOME ?= $(abspath $(HOME_OF_RUNS))
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
 PART ?= 1/1
 
 SHELL := bash
@@ -21,7 +21,7 @@ run: $(VENV)/.installed
 
 # The default tests: one representative of each behaviour.
 test: $(VENV)/.installed-dev
-	@echo "10 to 12 minutes on 2 CPU cores"
+	@echo "9 to 10 minutes on 2 CPU cores"
 	@$(PYTEST) $(ARGS)
 
 # Its variations (engines, storages, ranks, ZeRO stages, faults), in parts of as many tests each: make test-long PART=2/8.

@@ -31,6 +31,7 @@ def run(*arguments: str) -> dict[str, Any]:
     return outcome
 
 
+@pytest.mark.long
 def test_it_ends_with_one_line_of_json() -> None:
     """One file of 24 MiB up and down, by s3fs and by ours: figures, targets, whether they hold."""
     outcome = run("--parts", "transfers", "--server", "moto", "--file-mib", "24")

@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 
-from tests.support.prefect import isolated
+from tests.support.prefect import isolated, prepared
 from tests.support.processes import alive, descendants, wait_until_gone
 from tests.support.slots import TOY, lines
 from tests.support.tensors import differing, tensors
@@ -84,7 +84,7 @@ class Folder:
 
 @pytest.fixture(scope="module")
 def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("prefect")
+    return prepared(tmp_path_factory.mktemp("prefect"))
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ import pytest
 from prefect.client.orchestration import SyncPrefectClient
 
 from tests.support.cli import TRIALFLOW, environment_in, trialflow
-from tests.support.prefect import isolated
+from tests.support.prefect import isolated, prepared
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines, toy_config
 from tests.support.waiting import WAIT_SECONDS, until
@@ -66,13 +66,13 @@ class Up:
 @contextmanager
 def up(folder: Path, port: int, *files: str) -> Iterator[Up]:
     """`trialflow up` in `folder`; killed at the end if it still runs."""
-    (folder / "prefect").mkdir(exist_ok=True)
+    home = prepared(folder / "prefect")
     log = folder / "up.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*TRIALFLOW, "up", *files, "--port", str(port)],
             cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-            env=environment_in(folder, isolated(folder / "prefect")),
+            env=environment_in(folder, isolated(home)),
         )  # fmt: skip
     try:
         until(lambda: b"Ctrl-C stops" in log.read_bytes() or process.poll() is not None, "up")

@@ -20,6 +20,7 @@ from trial_core.errors import StorageError
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
 
+@pytest.mark.long
 def test_a_failed_upload_costs_no_earlier_checkpoint(
     here: Path, moto_s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from trial_core.retention.claims import Claim, claims
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_server")
 def test_a_superseded_run_ends(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its earlier checkpoint is kept; its next commit is refused, which ends it and its ranks.

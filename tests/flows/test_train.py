@@ -153,6 +153,7 @@ def test_without_restarts_a_killed_rank_fails_the_run(here: Path) -> None:
     assert ranks() <= before
 
 
+@pytest.mark.long
 def test_a_retry_of_the_flow_run_resumes(here: Path) -> None:
     """Prefect's retry keeps the flow run's id, and so the trial and its checkpoints."""
     result = train(one_slot(here, 16, hyperparameters=breaking(here, "exit", 13)), retries=1)

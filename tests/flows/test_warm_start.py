@@ -31,10 +31,7 @@ def hook_calls(here: Path, name: str, hook: str) -> list[dict[str, Any]]:
 
 
 def test_a_new_trial_starts_from_anothers_checkpoint(here: Path) -> None:
-    """At batch 0 with the source's weights: its first validation equals the source's last.
-
-    Once it has saved, it resumes from its own checkpoint.
-    """
+    """At batch 0 with the source's weights: its first validation equals the source's last."""
     source = train(experiment(here, 1, "source"))
     config = experiment(here, 1, "own", source_checkpoint_uuid=source.checkpoint_uuid[:8])
     result = train(config)
@@ -46,6 +43,13 @@ def test_a_new_trial_starts_from_anothers_checkpoint(here: Path) -> None:
     assert [line[0] for line in lines(here / "own", "samples", 0)] == [0, 1, 2, 3]
     assert result.trial != source.trial
 
+
+@pytest.mark.long
+def test_a_warm_started_trial_resumes_from_its_own_checkpoint(here: Path) -> None:
+    """Once it has saved one."""
+    source = train(experiment(here, 1, "source"))
+    config = experiment(here, 1, "own", source_checkpoint_uuid=source.checkpoint_uuid)
+    result = train(config)
     train(config, result.trial)
     assert hook_calls(here, "own", "on_trial_startup")[-1]["uuid"] == result.checkpoint_uuid
 

@@ -10,16 +10,18 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import filelock
 import httpx
 import pytest
 
@@ -31,6 +33,8 @@ STOP_LIMIT_SECONDS = 15.0
 # On SQLite, a server with several writers may not answer for a minute.
 STANDSTILL_SECONDS = 90.0
 ROOT = Path(__file__).parents[2]
+PREPARED = "TRIALFLOW_TEST_DATABASES"
+"""The folder of a database after Prefect's migrations, which new servers of tests copy."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +99,40 @@ def isolated(home: Path) -> dict[str, str]:
     }
 
 
+@pytest.fixture(scope="session", autouse=True)
+def databases(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Choose the folder of the prepared database; processes of one pytest session share it."""
+    base = tmp_path_factory.getbasetemp()
+    os.environ[PREPARED] = str(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
+
+
+def prepared(home: Path) -> Path:
+    """Make `home` a PREFECT_HOME with an empty database, so that a server starts at once.
+
+    Prefect's migrations take as long as the rest of a server's start.
+    """
+    home.mkdir(parents=True, exist_ok=True)
+    template = Path(os.environ[PREPARED], "prefect")
+    with filelock.FileLock(f"{template}.lock"):
+        if not template.exists():
+            making = template.with_name("prefect-being-made")
+            subprocess.run(
+                [sys.executable, "-m", "prefect", "server", "database", "upgrade", "--yes"],
+                cwd=ROOT, env={**os.environ, **isolated(making)}, check=True, capture_output=True,
+            )  # fmt: skip
+            making.rename(template)
+    with (
+        closing(sqlite3.connect(template / "prefect.db")) as source,
+        closing(sqlite3.connect(home / "prefect.db")) as copy,
+    ):
+        source.backup(copy)
+    return home
+
+
 @contextmanager
 def running_server(home: Path) -> Iterator[PrefectServer]:
     """``prefect server start`` on a free port, its database under `home`."""
+    prepared(home)
     url = f"http://127.0.0.1:{free_port()}"
     server = PrefectServer(api_url=f"{url}/api", ui_url=url, home=home)
     with _prefect_process(

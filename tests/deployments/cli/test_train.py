@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cli import TRIALFLOW, environment_in, trialflow, write_experiment
-from tests.support.prefect import PrefectServer, isolated
+from tests.support.prefect import PrefectServer, isolated, prepared
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines as seen
 from trial_core.errors import ConfigError
@@ -39,12 +39,13 @@ def server(prefect_server: PrefectServer) -> Mapping[str, str]:
     return prefect_server.environment
 
 
+@pytest.mark.long
 def test_a_run_into_a_file(tmp_path: Path) -> None:
     """With the embedded server: plain lines and a summary whose paths exist, nothing else."""
     path = write_experiment(tmp_path)
     done = trialflow(
         tmp_path, "train", str(path), "--resume",
-        variables={"PREFECT_API_URL": "", **isolated(tmp_path / "prefect")},
+        variables={"PREFECT_API_URL": "", **isolated(prepared(tmp_path / "prefect"))},
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert CONTROL.findall(done.stdout) == []

@@ -23,7 +23,7 @@ from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from tests.support.browser import chromium
-from tests.support.prefect import PrefectServer, isolated
+from tests.support.prefect import PrefectServer, isolated, prepared
 from trialflow.flows.server.embedded_server import prefect_api
 from trialflow.flows.server.prefect_server import PrefectServerError, PrefectServerProcess
 from trialflow.flows.server.prefect_settings import environment
@@ -164,7 +164,7 @@ def test_ctrl_c_interrupts_the_flow_alone(used_home: Path) -> None:
 
 def test_a_killed_server_is_started_again(tmp_path: Path) -> None:
     """On the same port and database. The flow continues, and its end is stored."""
-    with environment(isolated(tmp_path)), prefect_api() as api:
+    with environment(isolated(prepared(tmp_path))), prefect_api() as api:
 
         @task(cache_policy=NO_CACHE)
         def after_the_kill() -> None:

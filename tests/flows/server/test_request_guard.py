@@ -21,7 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
 from tests.support.browser import Browser, chromium
-from tests.support.prefect import isolated
+from tests.support.prefect import isolated, prepared
 from trialflow.flows.server.embedded_server import (
     PrefectApi,
     configured_api_problem,
@@ -132,7 +132,7 @@ def test_the_password_of_a_killed_server_is_replaced(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectApi]:
     """An embedded server, in use."""
-    home = tmp_path_factory.mktemp("prefect-home")
+    home = prepared(tmp_path_factory.mktemp("prefect-home"))
     with environment(isolated(home)), prefect_api() as api:
         yield api
 

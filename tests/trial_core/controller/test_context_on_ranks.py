@@ -121,7 +121,7 @@ def test_get_stop_requested_answers_for_this_rank_alone(warm_slots: Warm, tmp_pa
     ("variable", "world_size"),
     [
         pytest.param("TRIALFLOW_MANUAL_INIT_DISTRIBUTED", 1, marks=pytest.mark.long),
-        ("DET_MANUAL_INIT_DISTRIBUTED", 2),
+        pytest.param("DET_MANUAL_INIT_DISTRIBUTED", 2, marks=pytest.mark.long),
         pytest.param("TRIALFLOW_MANUAL_INIT_DISTRIBUTED", 4, marks=pytest.mark.long),
     ],
 )

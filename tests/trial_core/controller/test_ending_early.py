@@ -131,6 +131,7 @@ def test_no_batch_begins_after_a_stop(warm_slots: Warm, tmp_path: Path) -> None:
     assert [(each.batches_trained, each.metrics) for each in ended] == [(0, {})] * 2
 
 
+@pytest.mark.long
 def test_hung_ranks_are_detected_with_their_stacks(tmp_path: Path) -> None:
     """After the stall timeout the group ends; the error and the logs have each rank's stack."""
     hparams = {"at_batch": 1, "do": "sleep", "do_rank": 1}

@@ -37,7 +37,8 @@ MORE_CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("cases", [CASES, MORE_CASES])
 def test_a_rank_restores_from_only_the_files_it_needs(
     tmp_path: Path, cases: dict[str, Case]
 ) -> None:

@@ -29,8 +29,8 @@ TWO_OR_MORE = [2, long(1), long(4)]
     ("trial", "zero_stage"),
     [
         ("Independent", 3),
-        ("Adversarial", 2),
-        ("Joint", 1),  # not 0: DeepSpeed has no backward through several engines without ZeRO
+        long("Adversarial", 2),
+        long("Joint", 1),  # not 0: DeepSpeed has no backward through several engines without ZeRO
         long("Independent", 0),
         long("Adversarial", 0),
         long("Joint", 2),
