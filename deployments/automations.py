@@ -22,10 +22,12 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.events.schemas.events import ResourceSpecification
 
 from trialflow.flows.lifecycle.crash_limit import SCHEDULED_AGAIN
+from trialflow.flows.lifecycle.stop_monitor import SILENT
 
 TAG = "trialflow"
 MAX_ATTEMPTS = 50
-SILENCE_TIMEOUT = timedelta(minutes=5)
+# A server may be away for ten minutes, and a run not send heartbeats meanwhile.
+SILENCE_TIMEOUT = timedelta(minutes=12)
 # From Pending to Running takes seconds; longer if the run downloads code or packages.
 START_TIMEOUT = timedelta(minutes=10)
 # How often a run that ran before may crash again before its flow begins, within a day.
@@ -85,7 +87,7 @@ def automations(process_pools: Iterable[str]) -> list[AutomationCore]:
                 within=SILENCE_TIMEOUT,
                 expect=("heartbeat", *WAITING_STATES, *FINAL_STATES),
             ),
-            _mark_crashed("Crashed", f"No heartbeat for {_minutes(SILENCE_TIMEOUT)}"),
+            _mark_crashed("Crashed", f"{SILENT} {_minutes(SILENCE_TIMEOUT)}"),
         ),
         *map(_crash_lost_starts, process_pools),
         _automation(

@@ -92,7 +92,7 @@ def evaluate(
     with (
         gpu_slots(config) as devices,
         StopHandler(settings.grace_seconds) as stopping,
-        StopMonitor(stopping, settings.time_budget_seconds) as watch,
+        StopMonitor(stopping, settings) as watch,
     ):
         result = watch.run(
             lambda: evaluate_checkpoint(config, checkpoint, flow_run_id, stopping, devices)

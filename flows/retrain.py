@@ -103,8 +103,7 @@ def retrain(
             plan = renew_plan(retraining, existing_plan)
         devices = stack.enter_context(gpu_slots(config))
         stopping = stack.enter_context(StopHandler(config.stopping.grace_seconds))
-        budget_seconds = config.stopping.time_budget_seconds
-        watch = stack.enter_context(StopMonitor(stopping, budget_seconds))
+        watch = stack.enter_context(StopMonitor(stopping, config.stopping))
         return watch.run(lambda: retrain_model(retraining, plan, stopping, devices))
 
 

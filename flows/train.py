@@ -82,7 +82,7 @@ def train(
     with (
         gpu_slots(config) as devices,
         StopHandler(settings.grace_seconds) as stopping,
-        StopMonitor(stopping, settings.time_budget_seconds) as watch,
+        StopMonitor(stopping, settings) as watch,
     ):
         result = watch.run(lambda: train_trial(config, trial, stopping, devices, take_over))
     if isinstance(result, State):

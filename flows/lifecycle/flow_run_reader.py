@@ -26,7 +26,7 @@ class FlowRunReader:
     """
 
     def __init__(self, flow_run_id: UUID, clock: Callable[[], float] = time.monotonic) -> None:
-        self._flow_run_id = flow_run_id
+        self.flow_run_id = flow_run_id
         self._clock = clock
         self._missing_since: float | None = None
 
@@ -40,7 +40,7 @@ class FlowRunReader:
         missing_since, self._missing_since = self._missing_since, None
         with get_client(sync_client=True) as client:
             try:
-                return client.read_flow_run(self._flow_run_id)
+                return client.read_flow_run(self.flow_run_id)
             except ObjectNotFound:
                 if not _is_healthy(client):
                     raise

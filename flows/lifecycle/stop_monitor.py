@@ -20,27 +20,37 @@ from uuid import UUID
 
 import httpx
 from prefect import runtime
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.context import FlowRunContext
 from prefect.exceptions import Abort, Pause, PrefectException
 from prefect.logging import get_run_logger
-from prefect.states import Cancelled
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.states import Cancelled, Running
 
+from trial_core.config.stopping_section import StoppingConfig
 from trial_core.errors import Stopped, Superseded
 from trial_core.run.observer import current_observer
 from trial_core.run.stop_requests import StopHandler, StopReason
 from trialflow.flows.lifecycle.detached_engine import has_lost_supervisor, ignore_broken_output
 from trialflow.flows.lifecycle.flow_run_reader import FlowRunReader
 from trialflow.flows.lifecycle.requeue import has_queue, requeue
+from trialflow.flows.lifecycle.server_outage import ServerOutage, reports_kept
 
 T = TypeVar("T")
 
 POLL_SECONDS = 5.0
+AWAIT_SECONDS = 1.0
+SILENT = "No heartbeat for"
+"""The message of the automation that marks silent runs as crashed begins so."""
 # One Ctrl-C may arrive twice: from the terminal, and from a parent that forwards it.
 SAME_REQUEST_SECONDS = 1.0
 
 _SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 _CANCEL_STATES = (StateType.CANCELLING, StateType.CANCELLED)
+_REQUEUED = ("preempted", "server lost")
+# The server did not answer, or something else did in its place.
+_NO_ANSWER = (httpx.HTTPError, PrefectException, OSError, ValueError, RuntimeError)
 # Another party considers the run dead or ended, and may have scheduled it again.
 _ENDED_STATES = (
     StateType.CRASHED, StateType.FAILED, StateType.COMPLETED,
@@ -51,16 +61,19 @@ _ENDED_STATES = (
 class StopMonitor:
     """Requests a stop when a signal, the flow run's state or the time budget says so.
 
-    A context manager. A second signal requests an immediate end.
+    A context manager. A second signal requests an immediate end. While the server does not answer,
+    the run goes on, and what it reports is kept.
 
     Args:
         stopping: receives the requests.
-        time_budget_seconds: None: no limit.
+        settings: the time budget, and how long the server may be away.
     """
 
-    def __init__(self, stopping: StopHandler, time_budget_seconds: float | None) -> None:
+    def __init__(self, stopping: StopHandler, settings: StoppingConfig) -> None:
         self._stopping = stopping
-        self._budget_seconds = time_budget_seconds
+        self._budget_seconds = settings.time_budget_seconds
+        self._outage = ServerOutage(settings.server_outage_seconds)
+        self._reports = reports_kept(self._outage)
         self._reader = FlowRunReader(UUID(str(runtime.flow_run.id)))
         context = FlowRunContext.get()
         run = context.flow_run if context else None
@@ -81,10 +94,11 @@ class StopMonitor:
             target=lambda: here.run(self._poll), name="stop-monitor", daemon=True
         )
         # A separate timer: a slow server may block the polling thread.
-        self._budget = threading.Timer(time_budget_seconds or 0, self._budget_exceeded)
+        self._budget = threading.Timer(self._budget_seconds or 0, self._budget_exceeded)
         self._budget.daemon = True
 
     def __enter__(self) -> StopMonitor:
+        self._reports.__enter__()
         if threading.current_thread() is threading.main_thread():
             self._install_handlers()
         if self._suspension is not None:
@@ -106,6 +120,7 @@ class StopMonitor:
         self._budget.cancel()
         self._thread.join()
         self._restore_handlers()
+        self._reports.__exit__(None, None, None)
         if self._suspension is not None:
             vars(self._suspension).pop("raise_if_requested", None)
 
@@ -118,11 +133,13 @@ class StopMonitor:
         try:
             result = work()
         except Exception as failure:
+            self._await_server()
             if self._stopping.request is not None:
                 self._logger.error("%s, and saving failed: %s", self._stopping.request, failure)
             if (state := self.final_state(failure)) is not None:
                 return state
             raise
+        self._await_server()
         state = self.final_state()
         return result if state is None else state
 
@@ -160,9 +177,11 @@ class StopMonitor:
             return None
         if state is not None and state.type != StateType.RUNNING:
             raise self._keep_state(f"{reason}: it stays {state.name}")
-        can_requeue = state is not None and self._has_queue and request.reason == "preempted"
+        can_requeue = state is not None and self._has_queue and request.reason in _REQUEUED
         if can_requeue and requeue(reason):
             raise Abort(f"{reason}: scheduled again")
+        if state is not None and request.reason == "server lost":  # it is back
+            return None
         if self._signal is not None:
             self._restore_handlers()
             signal.raise_signal(self._signal)
@@ -197,22 +216,28 @@ class StopMonitor:
                 self._stopping.ask("preempted", "its worker was stopped")
             try:
                 self._check_state()
-            except (httpx.HTTPError, PrefectException, OSError, ValueError, RuntimeError) as error:
+            except _NO_ANSWER as error:
                 if not has_warned:
                     self._logger.warning(
-                        "the flow run's state cannot be read, so a Cancel would not be seen "
-                        "(logged once; training continues): %s: %s", type(error).__name__, error,
+                        "the flow run's state cannot be read, so a Cancel is not seen before the "
+                        "server answers again (logged once; training continues): %s: %s",
+                        type(error).__name__, error,
                     )  # fmt: skip
                 has_warned = True
+                if self._outage.is_too_long:
+                    limit = self._outage.limit_seconds
+                    self._stopping.ask("server lost", f"it has not answered for {limit:g} s")
 
     def _check_state(self) -> None:
         if self._suspension is not None and self._suspension.is_requested():
             self._stopping.ask("suspended", "in Prefect")
             return
-        run = self._reader.read()
+        run = self._read_run()
         state = None if run is None else run.state
         if run is None:
             self._stopping.ask("cancelled", "its flow run was deleted")
+        elif state is not None and _is_called_silent(state) and not self._is_other_attempt(run):
+            self._say_that_it_runs()
         elif self._is_other_attempt(run):
             # This attempt was presumed dead. It could not commit a checkpoint any more.
             self._stopping.ask("cancelled", "another attempt at its flow run has started")
@@ -226,12 +251,45 @@ class StopMonitor:
 
     # ------------------------------------------------------------------------- the flow run
 
+    def _read_run(self) -> FlowRun | None:
+        """The flow run; None if it was deleted. Raises one of `_NO_ANSWER`."""
+        try:
+            with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):  # the caller tries again
+                run = self._reader.read()
+        except _NO_ANSWER:
+            self._outage.did_not_answer()
+            raise
+        self._outage.answered()
+        return run
+
     def _try_read_run(self) -> FlowRun | None:
         """The flow run; None if it was deleted or the server does not answer."""
         try:
-            return self._reader.read()
-        except (httpx.HTTPError, PrefectException):
+            return self._read_run()
+        except _NO_ANSWER:
             return None
+
+    def _await_server(self) -> None:
+        """Wait until the server can take the final state, within the limits of outage and stop."""
+        has_logged = False
+        while not (self._outage.is_too_long or self._stopping.has_expired):
+            try:
+                self._read_run()
+            except _NO_ANSWER:
+                if not has_logged:
+                    self._logger.warning("waiting for the server, to report the end of the run")
+                has_logged = True
+                time.sleep(AWAIT_SECONDS)
+            else:
+                return
+
+    def _say_that_it_runs(self) -> None:
+        """Correct the state of a run that was presumed dead because its server was away."""
+        with get_client(sync_client=True) as client:
+            message = "it was silent while the server was away, and runs"
+            running: State[Any] = Running(message=message)
+            client.set_flow_run_state(self._reader.flow_run_id, running, force=True)
+        self._attempt = None  # Prefect has counted it as a start
 
     def _is_other_attempt(self, run: FlowRun) -> bool:
         """Whether another process has started the run since. Prefect counts the starts."""
@@ -254,3 +312,8 @@ class StopMonitor:
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
         self._previous_handlers = {}
+
+
+def _is_called_silent(state: State[Any]) -> bool:
+    """Whether the automation for silent runs has set the state (`trialflow deploy`)."""
+    return state.name == "Crashed" and (state.message or "").startswith(SILENT)

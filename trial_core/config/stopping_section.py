@@ -48,6 +48,16 @@ class StoppingConfig(Section):
         "limit.",
     )
 
+    server_outage_seconds: float | None = Field(
+        default=3600.0,
+        gt=0,
+        le=MAX_SECONDS,
+        allow_inf_nan=False,
+        title="Server outage",
+        description="Seconds without an answer of the Prefect server after which a run saves and "
+        "ends. Until then it trains, and reports later what it could not report. null: no limit.",
+    )
+
     @property
     def idle_timeout_seconds(self) -> float | None:
         """How long ranks may write nothing in a stage without batches; None: no limit.

@@ -38,7 +38,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
 
-StopReason = Literal["cancelled", "suspended", "preempted", "interrupted", "time budget"]
+StopReason = Literal[
+    "cancelled", "suspended", "preempted", "interrupted", "time budget", "server lost"
+]
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class StopRequest:
     @property
     def is_urgent(self) -> bool:
         """Whether the run will be killed if it does not end within its grace period."""
-        return self.reason not in ("suspended", "time budget")
+        return self.reason not in ("suspended", "time budget", "server lost")
 
 
 class StopHandler:

@@ -1,0 +1,163 @@
+"""A Prefect server that is away for a while costs a run nothing; one that never returns ends it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+from uuid import UUID
+
+import httpx
+import pytest
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+from prefect.events.clients import PrefectEventsClient
+from prefect.exceptions import Abort
+from prefect.states import Crashed
+
+import trialflow.deployments.automations
+import trialflow.flows.lifecycle.stop_monitor
+from tests.flows.lifecycle.conftest import TIMEOUT_SECONDS, Stage, set_state, state_of
+from tests.support.waiting import until
+from tests.support.wire import Wire
+from trial_core.run.stop_requests import StopHandler
+from trialflow.flows.lifecycle.server_outage import ServerOutage
+from trialflow.flows.lifecycle.stop_monitor import StopMonitor
+from trialflow.flows.server.embedded_server import flush
+from trialflow.flows.server.prefect_settings import environment
+from trialflow.flows.train import TrialResult
+
+pytestmark = pytest.mark.server
+
+TASKS = 5
+
+
+@pytest.fixture
+def wire(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
+    """The connection of the stage's flows to the server. Prefect itself tries everything once."""
+    attempts = (None, 0, 700, 30.0)
+    monkeypatch.setattr(PrefectEventsClient.__init__, "__defaults__", attempts)
+    with Wire(httpx.URL(stage.server.api_url).port or 80) as wire:
+        variables = {
+            "PREFECT_API_URL": f"http://127.0.0.1:{wire.port}/api",
+            "PREFECT_CLIENT_MAX_RETRIES": "0",
+        }
+        with environment({**stage.server.environment, **variables}):
+            yield wire
+
+
+@task(cache_policy=NO_CACHE)
+def step(number: int) -> None:
+    get_run_logger().info("step %d", number)
+
+
+def recorded(stage: Stage, run: UUID) -> tuple[list[str], set[str]]:
+    """The states of the run's tasks, and the messages of its log."""
+    tasks = stage.server.query("task_runs/filter", {"flow_runs": {"id": {"any_": [str(run)]}}})
+    logs = stage.server.query("logs/filter", {"logs": {"flow_run_id": {"any_": [str(run)]}}})
+    return [each["state_name"] for each in tasks], {each["message"] for each in logs}
+
+
+def test_what_happened_meanwhile_is_reported_later(
+    stage: Stage, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tasks run, and the flow ends, while the server is away. Nothing of it is lost."""
+    is_waiting = threading.Event()
+    await_server = StopMonitor._await_server
+
+    def awaiting(self: StopMonitor) -> None:
+        is_waiting.set()
+        await_server(self)
+
+    monkeypatch.setattr(StopMonitor, "_await_server", awaiting)
+
+    def train_without_server(flow_run: UUID, stopping: StopHandler) -> None:
+        step(0)
+        wire.cut()
+        for number in range(1, TASKS):
+            step(number)
+        assert stopping.request is None
+
+    def mend() -> None:
+        assert is_waiting.wait(TIMEOUT_SECONDS)
+        wire.mend()
+
+    stage.act = train_without_server
+    mending = threading.Thread(target=mend)
+    mending.start()
+    run, result = stage.train()
+    mending.join()
+    flush()
+    assert isinstance(result, TrialResult)
+    assert state_of(run) == "Completed"
+    expected = {f"step {number}" for number in range(TASKS)}
+    until(lambda: recorded(stage, run)[0] == ["Completed"] * TASKS, "the end of all tasks")
+    until(lambda: expected <= recorded(stage, run)[1], "all log lines")
+
+
+def test_a_cancel_after_an_outage(stage: Stage, wire: Wire) -> None:
+    """It is seen once the server answers again."""
+
+    def cut_and_cancel(flow_run: UUID, stopping: StopHandler) -> None:
+        wire.cut()
+        stage.server.query(
+            f"flow_runs/{flow_run}/set_state", {"state": {"type": "CANCELLING"}, "force": True}
+        )
+        assert not stopping.wait(0.5)  # several polls
+        wire.mend()
+        assert stopping.wait(TIMEOUT_SECONDS)
+
+    stage.act = cut_and_cancel
+    run, _ = stage.train()
+    assert state_of(run) == "Cancelled"
+
+
+def test_a_server_that_is_away_too_long_ends_the_run(stage: Stage, wire: Wire) -> None:
+    """It is asked to stop, so it saves first. Nothing waits for the server any more."""
+    reasons: list[Any] = []
+
+    def train_without_server(flow_run: UUID, stopping: StopHandler) -> None:
+        wire.cut()
+        assert stopping.wait(TIMEOUT_SECONDS)
+        reasons.append((str(stopping.request), stopping.seconds_left))
+        step(1)
+
+    stage.act = train_without_server
+    stage.set_stopping(server_outage_seconds=0.3)
+    _, result = stage.train()
+    flush()
+    assert isinstance(result, Abort)
+    assert reasons == [("server lost (it has not answered for 0.3 s)", None)]
+
+
+def test_a_run_that_was_called_silent_says_that_it_runs(stage: Stage) -> None:
+    """A server that comes back counts the heartbeats that it missed, before it gets new ones."""
+    message = trialflow.deployments.automations.automations([])[2].actions[0].message
+
+    def call_silent(flow_run: UUID, stopping: StopHandler) -> None:
+        for _ in range(2):
+            set_state(flow_run, Crashed(message=message))
+            until(lambda: state_of(flow_run) == "Running", "Running")
+        assert not stopping.wait(0.5)  # several polls
+
+    stage.act = call_silent
+    run, result = stage.train()
+    assert isinstance(result, TrialResult)
+    assert state_of(run) == "Completed"
+
+
+def test_the_length_of_an_outage() -> None:
+    """It begins with the first request without an answer, and ends with an answer."""
+    now = 100.0
+    outage = ServerOutage(limit_seconds=10.0, clock=lambda: now)
+    outage.did_not_answer()
+    now = 109.9
+    outage.did_not_answer()
+    assert not outage.is_too_long
+    now = 110.0
+    assert outage.is_too_long
+    outage.answered()
+    assert not outage.is_too_long
+    outage.did_not_answer()
+    assert not outage.is_too_long
+    assert not ServerOutage(limit_seconds=None).is_too_long
