@@ -122,12 +122,13 @@ class TimedTrial(LoopTrial):
 
 
 class ShardedTrial(DeepSpeedTrial):
-    """A model of `MODELS` under ZeRO-3. Hyperparameters: model."""
+    """A model of `MODELS` under ZeRO. Hyperparameters: model, zero_stage (default 3)."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self.context = context
         self.model = MODELS[context.get_hparam("model")]
-        self.engine = context.wrap_model_engine(new_engine(self.model(), 1, zero_stage=3))
+        stage = context.get_hparams().get("zero_stage", 3)
+        self.engine = context.wrap_model_engine(new_engine(self.model(), 1, stage))
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         (batch,) = self.context.to_device(next(dataloader_iter))

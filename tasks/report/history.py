@@ -15,6 +15,7 @@ import msgspec
 
 from trial_core import text_format
 from trial_core.checkpoint.manifest import utc_now
+from trial_core.decoding import decode
 
 MAX_POINTS = 400
 MAX_METRICS = 24
@@ -141,7 +142,7 @@ class ReportHistory(msgspec.Struct, kw_only=True):
         Raises:
             msgspec.MsgspecError: the data is something else.
         """
-        return msgspec.json.decode(data, type=cls)
+        return decode(data, cls)
 
 
 def _is_drawable(value: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
+from trial_core.decoding import decode
 from trial_core.storage.base import Storage
 from trial_core.storage.local_files import TEMPORARY_NAME
 
@@ -35,7 +36,7 @@ def decode_json(data: bytes, kind: type[Record], where: str = "") -> Record | No
         where: the object's URL, for a warning if it cannot be read; empty: no warning.
     """
     try:
-        return msgspec.json.decode(data, type=kind)
+        return decode(data, kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         if where:
             _logger.warning(

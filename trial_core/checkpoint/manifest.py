@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import msgspec
 
 from trial_core.checkpoint import layout
+from trial_core.decoding import convert
 from trial_core.errors import CheckpointDamaged, CheckpointError
 from trial_core.run.sequencer import Progress
 from trial_core.units import EpochLength
@@ -177,7 +178,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
                 f"{expected}; restore it from a backup, or use another checkpoint"
             )
         with _damaged_if_unreadable(where):
-            manifest = msgspec.convert(untagged(fields), cls)
+            manifest = convert(untagged(fields), cls)
         _check_names(manifest, where)
         return manifest
 

@@ -7,6 +7,7 @@ sequencer, not the controller, decides what comes next.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -131,13 +132,20 @@ class Controller:
             self._attached.info.instruments.finish()
             self._attached.snapshots.close()
 
+    def _free_trial(self) -> None:
+        """Free an earlier trial's memory, before the next one is built."""
+        self.close()
+        if self._attached is not None:
+            self._attached.engine.destroy()
+            self._attached = self._rng = None
+            gc.collect()  # modules, hooks and engines refer to each other
+
     # ------------------------------------------------------------------------ the workloads
 
     def build_trial(self, request: BuildTrial) -> TrialBuilt:
         """Construct the user's trial, in place of an earlier one. Collective."""
         self._stop_barrier.reset()
-        self.close()
-        self._attached = self._rng = None  # frees the earlier trial before the next is built
+        self._free_trial()
         run_dir = Path(request.run_dir)
         instruments = instruments_in(run_dir, self._distributed.get_rank())
         info = RunInfo(request.trial, request.experiment, instruments=instruments)

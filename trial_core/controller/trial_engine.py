@@ -115,3 +115,6 @@ class TrialEngine(Protocol):
 
     def topology(self) -> Topology:
         """How the ranks divide the work."""
+
+    def destroy(self) -> None:
+        """Free what the library holds of the trial, which is not used any more."""

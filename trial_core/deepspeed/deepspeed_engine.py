@@ -25,6 +25,7 @@ from trial_core.deepspeed.restore_files import (
     files_for_ranks,
 )
 from trial_core.deepspeed.trial import DeepSpeedTrial
+from trial_core.deepspeed.zero_3_leftovers import forget_zero_3_model
 from trial_core.errors import CheckpointError, TrialError
 from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.pytorch.metric_reduction import Reducer
@@ -164,6 +165,11 @@ class DeepSpeedTrialEngine:
             zero_stage=int(first.zero_optimization_stage()),
             batch_samples=self.batch_samples,
         )
+
+    def destroy(self) -> None:
+        for engine in self._context.models:
+            engine.destroy()
+            forget_zero_3_model(engine.module)
 
 
 def _require_default_format(trial: DeepSpeedTrial) -> None:

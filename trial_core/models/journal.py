@@ -32,6 +32,7 @@ from trial_core.checkpoint.create_only import create_only
 from trial_core.checkpoint.json_objects import parse_time
 from trial_core.checkpoint.manifest import is_json, tagged, untagged, utc_now
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.decoding import convert
 from trial_core.errors import RegistryError
 
 REPORT = "report.md"
@@ -171,7 +172,7 @@ class Journal:
         if data is None or not is_json(data):  # an incomplete object: its writer was killed
             return None
         try:
-            return msgspec.convert(untagged(msgspec.json.decode(data)), type=kind)
+            return convert(untagged(msgspec.json.decode(data)), kind)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise RegistryError(
                 f"{self._storage.url}/{key} cannot be read: {error}; start a new run"

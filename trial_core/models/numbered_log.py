@@ -18,6 +18,7 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.create_only import create_only
 from trial_core.checkpoint.json_objects import encode_json, named_keys
 from trial_core.checkpoint.manifest import is_json
+from trial_core.decoding import decode
 from trial_core.errors import RegistryError
 from trial_core.models.records import Numbered
 from trial_core.storage.base import Storage
@@ -62,7 +63,7 @@ class NumberedLog(Generic[Entry]):
             _logger.warning("ignoring %s: the object is incomplete", url)
             return None
         try:
-            entry = msgspec.json.decode(data, type=self._kind)
+            entry = decode(data, self._kind)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise RegistryError(f"{url} cannot be read: {error}; {_RESTORE_ADVICE}") from error
         if entry.number != number:

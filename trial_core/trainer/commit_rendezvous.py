@@ -30,6 +30,7 @@ FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.01, 1.0
 PART_CHARACTERS = 2**20
 
 _Posted = tuple[list[FileEntry] | int | None, str | None, str]
+_posted_decoder: msgspec.json.Decoder[_Posted] = msgspec.json.Decoder(_Posted)
 
 
 class CommitRendezvous:
@@ -170,7 +171,7 @@ class CommitRendezvous:
         if delete:
             for part in parts:
                 self._store.delete_key(part)
-        return Outcome(*msgspec.json.decode(posted, type=_Posted))
+        return Outcome(*_posted_decoder.decode(posted))
 
     @contextmanager
     def _store_errors(self) -> Iterator[None]:

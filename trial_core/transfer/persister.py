@@ -41,6 +41,7 @@ KILL_SECONDS = 10.0
 """How long to wait for a killed process to end: it may be inside a blocking system call."""
 
 _SHOWN_FILES = 3
+_report_decoder: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
 
 _ERRORS: dict[str, type[CheckpointError]] = {
     "storage": StorageError,
@@ -176,7 +177,7 @@ class _Process:
             for line in self._stream:
                 if not line.endswith(b"\n"):
                     return  # the process ended within this line
-                yield msgspec.json.decode(line, type=Report)
+                yield _report_decoder.decode(line)
 
     def kill(self) -> None:
         """Kill the process and end `reports`, also if the process cannot end. From any thread."""

@@ -92,6 +92,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 Report = Stored | Finished | Failed
+_request_decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 
 
 def serve(stream: BufferedRWPair) -> None:
@@ -101,7 +102,7 @@ def serve(stream: BufferedRWPair) -> None:
     def work() -> None:
         try:
             while True:
-                request = msgspec.json.decode(requests.get(), type=Request)
+                request = _request_decoder.decode(requests.get())
                 _report(stream, _handle(request, stream))
         except BaseException:  # the thread's top frame; the rank would wait for its answer
             _logger.exception("the persister failed and exits")

@@ -1,0 +1,122 @@
+"""What warm ranks keep of earlier trials: 200 trials, one after the other, in one slot group.
+
+Each trial is built, trains two batches and saves. The ZeRO stages 0 to 3 take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import uuid
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.figures import conclude
+from benchmarks.ranks import case_name, experiment, launched
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.messages import (
+    BuildLoaders,
+    BuildTrial,
+    Done,
+    LoadersBuilt,
+    ReleaseStaging,
+    SaveCheckpoint,
+    Saved,
+    TrainBatches,
+    Trained,
+    TrialBuilt,
+)
+from trial_core.slots.slot_group import SlotGroup
+
+ZERO_STAGES = 4
+# What the first trials allocate permanently (caches, pools, imports) is no leak.
+SETTLED_AFTER = 5
+MIB = 2.0**20
+# From the trials 6 to 9 to the last four, maximum of all ranks.
+TARGETS = {"threads": 0.0, "descriptors": 0.0, "address_space_mib": 64.0, "resident_mib": 8.0}
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What the ranks use; the maximum of all ranks."""
+
+    threads: float
+    descriptors: float
+    address_space_mib: float
+    resident_mib: float
+
+    @classmethod
+    def of(cls, pids: list[int]) -> Usage:
+        """The present usage of the processes."""
+        ranks = [psutil.Process(pid) for pid in pids]
+        memory = [rank.memory_info() for rank in ranks]
+        return cls(
+            max(rank.num_threads() for rank in ranks),
+            max(rank.num_fds() for rank in ranks),
+            max(each.vms for each in memory) / MIB,
+            max(each.rss for each in memory) / MIB,
+        )
+
+    @classmethod
+    def highest(cls, usages: list[Usage]) -> Usage:
+        """Of each quantity the maximum."""
+        return cls(*map(max, zip(*map(astuple, usages), strict=True)))
+
+
+def run_trial(slots: SlotGroup, folder: Path, zero_stage: int) -> None:
+    """Build a small trial in place of an earlier one, train two batches and save."""
+    config = experiment(
+        "ShardedTrial",
+        slots.world_size,
+        f"file://{folder}/checkpoints",
+        hyperparameters={"model": "tiny", "zero_stage": zero_stage},
+    )
+    build = BuildTrial(
+        trial="benchmark-00000000",
+        experiment=config.model_dump(mode="json"),
+        run_dir=str(folder),
+        storage=CheckpointStore(config.checkpoint_storage.url).spec,
+    )
+    slots.request(build, TrialBuilt)
+    slots.request(BuildLoaders(batches_trained=0, checkpoint=None), LoadersBuilt)
+    slots.request(TrainBatches(until=2), Trained)
+    checkpoint = str(uuid.uuid4())
+    slots.request(SaveCheckpoint(uuid=checkpoint), Saved)
+    slots.request(ReleaseStaging(uuid=checkpoint), Done)
+
+
+def measure(slots: SlotGroup, trials: int) -> list[Usage]:
+    """The usage after each trial."""
+    usages: list[Usage] = []
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        for trial in range(trials):
+            run_trial(slots, Path(folder), trial % ZERO_STAGES)
+            usages.append(Usage.of(slots.pids))
+            if trial < SETTLED_AFTER + ZERO_STAGES or (trial + 1) % 20 == 0:
+                print(f"{trial + 1:4d} trials: {usages[-1]}", flush=True)
+    return usages
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(prog="benchmarks.rebuild", description=__doc__)
+    parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--ranks", type=int, default=2)
+    arguments = parser.parse_args()
+    if arguments.trials < SETTLED_AFTER + 2 * ZERO_STAGES:
+        parser.error(f"--trials must be at least {SETTLED_AFTER + 2 * ZERO_STAGES}")
+    with launched(arguments.ranks) as slots:
+        usages = measure(slots, arguments.trials)
+    settled = Usage.highest(usages[SETTLED_AFTER : SETTLED_AFTER + ZERO_STAGES])
+    last = Usage.highest(usages[-ZERO_STAGES:])
+    case = case_name(arguments.ranks)
+    figures = {
+        f"{name}_growth_{case}": getattr(last, name) - getattr(settled, name) for name in TARGETS
+    }
+    conclude(figures, {f"{name}_growth_{case}": most for name, most in TARGETS.items()})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Decodes stored and sent JSON into our types, in any thread.
+
+msgspec examines a type when it first decodes one. If two threads do that at once, the process dies
+of a segmentation fault (seen with msgspec 0.22). Here types are examined one at a time. Types that
+one module decodes alone are examined when that module is imported: it has a `Decoder`.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+_examining = threading.Lock()
+_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """The value of type `kind` in a JSON document.
+
+    Raises:
+        msgspec.MsgspecError, UnicodeDecodeError, RecursionError: it is something else.
+    """
+    value: T = _decoder(kind).decode(data)
+    return value
+
+
+def convert(fields: Any, kind: type[T]) -> T:
+    """The value of type `kind` with these fields: numbers, strings, lists and dictionaries.
+
+    Raises:
+        msgspec.MsgspecError, RecursionError: they are of something else.
+    """
+    _decoder(kind)
+    return msgspec.convert(fields, kind)
+
+
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    with _examining:
+        if kind not in _decoders:
+            _decoders[kind] = msgspec.json.Decoder(kind)
+        return _decoders[kind]
