@@ -35,8 +35,13 @@ POLL_SECONDS = 0.1
 SERVE_POLL_SECONDS = 1.0
 # A run's grace period, by default 25 s, and time to start and end.
 STOP_RUNS_TIMEOUT_SECONDS = 60.0
-# Prefect's default of 10 s is half of what a crashed run may take to train again.
-SETTINGS = {"PREFECT_WORKER_QUERY_SECONDS": "2"}
+SETTINGS = {
+    # Prefect's default of 10 s is half of what a crashed run may take to train again.
+    "PREFECT_WORKER_QUERY_SECONDS": "2",
+    # A worker ends after 12 requests without an answer, and its runs with it. With the default of 5
+    # retries that is after a quarter of an hour, with 8 after an hour and a half.
+    "PREFECT_CLIENT_MAX_RETRIES": "8",
+}
 
 
 class LocalWorker:

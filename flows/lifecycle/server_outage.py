@@ -20,6 +20,7 @@ import httpx
 from prefect.events import clients
 from prefect.events.worker import EventsWorker, emit_events_to_cloud
 from prefect.logging.handlers import APILogWorker, set_api_log_sink
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from websockets.exceptions import InvalidHandshake
 
 RETRY_SECONDS = 1.0
@@ -123,7 +124,8 @@ class PatientLogWorker(APILogWorker):
     async def _handle_batch(self, items: list[dict[str, Any]]) -> None:
         while not self._outage.is_too_long:
             try:
-                await self._client.create_logs(items)
+                with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):  # its pauses double
+                    await self._client.create_logs(items)
             except (httpx.TransportError, httpx.HTTPStatusError) as error:
                 if isinstance(error, httpx.HTTPStatusError) and error.response.is_client_error:
                     raise

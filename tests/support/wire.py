@@ -23,6 +23,7 @@ class Wire:
         self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
+        self._timers: list[threading.Timer] = []
         self.port = 0
 
     def __enter__(self) -> Wire:
@@ -35,6 +36,8 @@ class Wire:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        for timer in self._timers:
+            timer.join()
         self.cut()
         for thread in self._threads:
             thread.join()
@@ -55,6 +58,11 @@ class Wire:
         with self._lock:
             self._sockets.append(listener)
         self._start(self._accept, listener)
+
+    def mend_in(self, seconds: float) -> None:
+        """Accept connections again after a while."""
+        self._timers.append(threading.Timer(seconds, self.mend))
+        self._timers[-1].start()
 
     def _accept(self, listener: socket.socket) -> None:
         with suppress(OSError):  # it is cut

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import httpx
+import prefect.client.base
 import pytest
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
@@ -18,6 +20,9 @@ from prefect.states import Crashed
 import trialflow.deployments.automations
 import trialflow.flows.lifecycle.stop_monitor
 from tests.flows.lifecycle.conftest import TIMEOUT_SECONDS, Stage, set_state, state_of
+from tests.support.flow import stages, train
+from tests.support.prefect import PrefectServer
+from tests.support.slots import toy_config
 from tests.support.waiting import until
 from tests.support.wire import Wire
 from trial_core.run.stop_requests import StopHandler
@@ -25,25 +30,47 @@ from trialflow.flows.lifecycle.server_outage import ServerOutage
 from trialflow.flows.lifecycle.stop_monitor import StopMonitor
 from trialflow.flows.server.embedded_server import flush
 from trialflow.flows.server.prefect_settings import environment
-from trialflow.flows.train import TrialResult
+from trialflow.flows.train import TrainStages, TrialResult
 
 pytestmark = pytest.mark.server
 
 TASKS = 5
 
 
+class Never:
+    """The value of a Prefect setting: no retries."""
+
+    def value(self) -> int:
+        return 0
+
+
 @pytest.fixture
-def wire(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
-    """The connection of the stage's flows to the server. Prefect itself tries everything once."""
+def wire(prefect_server: PrefectServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
+    """The connection of flows to the server. Prefect itself tries everything once."""
+    # A setting would not reach the threads that Prefect has already started.
+    monkeypatch.setattr(prefect.client.base, "PREFECT_CLIENT_MAX_RETRIES", Never())
     attempts = (None, 0, 700, 30.0)
     monkeypatch.setattr(PrefectEventsClient.__init__, "__defaults__", attempts)
-    with Wire(httpx.URL(stage.server.api_url).port or 80) as wire:
+    with Wire(httpx.URL(prefect_server.api_url).port or 80) as wire:
         variables = {
             "PREFECT_API_URL": f"http://127.0.0.1:{wire.port}/api",
-            "PREFECT_CLIENT_MAX_RETRIES": "0",
         }
-        with environment({**stage.server.environment, **variables}):
+        with environment({**prefect_server.environment, **variables}):
             yield wire
+
+
+def mend_at_the_end(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the wire mended some seconds after a run has begun to wait for the server.
+
+    Prefect sends log lines every two seconds.
+    """
+    await_server = StopMonitor._await_server
+
+    def mend_and_await(self: StopMonitor) -> None:
+        wire.mend_in(4.0)
+        await_server(self)
+
+    monkeypatch.setattr(StopMonitor, "_await_server", mend_and_await)
 
 
 @task(cache_policy=NO_CACHE)
@@ -62,14 +89,7 @@ def test_what_happened_meanwhile_is_reported_later(
     stage: Stage, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tasks run, and the flow ends, while the server is away. Nothing of it is lost."""
-    is_waiting = threading.Event()
-    await_server = StopMonitor._await_server
-
-    def awaiting(self: StopMonitor) -> None:
-        is_waiting.set()
-        await_server(self)
-
-    monkeypatch.setattr(StopMonitor, "_await_server", awaiting)
+    mend_at_the_end(wire, monkeypatch)
 
     def train_without_server(flow_run: UUID, stopping: StopHandler) -> None:
         step(0)
@@ -78,15 +98,8 @@ def test_what_happened_meanwhile_is_reported_later(
             step(number)
         assert stopping.request is None
 
-    def mend() -> None:
-        assert is_waiting.wait(TIMEOUT_SECONDS)
-        wire.mend()
-
     stage.act = train_without_server
-    mending = threading.Thread(target=mend)
-    mending.start()
     run, result = stage.train()
-    mending.join()
     flush()
     assert isinstance(result, TrialResult)
     assert state_of(run) == "Completed"
@@ -161,3 +174,38 @@ def test_the_length_of_an_outage() -> None:
     outage.did_not_answer()
     assert not outage.is_too_long
     assert not ServerOutage(limit_seconds=None).is_too_long
+
+
+@pytest.mark.long
+@pytest.mark.slots
+@pytest.mark.parametrize(
+    "stage_name",
+    ["build_loaders", "run_hook", "train", "validate", "save", "start_upload", "finish"],
+)
+def test_an_outage_at_any_stage(
+    here: Path, wire: Wire, prefect_server: PrefectServer, monkeypatch: pytest.MonkeyPatch,
+    stage_name: str,
+) -> None:  # fmt: skip
+    """It begins with that stage and lasts until the run waits at its end. Real ranks train."""
+    work, is_cut = getattr(TrainStages, stage_name), threading.Event()
+    mend_at_the_end(wire, monkeypatch)
+
+    def cut_and_work(self: TrainStages, *arguments: Any, **more: Any) -> Any:
+        if not is_cut.is_set():
+            is_cut.set()
+            wire.cut()
+        return work(self, *arguments, **more)
+
+    monkeypatch.setattr(TrainStages, stage_name, cut_and_work)
+    config = toy_config(here, 8, scheduling_unit=4, hyperparameters={"record": str(here)})
+    result = train(config)
+    assert is_cut.is_set()
+    assert result.batches_trained == 8
+    assert state_of(UUID(result.flow_run_id)) == "Completed"
+    expected = {
+        "build-trial", "build-loaders @0", "train-workload [0→4]", "train-workload [4→8]",
+        "validate @8", "checkpoint-save @8", "checkpoint-upload @8",
+    }  # fmt: skip
+    seen = stages(prefect_server, result.flow_run_id, "callbacks on_trial_shutdown @8")
+    assert expected <= {each.name for each in seen}
+    assert {each.state for each in seen} == {"Completed"}
