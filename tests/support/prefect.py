@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ import httpx
 import pytest
 
 from tests.support.processes import descendants, wait_until_gone
+from trialflow.deployments import process_reaper
 from trialflow.flows.server.prefect_settings import environment
 
 START_LIMIT_SECONDS = 120.0
@@ -131,7 +132,10 @@ def prepared(home: Path) -> Path:
 
 @contextmanager
 def running_server(home: Path) -> Iterator[PrefectServer]:
-    """``prefect server start`` on a free port, its database under `home`."""
+    """``prefect server start`` on a free port, its database under `home`.
+
+    It ends with this process, SIGKILL included.
+    """
     prepared(home)
     url = f"http://127.0.0.1:{free_port()}"
     server = PrefectServer(api_url=f"{url}/api", ui_url=url, home=home)
@@ -141,6 +145,7 @@ def running_server(home: Path) -> Iterator[PrefectServer]:
         {**isolated(home), "PREFECT_UI_API_URL": server.api_url},
         home / "server.log",
         ready=lambda: _answers(f"{server.api_url}/health"),
+        before=[sys.executable, process_reaper.__file__, str(os.getpid())],
     ):
         yield server
 
@@ -199,14 +204,19 @@ def _prefect_process(
     variables: Mapping[str, str],
     log_path: Path,
     ready: Callable[[], bool],
+    before: Sequence[str] = (),
 ) -> Iterator[int]:
-    """A Prefect CLI command that ends with the block, with all its child processes."""
+    """A Prefect CLI command that ends with the block, with all its child processes.
+
+    Args:
+        before: a command that runs it. Its standard input stays open for the block.
+    """
     with log_path.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "prefect", "--no-prompt", *arguments],
+            [*before, sys.executable, "-m", "prefect", "--no-prompt", *arguments],
             cwd=ROOT,
             env={**os.environ, **variables},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if before else subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,
@@ -241,6 +251,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
     for pid in wait_until_gone(started, STOP_LIMIT_SECONDS):
         os.kill(pid, signal.SIGKILL)
+    if process.stdin is not None:
+        process.stdin.close()
 
 
 def _answers(url: str) -> bool:
