@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 import tempfile
 import time
 import uuid
@@ -37,6 +38,9 @@ NOT_DELETED_ADVICE = (
     "the storage may delay or forbid deletion: look for a retention rule or a legal hold, then "
     "delete again"
 )
+
+# What other decisions by the clocks of several machines allow; the shortest waits three minutes.
+MAX_CLOCK_DIFFERENCE_SECONDS = 60.0
 
 # AWS may refuse both of two conditional writes that arrive at once, and ask to try again.
 _TRY_AGAIN_CODES = ("ConditionalRequestConflict", "OperationAborted")
@@ -271,13 +275,14 @@ class Storage:
         return self._has_conditional_writes
 
     def check_usable(self) -> None:
-        """Write, read back and delete a probe object.
+        """Write, read back and delete a probe object, and compare its time with this machine's.
 
         Raises:
-            StorageError: one of these fails; says why and what to do.
+            StorageError: one of these fails, or the clocks differ by more than a minute; says why
+                and what to do.
         """
         key = f"{PROBES}/{uuid.uuid4()}"
-        data = key.encode()
+        data, began = key.encode(), datetime.now(timezone.utc)
         # fsspec's own set-up raises these for wrong options or a wrong URL.
         with self._errors.translated("use", TypeError, ValueError, KeyError):
             self.write(key, data)
@@ -287,7 +292,23 @@ class Storage:
                 f"{self.url} does not return what was written to it ({key}: wrote {data!r}, read "
                 f"{seen!r}): choose another storage for checkpoints"
             )
+        written = self.objects(PROBES).get(key)
         self.delete(key)
+        if written is not None and written.modified_at is not None:
+            self._check_clocks(began, written.modified_at)
+
+    def _check_clocks(self, began: datetime, written_at: datetime) -> None:
+        """Compare the time of a write by the storage's clock with the time around it by ours."""
+        # Storages that count whole seconds round down.
+        ahead = (written_at - datetime.now(timezone.utc)).total_seconds()
+        behind = (began - written_at).total_seconds() - 1.0
+        if max(ahead, behind) > MAX_CLOCK_DIFFERENCE_SECONDS:
+            raise StorageError(
+                f"the clock of {socket.gethostname()} says {began:%Y-%m-%d %H:%M:%S} UTC, and that "
+                f"of {self.url} said {written_at.astimezone(timezone.utc):%Y-%m-%d %H:%M:%S} UTC "
+                "for an object written then. Runs on several machines need clocks that agree "
+                f"within {MAX_CLOCK_DIFFERENCE_SECONDS:.0f} s: set the wrong one (NTP, chrony)"
+            )
 
     def _probe_conditional_writes(self) -> bool:
         """Create an object and try to create it again with other bytes."""
