@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import uuid as uuids
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -32,7 +32,7 @@ class OrphanedFiles:
     """The orphaned files of one checkpoint.
 
     Attributes:
-        files: their number.
+        files: their number, unfinished uploads included.
         modified_at: when the last one was written, by the storage's clock.
     """
 
@@ -56,11 +56,15 @@ def sweep_orphaned_files(store: CheckpointStore, uuid: str, age: timedelta) -> S
 
 
 def _find(store: CheckpointStore, folder: str, age: timedelta) -> list[OrphanedFiles]:
-    by_uuid: dict[str, dict[str, StoredObject]] = {}
-    for key, stored in store.storage.objects(folder).items():  # first, see above
+    by_uuid: dict[str, list[StoredObject]] = {}
+    stored = [  # first, see above
+        *store.storage.unfinished_uploads(folder),
+        *store.storage.objects(folder).items(),
+    ]
+    for key, file in stored:
         uuid = key.split("/")[1]
         if _is_uuid(uuid):
-            by_uuid.setdefault(uuid, {})[key] = stored
+            by_uuid.setdefault(uuid, []).append(file)
     announced = "\n".join(store.storage.sizes(layout.UPLOADS))
     committed = "\n".join(store.storage.sizes(layout.MANIFESTS))
     orphaned = {
@@ -86,14 +90,14 @@ def _find(store: CheckpointStore, folder: str, age: timedelta) -> list[OrphanedF
             and not any(uuid.startswith(prefix) for prefix in needed)
             and why_protected(store, uuid) is None
         ):
-            size_bytes = sum(each.size_bytes for each in files.values())
+            size_bytes = sum(file.size_bytes for file in files)
             found.append(OrphanedFiles(uuid, len(files), size_bytes, modified_at))
     return found
 
 
-def _last_modified(files: Mapping[str, StoredObject]) -> datetime | None:
+def _last_modified(files: Sequence[StoredObject]) -> datetime | None:
     """When the last of the files was written; None if one of the times is not known."""
-    times = [each.modified_at for each in files.values() if each.modified_at is not None]
+    times = [file.modified_at for file in files if file.modified_at is not None]
     return max(times) if len(times) == len(files) else None
 
 

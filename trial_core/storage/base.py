@@ -257,6 +257,13 @@ class Storage:
             )
         return DeletedFiles(len(before), sum(before.values()), uploads)
 
+    def unfinished_uploads(self, folder: str) -> list[tuple[str, StoredObject]]:
+        """The unfinished uploads below a folder that `objects` does not list, by their keys.
+
+        Their size counts as 0, their time is that of their begin.
+        """
+        return []
+
     def abort_uploads(self, folder: str) -> int:
         """Abort all unfinished uploads below a folder; return their number.
 

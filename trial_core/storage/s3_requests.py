@@ -10,7 +10,8 @@ import asyncio
 import base64
 import hashlib
 from collections.abc import AsyncIterator
-from typing import Any
+from datetime import datetime
+from typing import Any, NamedTuple
 
 from s3fs.core import S3_RETRYABLE_ERRORS
 
@@ -55,6 +56,18 @@ class Body:
         data = bytes(self._view[self._position : end])
         self._position += len(data)
         return data
+
+
+class UnfinishedUpload(NamedTuple):
+    """A multipart upload that was begun, and neither completed nor aborted.
+
+    Attributes:
+        begun_at: by the storage's clock; None: the storage does not tell.
+    """
+
+    key: str
+    upload_id: str
+    begun_at: datetime | None
 
 
 class S3Requests:
@@ -119,11 +132,11 @@ class S3Requests:
             aborted += await self._abort(prefix, upload_id)
         # Repeat: a part in flight during the abort may keep its upload alive.
         for _ in range(_ABORT_ATTEMPTS):
-            uploads = await self._unfinished(prefix)
+            uploads = await self.unfinished(prefix)
             if not uploads:
                 break
-            for key, each in uploads:
-                aborted += await self._abort(key, each)
+            for each in uploads:
+                aborted += await self._abort(each.key, each.upload_id)
         return aborted
 
     async def get_range(
@@ -175,20 +188,27 @@ class S3Requests:
         whole = hashlib.md5(digests, usedforsecurity=False).hexdigest()
         return bool(seen.strip('"') == f"{whole}-{len(parts)}")
 
-    async def _unfinished(self, prefix: str) -> list[tuple[str, str]]:
-        """Key and id of each unfinished multipart upload to a key, or below a folder."""
+    async def unfinished(self, prefix: str) -> list[UnfinishedUpload]:
+        """All unfinished multipart uploads to a key, or below a folder.
+
+        Args:
+            prefix: a key, or a folder with a slash at its end.
+        """
         is_folder = prefix.endswith("/")
-        found: list[tuple[str, str]] = []
+        found: list[UnfinishedUpload] = []
         page: dict[str, str] = {}
         while True:
             reply = await self._call("list_multipart_uploads", Prefix=prefix, **page)
-            found += [(each["Key"], each["UploadId"]) for each in reply.get("Uploads", [])]
+            found += [
+                UnfinishedUpload(each["Key"], each["UploadId"], each.get("Initiated"))
+                for each in reply.get("Uploads", [])
+            ]
             if not reply.get("IsTruncated"):
                 # One key may be the prefix of another, and some servers ignore the prefix.
                 return [
-                    (key, each)
-                    for key, each in found
-                    if (key.startswith(prefix) if is_folder else key == prefix)
+                    each
+                    for each in found
+                    if (each.key.startswith(prefix) if is_folder else each.key == prefix)
                 ]
             page = {
                 "KeyMarker": reply["NextKeyMarker"],

@@ -12,17 +12,20 @@ import hashlib
 import logging
 import os
 import zlib
+from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from trial_core.storage.base import RangeRead, Storage, StorageSpec
+from trial_core.storage.base import RangeRead, Storage, StorageSpec, StoredObject
 from trial_core.storage.buffer_pool import piece_bytes
 from trial_core.storage.event_loop import LoopTask
 from trial_core.storage.local_files import changed_during_upload, read_at
 from trial_core.storage.parallel import CancelSignal
 from trial_core.storage.s3_multipart import multipart_upload
 from trial_core.storage.s3_requests import S3Requests
+
+T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
@@ -51,17 +54,27 @@ class S3Storage(Storage):
             get = self._requests.get_range(self._key(key), start, view, version)
             return LoopTask(self._requests.loop, get).result(stop)
 
+    def unfinished_uploads(self, folder: str) -> list[tuple[str, StoredObject]]:
+        """As `Storage.unfinished_uploads`: multipart uploads."""
+        with self._errors.translated(f"list unfinished uploads to {folder} in"):
+            found = self._if_allowed(self._requests.unfinished(self._key(f"{folder}/")), [])
+        start = len(self._key(""))
+        return [(each.key[start:], StoredObject(0, each.begun_at)) for each in found]
+
     def abort_uploads(self, folder: str) -> int:
         """As `Storage.abort_uploads`: aborts multipart uploads."""
         with self._errors.translated(f"abort unfinished uploads to {folder} in"):
-            abort = self._requests.abort_uploads(self._key(f"{folder}/"))
-            try:
-                return LoopTask(self._requests.loop, abort).result(CancelSignal())
-            except OSError as error:
-                if error.errno not in _NOT_ALLOWED and not isinstance(error, PermissionError):
-                    raise
-                self._warn_once(error)
-                return 0
+            return self._if_allowed(self._requests.abort_uploads(self._key(f"{folder}/")), 0)
+
+    def _if_allowed(self, request: Coroutine[Any, Any, T], otherwise: T) -> T:
+        """The answer of a request about unfinished uploads, which needs rights of its own."""
+        try:
+            return LoopTask(self._requests.loop, request).result(CancelSignal())
+        except OSError as error:
+            if error.errno not in _NOT_ALLOWED and not isinstance(error, PermissionError):
+                raise
+            self._warn_once(error)
+            return otherwise
 
     def _warn_once(self, error: Exception) -> None:
         if not self._has_warned:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.manifests import FILES, keys_of, stored_keys, upload
+from tests.support.multipart_uploads import leave_open, left_open
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.intents import read_intent
 from trial_core.checkpoint.manifest import Manifest
@@ -125,21 +126,6 @@ def test_an_invalid_trial_name_is_refused(local_store: CheckpointStore) -> None:
 
 
 # ---------------------------------------------------------------------------- partial uploads
-
-
-def leave_open(store: CheckpointStore, key: str) -> None:
-    """Begin a multipart upload and send a part, like a client that is killed then."""
-    storage: Any = store.storage
-    where = {"Bucket": storage._bucket, "Key": storage._key(key)}
-    upload_id = storage._fs.call_s3("create_multipart_upload", **where)["UploadId"]
-    storage._fs.call_s3("upload_part", **where, UploadId=upload_id, PartNumber=1, Body=b"1")
-
-
-def left_open(store: CheckpointStore) -> set[str]:
-    """The keys with a multipart upload in progress."""
-    storage: Any = store.storage
-    found = storage._fs.call_s3("list_multipart_uploads", Bucket=storage._bucket)
-    return {each["Key"].removeprefix("some/folder/") for each in found.get("Uploads", [])}
 
 
 def test_a_sweep_aborts_multipart_uploads(s3_store: CheckpointStore) -> None:

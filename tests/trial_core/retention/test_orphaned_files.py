@@ -11,6 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.support.interleaving import all_orders, interleave_all
 from tests.support.manifests import commit_files, put_files, stored_keys
+from tests.support.multipart_uploads import leave_open, left_open
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.manifest import Manifest
@@ -57,6 +58,20 @@ def test_files_that_arrive_after_the_sweep_are_swept(
     assert store.list() == [saved]
     assert find_leftovers(store) == []
     assert len(stored_keys(store)) == 1 + len(saved.files)
+
+
+@pytest.mark.usefixtures("much_later")
+def test_an_upload_that_was_never_completed_is_aborted(s3_store: CheckpointStore) -> None:
+    """It takes space, and no file shows it. One that an intent announces stays."""
+    announced, orphaned = str(uuid.uuid4()), str(uuid.uuid4())
+    s3_store.announce_upload(TRIAL, announced, "one")
+    for each in (announced, orphaned):
+        leave_open(s3_store, layout.file_key(each, "model"))
+    (found,) = [each for each in find_leftovers(s3_store) if each.trial is None]
+    assert (found.uuid, found.files, found.size_bytes) == (orphaned, 1, 0)
+    (swept,) = sweep_leftovers(s3_store, [found]).swept
+    assert (swept.uuid, swept.uploads) == (orphaned, 1)
+    assert left_open(s3_store) == {layout.file_key(announced, "model")}
 
 
 def unreadable_manifest(store: CheckpointStore, begun: Manifest) -> None:
