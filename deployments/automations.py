@@ -26,7 +26,7 @@ from trialflow.flows.lifecycle.stop_monitor import SILENT
 
 TAG = "trialflow"
 MAX_ATTEMPTS = 50
-# A server may be away for ten minutes, and a run not send heartbeats meanwhile.
+# A run whose network is cut for ten minutes sends no heartbeats, and lives.
 SILENCE_TIMEOUT = timedelta(minutes=12)
 # From Pending to Running takes seconds; longer if the run downloads code or packages.
 START_TIMEOUT = timedelta(minutes=10)

@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
 
+import httpx
 from prefect import flow, runtime
 from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
+from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 
 from trial_core.checkpoint.manifest import Manifest
@@ -177,10 +179,13 @@ def _fetch_first_intact(
 
 
 def _show(config: ExperimentConfig, manifest: Manifest, metrics: dict[str, Any]) -> None:
-    """Show the metrics as a table on the flow run's page."""
-    create_table_artifact(
-        [{"metric": name, "value": str(value)} for name, value in metrics.items()],
-        key=unique_slug(f"evaluation-{config.name}"),
-        description=f"Checkpoint {manifest.uuid} of trial {manifest.trial}, after "
-        f"{manifest.progress.batches_trained} batches",
-    )
+    """Show the metrics as a table on the flow run's page, if the server answers."""
+    try:
+        create_table_artifact(
+            [{"metric": name, "value": str(value)} for name, value in metrics.items()],
+            key=unique_slug(f"evaluation-{config.name}"),
+            description=f"Checkpoint {manifest.uuid} of trial {manifest.trial}, after "
+            f"{manifest.progress.batches_trained} batches",
+        )
+    except (httpx.HTTPError, PrefectException) as error:
+        get_run_logger().warning("the table of metrics was not stored: %s; %s", error, metrics)

@@ -33,7 +33,7 @@ hypothesis.configuration.set_hypothesis_home_dir(
     Path(tempfile.gettempdir(), f"hypothesis-{os.getuid()}")
 )
 
-FLOWS = ("flows", "deployments", "flows in rooms")
+FLOWS = ("flows", "deployments", "flows in subfolders")
 """Groups of tests with a Prefect server; each starts its own."""
 
 pytest_plugins = [
@@ -78,7 +78,7 @@ def _group(item: pytest.Item, path: Path) -> str:
     if item.get_closest_marker("server"):
         if path.parts[0] != "flows":
             return "deployments"
-        return "flows" if len(path.parts) == 2 else "flows in rooms"
+        return "flows" if len(path.parts) == 2 else "flows in subfolders"
     if item.get_closest_marker("gateway"):
         return "gateway"
     if path.parts[:2] == ("trial_core", "pytorch"):

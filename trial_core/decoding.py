@@ -1,8 +1,7 @@
 """Decodes stored and sent JSON into our types, in any thread.
 
 msgspec examines a type when it first decodes one. If two threads do that at once, the process dies
-of a segmentation fault (seen with msgspec 0.22). Here types are examined one at a time. Types that
-one module decodes alone are examined when that module is imported: it has a `Decoder`.
+of a segmentation fault (seen with msgspec 0.22). Here types are examined one at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def decode(data: bytes, kind: type[T]) -> T:
     Raises:
         msgspec.MsgspecError, UnicodeDecodeError, RecursionError: it is something else.
     """
-    value: T = _decoder(kind).decode(data)
+    value: T = decoder(kind).decode(data)
     return value
 
 
@@ -34,11 +33,12 @@ def convert(fields: Any, kind: type[T]) -> T:
     Raises:
         msgspec.MsgspecError, RecursionError: they are of something else.
     """
-    _decoder(kind)
+    decoder(kind)
     return msgspec.convert(fields, kind)
 
 
-def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+def decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    """The decoder of a type, unions and tuples included, which any thread may use."""
     with _examining:
         if kind not in _decoders:
             _decoders[kind] = msgspec.json.Decoder(kind)

@@ -19,7 +19,7 @@ DELETION_SECONDS = 60.0
 
 
 class FlowRunReader:
-    """Reads one flow run.
+    """Reads one flow run. For several threads.
 
     Args:
         clock: seconds that never go backwards.
@@ -29,6 +29,7 @@ class FlowRunReader:
         self.flow_run_id = flow_run_id
         self._clock = clock
         self._missing_since: float | None = None
+        self._is_deleted = False
 
     def read(self) -> FlowRun | None:
         """The flow run; None if it was deleted: for a minute, a healthy server did not know it.
@@ -37,18 +38,24 @@ class FlowRunReader:
             ObjectNotFound: the answer is 404, and does not yet prove a deletion.
             httpx.HTTPError, PrefectException: the server did not answer.
         """
-        missing_since, self._missing_since = self._missing_since, None
-        with get_client(sync_client=True) as client:
-            try:
-                return client.read_flow_run(self.flow_run_id)
-            except ObjectNotFound:
-                if not _is_healthy(client):
-                    raise
-                now = self._clock()
-                self._missing_since = now if missing_since is None else missing_since
-                if now - self._missing_since < DELETION_SECONDS:
-                    raise
-                return None
+        if self._is_deleted:
+            return None
+        missing_since = None
+        try:
+            with get_client(sync_client=True) as client:
+                try:
+                    return client.read_flow_run(self.flow_run_id)
+                except ObjectNotFound:
+                    if not _is_healthy(client):
+                        raise
+                    now = self._clock()
+                    missing_since = now if self._missing_since is None else self._missing_since
+                    self._is_deleted = now - missing_since >= DELETION_SECONDS
+                    if not self._is_deleted:
+                        raise
+                    return None
+        finally:
+            self._missing_since = missing_since
 
 
 def _is_healthy(client: SyncPrefectClient) -> bool:

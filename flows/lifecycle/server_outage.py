@@ -24,6 +24,10 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from websockets.exceptions import InvalidHandshake
 
 RETRY_SECONDS = 1.0
+# How long the last reports of a flow may take if the server goes away once more.
+LAST_REPORTS_SECONDS = 60.0
+# The server is busy, or asks for patience: no fault of the request.
+_TRY_AGAIN = (httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_MANY_REQUESTS)
 
 
 class ServerOutage:
@@ -54,6 +58,12 @@ class ServerOutage:
                 self._since = self._clock()
 
     @property
+    def is_on(self) -> bool:
+        """Whether the last request had no answer."""
+        with self._lock:
+            return self._since is not None
+
+    @property
     def is_too_long(self) -> bool:
         """Whether the outage has reached its limit."""
         with self._lock:
@@ -62,52 +72,78 @@ class ServerOutage:
             return self._clock() - self._since >= self.limit_seconds
 
 
-_is_installed = threading.Lock()
+_installing = threading.Lock()
+_waiting: list[ServerOutage] = []
+"""The outages of the blocks that this process is in; flows may be nested, or run in threads."""
 
 
 @contextmanager
 def reports_kept(outage: ServerOutage) -> Iterator[None]:
     """Keep events and log lines of the block's flow during an outage.
 
-    They may be sent after the block: Prefect sends what is left when the process ends. An inner
-    block does nothing, and Prefect Cloud has a client of its own.
+    After the last block of the process they are sent in the background, within a minute. If the
+    server does not answer then, they are given up: the process must be able to end. Prefect Cloud
+    has a client of its own.
     """
-    if emit_events_to_cloud() or not _is_installed.acquire(blocking=False):
+    if emit_events_to_cloud():
         yield
         return
-    # One attempt a second. A subclass would not do: Prefect sends nothing by unknown clients.
-    attempts = sys.maxsize if outage.limit_seconds is None else math.ceil(outage.limit_seconds)
-    retried = clients.RETRYABLE_EXCEPTIONS
+    with _installing:
+        _waiting.append(outage)
+        if len(_waiting) == 1:
+            _install(outage)
     try:
-        # Also what a proxy answers in the place of a server, or a server that is ending.
-        clients.RETRYABLE_EXCEPTIONS = (*retried, InvalidHandshake)
-        EventsWorker.set_client_override(
-            clients.PrefectEventsClient, reconnection_attempts=attempts
-        )
-        set_api_log_sink(lambda log: PatientLogWorker.instance(outage).send(log))
         yield
     finally:
-        if outage.is_too_long:
-            _abandon(EventsWorker.instance())
-        clients.RETRYABLE_EXCEPTIONS = retried
-        EventsWorker.set_client_override(None)
-        # After an outage that is too long, Prefect's own worker would wait a minute for the last
-        # lines. The next block sets it right.
-        set_api_log_sink(_drop if outage.is_too_long else None)
-        _is_installed.release()
+        with _installing:
+            _waiting.remove(outage)
+            if not _waiting:
+                _uninstall(is_away=outage.is_on)
 
 
-def _drop(log: dict[str, Any]) -> None:
-    """Send nothing."""
+def _install(outage: ServerOutage) -> None:
+    if InvalidHandshake not in clients.RETRYABLE_EXCEPTIONS:
+        # What a proxy answers in the place of a server, or a server that is ending.
+        clients.RETRYABLE_EXCEPTIONS = (*clients.RETRYABLE_EXCEPTIONS, InvalidHandshake)
+    # At least a second each. A subclass would not do: Prefect sends nothing by unknown clients.
+    attempts = sys.maxsize if outage.limit_seconds is None else math.ceil(outage.limit_seconds)
+    EventsWorker.set_client_override(clients.PrefectEventsClient, reconnection_attempts=attempts)
+    set_api_log_sink(lambda log: PatientLogWorker.instance().send(log))
 
 
-def _abandon(worker: EventsWorker) -> None:
-    """End a worker that cannot send, for which the process would wait at its end.
+def _uninstall(is_away: bool) -> None:
+    workers: list[APILogWorker | EventsWorker] = [
+        EventsWorker.instance(), PatientLogWorker.instance()
+    ]  # fmt: skip
+    EventsWorker.set_client_override(None)
+    # Prefect's own log worker would wait a minute for the last lines.
+    set_api_log_sink(_dropping(LAST_REPORTS_SECONDS) if is_away else None)
+    for worker in workers:
+        _end(worker, 0.0 if is_away else LAST_REPORTS_SECONDS)
 
-    By private attributes: Prefect has no other way to end a worker without waiting for it.
+
+def _dropping(seconds: float) -> Callable[[dict[str, Any]], None]:
+    """A sink that drops log lines for some time, and then sends them as Prefect does."""
+    end = time.monotonic() + seconds
+
+    def sink(log: dict[str, Any]) -> None:
+        if time.monotonic() >= end:
+            APILogWorker.instance().send(log)
+
+    return sink
+
+
+def _end(worker: APILogWorker | EventsWorker, within_seconds: float) -> None:
+    """Have a worker end when its queue is empty, or after some time. Does not wait.
+
+    By private members: Prefect's own ways wait for the worker, also when the process ends.
     """
-    if worker._loop is not None and worker._task is not None:
-        worker._loop.call_soon_threadsafe(worker._task.cancel)
+    loop, task = worker._loop, worker._task
+    worker._drain(at_exit=True)
+    if loop is not None and task is not None:
+        timer = threading.Timer(within_seconds, loop.call_soon_threadsafe, [task.cancel])
+        timer.daemon = True
+        timer.start()
 
 
 class PatientLogWorker(APILogWorker):
@@ -117,20 +153,26 @@ class PatientLogWorker(APILogWorker):
     a minute is left.
     """
 
-    def __init__(self, *settings: Any) -> None:
-        super().__init__(*settings)
-        self._outage: ServerOutage = settings[-1]
-
     async def _handle_batch(self, items: list[dict[str, Any]]) -> None:
-        while not self._outage.is_too_long:
+        while (outage := _bearable()) is not None:
             try:
                 with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):  # its pauses double
                     await self._client.create_logs(items)
             except (httpx.TransportError, httpx.HTTPStatusError) as error:
-                if isinstance(error, httpx.HTTPStatusError) and error.response.is_client_error:
+                if isinstance(error, httpx.HTTPStatusError) and _is_final(error.response):
                     raise
-                self._outage.did_not_answer()
+                outage.did_not_answer()
                 await asyncio.sleep(RETRY_SECONDS)
             else:
-                self._outage.answered()
+                outage.answered()
                 return
+        await super()._handle_batch(items)
+
+
+def _bearable() -> ServerOutage | None:
+    """An outage that a flow of this process still waits for."""
+    return next((each for each in [*_waiting] if not each.is_too_long), None)
+
+
+def _is_final(answer: httpx.Response) -> bool:
+    return answer.is_client_error and answer.status_code not in _TRY_AGAIN

@@ -10,7 +10,9 @@ The whole route of a stop: `trial_core/run/stop_requests.py`.
 from __future__ import annotations
 
 import contextvars
+import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -41,6 +43,8 @@ T = TypeVar("T")
 
 POLL_SECONDS = 5.0
 AWAIT_SECONDS = 1.0
+# A busy server leaves a single request without an answer.
+UNANSWERED_READS = 2
 SILENT = "No heartbeat for"
 """The message of the automation that marks silent runs as crashed begins so."""
 # One Ctrl-C may arrive twice: from the terminal, and from a parent that forwards it.
@@ -83,6 +87,10 @@ class StopMonitor:
         # Not part of Prefect's public API. Releases without it suspend by state alone.
         self._suspension = getattr(context, "flow_run_suspension_request", None)
         self._attempt: int | None = None
+        self._alive_message = (
+            "it was silent while the server was away, and runs "
+            f"(process {os.getpid()} on {socket.gethostname()})"
+        )
         self._logger = get_run_logger()
         self._previous_handlers: dict[int, Any] = {}
         self._signal: int | None = None
@@ -181,7 +189,7 @@ class StopMonitor:
         if can_requeue and requeue(reason):
             raise Abort(f"{reason}: scheduled again")
         if state is not None and request.reason == "server lost":  # it is back
-            return None
+            return Cancelled(message=f"Stopped: {reason}")
         if self._signal is not None:
             self._restore_handlers()
             signal.raise_signal(self._signal)
@@ -205,7 +213,7 @@ class StopMonitor:
         self._stopping.ask("time budget", f"{self._budget_seconds:g} s are over")
 
     def _poll(self) -> None:
-        has_warned = has_lost_worker = False
+        failures, has_lost_worker = 0, False
         pause = 0.0  # the first request learns which attempt this is
         while not self._has_ended.wait(pause):
             pause = POLL_SECONDS
@@ -217,13 +225,13 @@ class StopMonitor:
             try:
                 self._check_state()
             except _NO_ANSWER as error:
-                if not has_warned:
+                failures += 1
+                if failures == UNANSWERED_READS:
                     self._logger.warning(
                         "the flow run's state cannot be read, so a Cancel is not seen before the "
                         "server answers again (logged once; training continues): %s: %s",
                         type(error).__name__, error,
                     )  # fmt: skip
-                has_warned = True
                 if self._outage.is_too_long:
                     limit = self._outage.limit_seconds
                     self._stopping.ask("server lost", f"it has not answered for {limit:g} s")
@@ -252,9 +260,9 @@ class StopMonitor:
     # ------------------------------------------------------------------------- the flow run
 
     def _read_run(self) -> FlowRun | None:
-        """The flow run; None if it was deleted. Raises one of `_NO_ANSWER`."""
+        """The flow run, asked for once; None if it was deleted. Raises one of `_NO_ANSWER`."""
         try:
-            with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):  # the caller tries again
+            with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
                 run = self._reader.read()
         except _NO_ANSWER:
             self._outage.did_not_answer()
@@ -265,7 +273,7 @@ class StopMonitor:
     def _try_read_run(self) -> FlowRun | None:
         """The flow run; None if it was deleted or the server does not answer."""
         try:
-            return self._read_run()
+            return self._read_run() if self._outage.is_on else self._reader.read()
         except _NO_ANSWER:
             return None
 
@@ -285,15 +293,20 @@ class StopMonitor:
 
     def _say_that_it_runs(self) -> None:
         """Correct the state of a run that was presumed dead because its server was away."""
-        with get_client(sync_client=True) as client:
-            message = "it was silent while the server was away, and runs"
-            running: State[Any] = Running(message=message)
+        # Once: the automation schedules the run again after ten seconds.
+        with (
+            temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+            get_client(sync_client=True) as client,
+        ):
+            running: State[Any] = Running(message=self._alive_message)
             client.set_flow_run_state(self._reader.flow_run_id, running, force=True)
-        self._attempt = None  # Prefect has counted it as a start
+        if (run := self._read_run()) is not None:
+            self._is_other_attempt(run)  # learns the new count
 
     def _is_other_attempt(self, run: FlowRun) -> bool:
         """Whether another process has started the run since. Prefect counts the starts."""
-        if self._attempt is None:
+        has_corrected = run.state is not None and run.state.message == self._alive_message
+        if self._attempt is None or has_corrected:  # Prefect counts a correction as a start
             self._attempt = run.run_count
         return run.run_count != self._attempt
 

@@ -113,6 +113,8 @@ def prepared(home: Path) -> Path:
     Prefect's migrations take as long as the rest of a server's start.
     """
     home.mkdir(parents=True, exist_ok=True)
+    if (home / "prefect.db").exists():
+        return home
     template = Path(os.environ[PREPARED], "prefect")
     with filelock.FileLock(f"{template}.lock"):
         if not template.exists():

@@ -25,7 +25,7 @@ from trial_core.deepspeed.restore_files import (
     files_for_ranks,
 )
 from trial_core.deepspeed.trial import DeepSpeedTrial
-from trial_core.deepspeed.zero_3_leftovers import forget_zero_3_model
+from trial_core.deepspeed.zero_3_leftovers import forget_zero_3_models
 from trial_core.errors import CheckpointError, TrialError
 from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.pytorch.metric_reduction import Reducer
@@ -169,7 +169,7 @@ class DeepSpeedTrialEngine:
     def destroy(self) -> None:
         for engine in self._context.models:
             engine.destroy()
-            forget_zero_3_model(engine.module)
+        forget_zero_3_models()
 
 
 def _require_default_format(trial: DeepSpeedTrial) -> None:

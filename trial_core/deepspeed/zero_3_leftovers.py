@@ -9,7 +9,6 @@ them is served as well, and `make bench NAME=rebuild` shows whether one has othe
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -17,10 +16,9 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 CACHED_METHOD = "_PartitionedParameterCoordinator__params_to_release"
 
 
-def forget_zero_3_model(module: Any) -> None:
-    """Free the model of an engine that was destroyed. No other engine may be in use."""
-    forward_pass = getattr(parameter_offload, "FWD_MODULE_STACK", [])
-    forward_pass[:] = [each for each in forward_pass if each is not module]
+def forget_zero_3_models() -> None:
+    """Free the models of engines that were destroyed. No other engine may be in use."""
+    getattr(parameter_offload, "FWD_MODULE_STACK", []).clear()
     method = getattr(PartitionedParameterCoordinator, CACHED_METHOD, None)
     if inspect.isfunction(method):
         # The cache is inside a decorator that does not show it.

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.controller.collective_errors import Outcome, outcome_of
+from trial_core.decoding import decoder
 from trial_core.distributed import DistributedContext
 from trial_core.errors import DeadlineExceeded, SlotsError
 from trial_core.transfer.upload import prefix_rank
@@ -30,7 +31,7 @@ FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.01, 1.0
 PART_CHARACTERS = 2**20
 
 _Posted = tuple[list[FileEntry] | int | None, str | None, str]
-_posted_decoder: msgspec.json.Decoder[_Posted] = msgspec.json.Decoder(_Posted)
+_posted_decoder: msgspec.json.Decoder[_Posted] = decoder(_Posted)
 
 
 class CommitRendezvous:

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from trial_core.checkpoint.manifest import FileEntry
+from trial_core.decoding import decoder
 from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
 from trial_core.storage.base import StorageSpec
 from trial_core.transfer import persister_process
@@ -41,7 +42,7 @@ KILL_SECONDS = 10.0
 """How long to wait for a killed process to end: it may be inside a blocking system call."""
 
 _SHOWN_FILES = 3
-_report_decoder: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
+_report_decoder: msgspec.json.Decoder[Report] = decoder(Report)
 
 _ERRORS: dict[str, type[CheckpointError]] = {
     "storage": StorageError,

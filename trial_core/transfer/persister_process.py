@@ -23,6 +23,7 @@ import msgspec
 
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.decoding import decoder
 from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
 from trial_core.storage.base import StorageSpec
 from trial_core.transfer.fetch import fetch_files
@@ -92,7 +93,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 Report = Stored | Finished | Failed
-_request_decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
+_request_decoder: msgspec.json.Decoder[Request] = decoder(Request)
 
 
 def serve(stream: BufferedRWPair) -> None:

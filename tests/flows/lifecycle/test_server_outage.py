@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,20 +14,22 @@ from uuid import UUID
 import httpx
 import prefect.client.base
 import pytest
-from prefect import get_run_logger, task
+from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.events.clients import PrefectEventsClient
-from prefect.exceptions import Abort
+from prefect.exceptions import Abort, CancelledRun
 from prefect.states import Crashed
 
 import trialflow.deployments.automations
 import trialflow.flows.lifecycle.stop_monitor
+import trialflow.flows.train
 from tests.flows.lifecycle.conftest import TIMEOUT_SECONDS, Stage, set_state, state_of
 from tests.support.flow import stages, train
-from tests.support.prefect import PrefectServer
+from tests.support.prefect import ROOT, PrefectServer, isolated
 from tests.support.slots import toy_config
 from tests.support.waiting import until
 from tests.support.wire import Wire
+from trial_core.config import ExperimentConfig
 from trial_core.run.stop_requests import StopHandler
 from trialflow.flows.lifecycle.server_outage import ServerOutage
 from trialflow.flows.lifecycle.stop_monitor import StopMonitor
@@ -71,6 +76,11 @@ def mend_at_the_end(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
         await_server(self)
 
     monkeypatch.setattr(StopMonitor, "_await_server", mend_and_await)
+
+
+@flow(name="pipeline")
+def pipeline(config: ExperimentConfig) -> None:
+    trialflow.flows.train.train(config)
 
 
 @task(cache_policy=NO_CACHE)
@@ -141,6 +151,47 @@ def test_a_server_that_is_away_too_long_ends_the_run(stage: Stage, wire: Wire) -
     flush()
     assert isinstance(result, Abort)
     assert reasons == [("server lost (it has not answered for 0.3 s)", None)]
+
+
+def test_a_server_that_is_back_too_late(stage: Stage, wire: Wire) -> None:
+    """An unfinished run is not Completed. It had no queue, so it does not go on by itself."""
+
+    def cut_and_mend(flow_run: UUID, stopping: StopHandler) -> None:
+        wire.cut()
+        assert stopping.wait(TIMEOUT_SECONDS)
+        wire.mend()
+
+    stage.act = cut_and_mend
+    stage.set_stopping(server_outage_seconds=0.3)
+    run = stage.create_run(pipeline)
+    with pytest.raises(CancelledRun):
+        stage.execute(pipeline, run)
+    assert stage.training is not None
+    assert state_of(stage.training) == "Cancelled"
+
+
+PROGRAM = """
+from prefect.events import emit_event
+from trialflow.flows.lifecycle.server_outage import (
+    PatientLogWorker, ServerOutage, reports_kept
+)
+
+outage = ServerOutage(3600.0)
+with reports_kept(outage):
+    PatientLogWorker.instance().send({"message": "kept"})
+    emit_event("kept", {"prefect.resource.id": "some.resource"})
+    outage.did_not_answer()
+"""
+
+
+def test_a_process_that_is_stopped_during_an_outage_ends(tmp_path: Path) -> None:
+    """It does not wait for the server, which may be away for an hour."""
+    variables = {**isolated(tmp_path), "PREFECT_API_URL": "http://127.0.0.1:9/api"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, env={**os.environ, **variables},
+        timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0
 
 
 def test_a_run_that_was_called_silent_says_that_it_runs(stage: Stage) -> None:

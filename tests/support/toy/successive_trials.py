@@ -9,16 +9,16 @@ from toy_trial import ToyTrial
 
 from trial_core.deepspeed import DeepSpeedTrialContext
 
-engines: list[weakref.ref[Any]] = []
+remembered: list[weakref.ref[Any]] = []
 
 
 class Successive(ToyTrial):
-    """Reports the metric ``left``: how many engines of earlier trials this rank has kept."""
+    """Reports the metric ``left``: how many engines and models of earlier trials are kept."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
-        self.left = sum(engine() is not None for engine in engines)
+        self.left = sum(each() is not None for each in remembered)
         super().__init__(context)
-        engines.append(weakref.ref(self.engine))
+        remembered.extend(weakref.ref(each) for each in (self.engine, self.engine.module))
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         metrics = super().train_batch(dataloader_iter, epoch_idx, batch_idx)
