@@ -21,7 +21,7 @@ run: $(VENV)/.installed
 
 # The default tests: one representative of each behaviour.
 test: $(VENV)/.installed-dev
-	@echo "9 to 10 minutes on 2 CPU cores"
+	@echo "about 10 minutes on 2 CPU cores"
 	@$(PYTEST) $(ARGS)
 
 # Its variations (engines, storages, ranks, ZeRO stages, faults), in parts of as many tests each: make test-long PART=2/8.

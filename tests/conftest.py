@@ -33,7 +33,7 @@ hypothesis.configuration.set_hypothesis_home_dir(
     Path(tempfile.gettempdir(), f"hypothesis-{os.getuid()}")
 )
 
-FLOWS = ("flows", "deployments", "flows in subfolders")
+FLOWS = ("flows", "deployments")
 """Groups of tests with a Prefect server; each starts its own."""
 
 pytest_plugins = [
@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     A process that has run a Prefect flow keeps exit hooks of its threads, and the forked workers of
     a data loader fail in them. So in one process flows come last. With several processes the first
-    one begins with flows, the second one with loaders, the others with more flows.
+    one begins with flows, the second one with loaders, the third one with deployments.
     """
     here = Path(__file__).parent
     for item in items:
@@ -76,9 +76,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def _group(item: pytest.Item, path: Path) -> str:
     """The group of a test; empty: none."""
     if item.get_closest_marker("server"):
-        if path.parts[0] != "flows":
-            return "deployments"
-        return "flows" if len(path.parts) == 2 else "flows in subfolders"
+        return "flows" if path.parts[0] == "flows" else "deployments"
     if item.get_closest_marker("gateway"):
         return "gateway"
     if path.parts[:2] == ("trial_core", "pytorch"):
