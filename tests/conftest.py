@@ -82,7 +82,7 @@ def _group(item: pytest.Item, path: Path) -> str:
     if path.parts[:2] == ("trial_core", "pytorch"):
         return "loaders"
     if item.get_closest_marker("slots"):
-        return "ranks of " + "/".join(path.parts[:-1])
+        return "ranks"
     return ""
 
 
