@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -78,13 +77,10 @@ class LocalWorker:
         """Whether the worker has ended by itself."""
         return self._reaper.poll() is not None
 
-    def serve(self, should_end: Callable[[], bool] = lambda: False) -> None:
-        """Return when the worker has ended, or should; in the latter case stop its runs first.
-
-        The runs are stopped as well if a signal raises an exception here.
-        """
+    def serve(self) -> None:
+        """Return when the worker has ended. Stop its runs if a signal raises an exception here."""
         try:
-            while not (self.has_ended or should_end()):
+            while not self.has_ended:
                 time.sleep(SERVE_POLL_SECONDS)
         finally:
             if not self.has_ended:

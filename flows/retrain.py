@@ -7,7 +7,7 @@ a later attempt continues behind it (`trial_core.models.journal`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -104,7 +104,9 @@ def retrain(
         devices = stack.enter_context(gpu_slots(config))
         stopping = stack.enter_context(StopHandler(config.stopping.grace_seconds))
         watch = stack.enter_context(StopMonitor(stopping, config.stopping))
-        return watch.run(lambda: retrain_model(retraining, plan, stopping, devices))
+        return watch.run(
+            lambda: retrain_model(retraining, plan, stopping, devices, watch.await_server)
+        )
 
 
 # flow.serve() pickles the flow without this module's names, which the annotations need.
@@ -147,11 +149,13 @@ def retrain_model(
     plan: RetrainingPlan,
     stopping: StopHandler,
     devices: Mapping[str, str],
+    await_server: Callable[[], None],
 ) -> RetrainResult:
     """Validate the champion, train the challenger, compare, promote, report, notify.
 
     Args:
         devices: environment variables that assign accelerators to the ranks.
+        await_server: waits while the Prefect server is away, which takes the event.
     """
     model, champion = retraining.model, None
     if plan.champion is not None:
@@ -183,6 +187,7 @@ def retrain_model(
         report = publish_report(facts, retraining)
         result = retrain_result(facts, retraining.run_id, report, stopping)
         if facts.outcome is not None:
+            await_server()
             notify(retraining, facts, result, stopping)
     return result
 

@@ -43,6 +43,7 @@ pytest_plugins = [
     "tests.support.flow",
     "tests.support.faults.scene",
     "tests.support.stores",
+    "tests.support.wire",
 ]
 
 

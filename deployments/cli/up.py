@@ -35,7 +35,7 @@ DEFAULT_PORT = 4200
 
 
 class ServiceEnded(TrialflowError):
-    """The server or the worker that a command started has ended by itself."""
+    """The worker that a command started has ended by itself."""
 
 
 def up(
@@ -112,15 +112,18 @@ def _serve(
     home: Path,
     start_timeout_seconds: float,
 ) -> None:
-    """Start the server and the worker, and keep them until one ends or a signal comes.
+    """Start the server and the worker, and keep them until the worker ends or a signal comes.
+
+    A server that ends by itself is started again; runs continue meanwhile.
 
     Raises:
-        ServiceEnded: the server or the worker ended.
+        ServiceEnded: the worker ended.
         KeyboardInterrupt, Terminated: a signal came.
     """
     from trialflow.deployments.local_worker import LocalWorker
     from trialflow.deployments.single_instance import single_instance
     from trialflow.flows.server.child_process import log_tail
+    from trialflow.flows.server.server_restarts import restarting
     from trialflow.flows.server.up_server import local_server
 
     print("starting Prefect…", flush=True)
@@ -131,11 +134,10 @@ def _serve(
     ):
         store_address(f"{server.api_url} (password: in {server.login.path})")
         pool_name = _set_up(pool, retrainings)
-        with LocalWorker(pool_name, worker_log) as worker:
+        with restarting(server), LocalWorker(pool_name, worker_log) as worker:
             print("\n".join(_instructions(server, port, worker_log)), flush=True)
-            worker.serve(should_end=lambda: server.has_ended)
-        ended, log = ("server", server_log) if server.has_ended else ("worker", worker_log)
-        raise ServiceEnded(f"the {ended} ended unexpectedly; {log_tail(log)}")
+            worker.serve()
+        raise ServiceEnded(f"the worker ended unexpectedly; {log_tail(worker_log)}")
 
 
 def _set_up(requested_pool: str | None, retrainings: Sequence[RetrainingRequest]) -> str:

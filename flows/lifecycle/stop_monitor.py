@@ -141,15 +141,29 @@ class StopMonitor:
         try:
             result = work()
         except Exception as failure:
-            self._await_server()
+            self.await_server()
             if self._stopping.request is not None:
                 self._logger.error("%s, and saving failed: %s", self._stopping.request, failure)
             if (state := self.final_state(failure)) is not None:
                 return state
             raise
-        self._await_server()
+        self.await_server()
         state = self.final_state()
         return result if state is None else state
+
+    def await_server(self) -> None:
+        """Wait until the server answers, within the limits of outage and stop."""
+        has_logged = False
+        while not (self._outage.is_too_long or self._stopping.has_expired):
+            try:
+                self._read_run()
+            except _NO_ANSWER:
+                if not has_logged:
+                    self._logger.warning("waiting for the server, to report to it")
+                has_logged = True
+                time.sleep(AWAIT_SECONDS)
+            else:
+                return
 
     def final_state(self, failure: BaseException | None = None) -> State[Any] | None:
         """The state for the flow run of a stopped run; None: the state that Prefect gives it.
@@ -245,7 +259,7 @@ class StopMonitor:
         if run is None:
             self._stopping.ask("cancelled", "its flow run was deleted")
         elif state is not None and _is_called_silent(state) and not self._is_other_attempt(run):
-            self._say_that_it_runs()
+            self._say_that_it_runs(run)
         elif self._is_other_attempt(run):
             # This attempt was presumed dead. It could not commit a checkpoint any more.
             self._stopping.ask("cancelled", "another attempt at its flow run has started")
@@ -277,21 +291,7 @@ class StopMonitor:
         except _NO_ANSWER:
             return None
 
-    def _await_server(self) -> None:
-        """Wait until the server can take the final state, within the limits of outage and stop."""
-        has_logged = False
-        while not (self._outage.is_too_long or self._stopping.has_expired):
-            try:
-                self._read_run()
-            except _NO_ANSWER:
-                if not has_logged:
-                    self._logger.warning("waiting for the server, to report the end of the run")
-                has_logged = True
-                time.sleep(AWAIT_SECONDS)
-            else:
-                return
-
-    def _say_that_it_runs(self) -> None:
+    def _say_that_it_runs(self, run: FlowRun) -> None:
         """Correct the state of a run that was presumed dead because its server was away."""
         # Once: the automation schedules the run again after ten seconds.
         with (
@@ -299,14 +299,15 @@ class StopMonitor:
             get_client(sync_client=True) as client,
         ):
             running: State[Any] = Running(message=self._alive_message)
-            client.set_flow_run_state(self._reader.flow_run_id, running, force=True)
-        if (run := self._read_run()) is not None:
-            self._is_other_attempt(run)  # learns the new count
+            client.set_flow_run_state(run.id, running, force=True)
+        # Prefect counts it as a start. A new read might already count another attempt as well.
+        self._attempt = run.run_count + 1
 
     def _is_other_attempt(self, run: FlowRun) -> bool:
         """Whether another process has started the run since. Prefect counts the starts."""
+        # The answer to a correction may have been lost: then it counts unnoticed.
         has_corrected = run.state is not None and run.state.message == self._alive_message
-        if self._attempt is None or has_corrected:  # Prefect counts a correction as a start
+        if self._attempt is None or has_corrected:
             self._attempt = run.run_count
         return run.run_count != self._attempt
 

@@ -27,6 +27,7 @@ from tests.support.slots import lines, toy_config
 from tests.support.waiting import WAIT_SECONDS, until
 from trial_core.checkpoint.store import CheckpointStore
 from trialflow.deployments.resources import lease_problem
+from trialflow.flows.server.prefect_server import SCRIPT
 
 ENDLESS = 10**6
 
@@ -54,6 +55,13 @@ class Up:
         """The API's answer to a POST request."""
         with self.client() as client:
             return client.post(path, json=body or {}).raise_for_status().json()
+
+    def answers(self) -> bool:
+        """Whether the server answers."""
+        try:
+            return bool(self.get("health"))
+        except httpx.HTTPError:
+            return False
 
     def stop(self, number: int) -> None:
         """Send a signal, and wait until no process is left."""
@@ -161,7 +169,8 @@ def test_only_this_user_reaches_the_server(tmp_path: Path) -> None:
 @pytest.mark.server
 @pytest.mark.slots
 def test_runs_save_and_resume_with_the_next_up(tmp_path: Path) -> None:
-    """After Ctrl-C a run saves and no process is left; the next `up` resumes the same run."""
+    """A killed server is started again, while the run continues. After Ctrl-C the run saves, and
+    no process is left. The next `up` resumes the same run."""
     config = toy_config(
         tmp_path, ENDLESS, scheduling_unit=ENDLESS, hyperparameters={"record": str(tmp_path)}
     )
@@ -176,6 +185,15 @@ def test_runs_save_and_resume_with_the_next_up(tmp_path: Path) -> None:
         path = f"deployments/{deployment['id']}/create_flow_run"
         run_id = running.query(path, {"parameters": parameters})["id"]
         until(lambda: len(seen()) > 5, "training")
+        (server,) = [
+            pid
+            for pid in descendants(running.process.pid)
+            if SCRIPT in psutil.Process(pid).cmdline()
+        ]
+        os.kill(server, signal.SIGKILL)
+        at_kill = len(seen())
+        until(running.answers, "the server")
+        until(lambda: len(seen()) > at_kill + 5, "training")
         running.stop(signal.SIGINT)
         assert running.process.returncode == 130
     saved = store.list()[-1].progress.batches_trained

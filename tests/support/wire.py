@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+
+import httpx
+import prefect.client.base
+import pytest
+from prefect.events.clients import PrefectEventsClient
+
+from tests.support.prefect import PrefectServer
+from trialflow.flows.lifecycle.stop_monitor import StopMonitor
+from trialflow.flows.server.prefect_settings import environment
 
 
 class Wire:
@@ -79,3 +88,44 @@ class Wire:
         thread = threading.Thread(target=work, args=arguments, daemon=True)
         self._threads.append(thread)
         thread.start()
+
+
+class Never:
+    """The value of a Prefect setting: no retries."""
+
+    def value(self) -> int:
+        return 0
+
+
+@pytest.fixture
+def wire(prefect_server: PrefectServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
+    """The connection of flows to the server. Prefect itself tries everything once."""
+    # A setting would not reach the threads that Prefect has already started.
+    monkeypatch.setattr(prefect.client.base, "PREFECT_CLIENT_MAX_RETRIES", Never())
+    attempts = (None, 0, 700, 30.0)
+    monkeypatch.setattr(PrefectEventsClient.__init__, "__defaults__", attempts)
+    with Wire(httpx.URL(prefect_server.api_url).port or 80) as wire:
+        variables = {
+            "PREFECT_API_URL": f"http://127.0.0.1:{wire.port}/api",
+        }
+        with environment({**prefect_server.environment, **variables}):
+            yield wire
+
+
+def mend_at_the_end(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the wire mended some seconds after a run first waits for the server.
+
+    Prefect sends log lines every two seconds.
+    """
+    original = StopMonitor.await_server
+
+    has_begun = False
+
+    def mend_and_await(self: StopMonitor) -> None:
+        nonlocal has_begun
+        if not has_begun:
+            wire.mend_in(4.0)
+        has_begun = True
+        original(self)
+
+    monkeypatch.setattr(StopMonitor, "await_server", mend_and_await)

@@ -6,17 +6,13 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-import httpx
-import prefect.client.base
 import pytest
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
-from prefect.events.clients import PrefectEventsClient
 from prefect.exceptions import Abort, CancelledRun
 from prefect.states import Crashed
 
@@ -28,54 +24,16 @@ from tests.support.flow import stages, train
 from tests.support.prefect import ROOT, PrefectServer, isolated
 from tests.support.slots import toy_config
 from tests.support.waiting import until
-from tests.support.wire import Wire
+from tests.support.wire import Wire, mend_at_the_end
 from trial_core.config import ExperimentConfig
 from trial_core.run.stop_requests import StopHandler
 from trialflow.flows.lifecycle.server_outage import ServerOutage
-from trialflow.flows.lifecycle.stop_monitor import StopMonitor
 from trialflow.flows.server.embedded_server import flush
-from trialflow.flows.server.prefect_settings import environment
 from trialflow.flows.train import TrainStages, TrialResult
 
 pytestmark = pytest.mark.server
 
 TASKS = 5
-
-
-class Never:
-    """The value of a Prefect setting: no retries."""
-
-    def value(self) -> int:
-        return 0
-
-
-@pytest.fixture
-def wire(prefect_server: PrefectServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
-    """The connection of flows to the server. Prefect itself tries everything once."""
-    # A setting would not reach the threads that Prefect has already started.
-    monkeypatch.setattr(prefect.client.base, "PREFECT_CLIENT_MAX_RETRIES", Never())
-    attempts = (None, 0, 700, 30.0)
-    monkeypatch.setattr(PrefectEventsClient.__init__, "__defaults__", attempts)
-    with Wire(httpx.URL(prefect_server.api_url).port or 80) as wire:
-        variables = {
-            "PREFECT_API_URL": f"http://127.0.0.1:{wire.port}/api",
-        }
-        with environment({**prefect_server.environment, **variables}):
-            yield wire
-
-
-def mend_at_the_end(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the wire mended some seconds after a run has begun to wait for the server.
-
-    Prefect sends log lines every two seconds.
-    """
-    await_server = StopMonitor._await_server
-
-    def mend_and_await(self: StopMonitor) -> None:
-        wire.mend_in(4.0)
-        await_server(self)
-
-    monkeypatch.setattr(StopMonitor, "_await_server", mend_and_await)
 
 
 @flow(name="pipeline")

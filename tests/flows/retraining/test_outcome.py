@@ -12,6 +12,7 @@ from prefect.exceptions import Abort
 
 import trialflow.flows.retraining.outcome
 from tests.support.retraining import WAIT_SECONDS, RetrainHarness
+from tests.support.wire import Wire, mend_at_the_end
 from trial_core.errors import ConfigError, Stopped, StorageError, Superseded
 from trial_core.models.journal import Journal
 from trial_core.run.stop_requests import StopHandler
@@ -102,6 +103,16 @@ def test_an_event_that_cannot_be_sent(
     assert harness.execute(run).promoted
     assert (code / "calls").read_text().split() == ["called"]
     assert len(harness.events()) == 1
+
+
+def test_an_event_waits_for_the_server(
+    harness: RetrainHarness, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that is away after the training costs the run nothing: the event arrives later."""
+    mend_at_the_end(wire, monkeypatch)
+    harness.on_train = lambda stopping: wire.cut()
+    assert harness.run().promoted
+    assert [event["event"] for event in harness.events()] == ["trialflow.model.promoted"]
 
 
 @pytest.mark.long
