@@ -46,7 +46,7 @@ class FlowRunReader:
                 try:
                     return client.read_flow_run(self.flow_run_id)
                 except ObjectNotFound:
-                    if not _is_healthy(client):
+                    if not is_healthy(client):
                         raise
                     now = self._clock()
                     missing_since = now if self._missing_since is None else self._missing_since
@@ -58,7 +58,7 @@ class FlowRunReader:
             self._missing_since = missing_since
 
 
-def _is_healthy(client: SyncPrefectClient) -> bool:
+def is_healthy(client: SyncPrefectClient) -> bool:
     """Whether the health check is answered as Prefect's server does: with the JSON value true."""
     try:
         return client.request("GET", "/health").json() is True

@@ -20,6 +20,7 @@ from trial_core.errors import LaunchError
 from trial_core.slots.accelerators import count_accelerators, resolve_slot_count
 from trial_core.slots.device_locks import reserve_devices
 from trialflow.flows.lifecycle.concurrency_limits import concurrency_slots
+from trialflow.flows.lifecycle.flow_run_reader import is_healthy
 from trialflow.flows.lifecycle.requeue import requeue_if_stopped
 
 GPU_LIMIT = "gpu"
@@ -38,6 +39,7 @@ def gpu_slots(config: ExperimentConfig) -> Iterator[dict[str, str]]:
 
     Raises:
         LaunchError: the limit or the machine has fewer GPUs than the run needs.
+        ObjectNotFound: a proxy answered 404 in the server's place.
     """
     with ExitStack() as held:
         with requeue_if_stopped("GPUs"):
@@ -67,6 +69,8 @@ def _has_limit(count: int) -> bool:
         try:
             limit = client.read_global_concurrency_limit_by_name(GPU_LIMIT)
         except ObjectNotFound:
+            if not is_healthy(client):  # a proxy's answer: the server may count GPUs
+                raise
             return False
     if count > limit.limit:
         raise LaunchError(

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from uuid import UUID
 
@@ -14,17 +15,18 @@ import pytest
 from prefect import flow, runtime
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.concurrency.sync import concurrency
-from prefect.exceptions import Abort
+from prefect.exceptions import Abort, ObjectNotFound
 from prefect.flow_engine import run_flow
 
 import trial_core.slots.device_locks
-from tests.support.prefect import PrefectServer
+from tests.support.prefect import PrefectServer, isolated
 from tests.support.slots import toy_config
 from trial_core.config import ExperimentConfig
 from trial_core.errors import LaunchError
 from trialflow.deployments.resources import GpuLimit
 from trialflow.flows.lifecycle.shared_gpus import GPU_LIMIT, gpu_slots
 from trialflow.flows.server.embedded_server import flush
+from trialflow.flows.server.prefect_settings import environment
 
 pytestmark = pytest.mark.server
 
@@ -103,6 +105,22 @@ def test_without_a_limit_no_run_waits(client: SyncPrefectClient, on: On) -> None
     """A server without the limit does not count GPUs."""
     with gpu_slots(on(4)) as devices:
         assert devices == {}
+
+
+def test_a_proxys_404_is_no_missing_limit(on: On, tmp_path: Path) -> None:
+    """A run that took it for one would share the GPUs of another run."""
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as proxy,
+        ExitStack() as held,
+    ):
+        thread = threading.Thread(target=proxy.serve_forever)
+        thread.start()
+        held.callback(thread.join)
+        held.callback(proxy.shutdown)
+        url = f"http://127.0.0.1:{proxy.server_port}/api"
+        held.enter_context(environment({**isolated(tmp_path), "PREFECT_API_URL": url}))
+        with pytest.raises(ObjectNotFound), gpu_slots(on(1)):
+            pass
 
 
 def test_more_gpus_than_the_limit(client: SyncPrefectClient, two_gpus: GpuLimit, on: On) -> None:
