@@ -134,9 +134,11 @@ def _summary(result: TrialResult, seconds: float, later_ui: str | None) -> list[
     why = result.stop_reason or "as the trial asked"
     how = f"stopped early, {why}," if result.stopped_early else "completed"
     batches = text_format.plural(result.batches_trained, "batch")
+    at = result.validated_at
+    when = "" if at in (None, result.batches_trained) else f" (validated at batch {at})"
     facts = [  # pairs, not a dict: a metric may be called "report"
         *(
-            (text_format.clean(name), text_format.one_line(text_format.number(value)))
+            (text_format.clean(name), text_format.one_line(text_format.number(value)) + when)
             for name, value in result.validation_metrics.items()
         ),
         ("checkpoint", result.checkpoint_url),

@@ -129,10 +129,11 @@ def download(
 def summary(store: CheckpointStore, manifest: Manifest) -> dict[str, Any]:
     """A checkpoint's entry in `list --json`."""
     stored = json.loads(manifest.to_json())
-    copied = ("uuid", "trial", "experiment", "created_at", "metrics")
+    copied = ("uuid", "trial", "experiment", "created_at", "metrics", "earlier_validation")
     return {
         **{name: stored[name] for name in copied},
         "batches_trained": manifest.progress.batches_trained,
+        "validated_at": manifest.validated_at,
         "total_bytes": manifest.total_bytes,
         "url": store.files_url(manifest.uuid),
     }
@@ -152,7 +153,8 @@ def description(store: CheckpointStore, manifest: Manifest, kept: list[str]) -> 
         "saved": local_time(manifest.created_at),
         "kept": "; ".join(map(text_format.one_line, kept)),
         "training": text_format.metrics_line(manifest.metrics.get("training", {})),
-        "validation": text_format.metrics_line(manifest.metrics.get("validation", {})),
+        "validation": _validation(manifest),
+        "last validation": _earlier_validation(manifest),
         "ranks": f"{topology.world_size} (data {topology.data_parallel_size}, pipeline "
         f"{topology.pipeline_parallel_size}, model {topology.model_parallel_size}), "
         f"ZeRO stage {topology.zero_stage}",
@@ -167,6 +169,22 @@ def description(store: CheckpointStore, manifest: Manifest, kept: list[str]) -> 
     margin = max(map(len, sizes), default=0)
     files = zip(sizes, manifest.files, strict=True)
     return lines + [f"  {size:>{margin}}  rank {file.rank}  {file.path}" for size, file in files]
+
+
+def _validation(manifest: Manifest) -> str:
+    """The metrics of the checkpoint's own batch, or that it was not validated."""
+    if manifest.is_validated:
+        return text_format.metrics_line(manifest.metrics.get("validation", {}))
+    at = manifest.validated_at
+    return "not validated" if at is None else f"not validated (last at batch {at})"
+
+
+def _earlier_validation(manifest: Manifest) -> str:
+    """The metrics of the last validation, with its batch, if that is an earlier one."""
+    if not manifest.earlier_validation:
+        return ""
+    metrics = text_format.metrics_line(manifest.earlier_validation)
+    return f"{metrics} (at batch {manifest.validated_at})"
 
 
 def _short_name(held: HeldVersion) -> str:
@@ -189,5 +207,5 @@ def _print_table(manifests: list[Manifest], kept: dict[str, list[str]]) -> None:
         ]
         if has_kept:
             cells.append(", ".join(kept.get(manifest.uuid, [])))
-        rows.append([*cells, text_format.metrics_line(manifest.metrics.get("validation", {}))])
+        rows.append([*cells, _validation(manifest)])
     print_table([*columns, *(["kept"] if has_kept else []), "validation"], rows)
