@@ -13,6 +13,8 @@ from trial_core import text_format
 from trial_core.errors import ConfigError, Stopped
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
+    DEFAULT_EXPERIMENT,
+    Experiment,
     Overrides,
     Storage,
     open_store_of,
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def train(
-    config: Path,
+    config: Experiment = DEFAULT_EXPERIMENT,
     /,
     *,
     set_: Overrides = None,
@@ -58,11 +60,6 @@ def train(
     """Train an experiment's trial on this machine.
 
     Uses the Prefect server at PREFECT_API_URL; if that is not set, starts one for this run.
-
-    Parameters
-    ----------
-    config
-        The experiment file (YAML).
     """
     began = time.monotonic()
     if take_over and not resume:

@@ -12,7 +12,12 @@ from cyclopts import App, Parameter
 from trial_core import text_format
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.checkpoints import pin, prune, verify
-from trialflow.deployments.cli.experiment_options import ConfigFile, Storage, open_store
+from trialflow.deployments.cli.experiment_options import (
+    Checkpoint,
+    ConfigFile,
+    Storage,
+    open_store,
+)
 from trialflow.deployments.cli.tables import AsJson, local_time, print_table, shortest_unique
 
 if TYPE_CHECKING:
@@ -22,8 +27,8 @@ if TYPE_CHECKING:
 
 app = App(
     name="checkpoints",
-    help="List, show, verify, download, pin and prune checkpoints. The storage is that of "
-    "--config or --storage; by default, the folder checkpoints in ./trialflow-runs.",
+    help="List, show, verify, download, pin and prune checkpoints. The storage is that of --config "
+    "or --storage; by default, of ./experiment.yaml, else ./trialflow-runs/checkpoints.",
 )
 app.command(verify.verify)
 app.command(pin.pin)
@@ -34,7 +39,9 @@ app.command(prune.prune)
 @app.command(name="list")
 def list_(
     *,
-    trial: Annotated[str | None, Parameter(help="List only this trial.")] = None,
+    trial: Annotated[
+        str | None, Parameter(help="List only this trial. Default: all trials.")
+    ] = None,
     config: ConfigFile = None,
     storage: Storage = None,
     json_: AsJson = False,
@@ -69,20 +76,20 @@ def list_(
 
 @app.command
 def show(
-    uuid: str, /, *, config: ConfigFile = None, storage: Storage = None, json_: AsJson = False
+    checkpoint: Checkpoint,
+    /,
+    *,
+    config: ConfigFile = None,
+    storage: Storage = None,
+    json_: AsJson = False,
 ) -> int:
-    """Show a checkpoint in full; with --json, its stored manifest.
-
-    Parameters
-    ----------
-    uuid
-        The checkpoint's uuid, or its first characters.
-    """
+    """Show a checkpoint in full; with --json, its manifest."""
+    from trial_core.models.checkpoint_reference import open_checkpoint
     from trial_core.models.registry import Registry
     from trial_core.retention.pins import read_pin
 
     store = open_store(config, storage)
-    manifest = store.open(uuid)
+    manifest = open_checkpoint(store, checkpoint)
     if json_:
         print(manifest.to_json().decode(), end="")
     else:
@@ -95,7 +102,7 @@ def show(
 
 @app.command
 def download(
-    uuid: str,
+    checkpoint: Checkpoint,
     /,
     *,
     to: Annotated[
@@ -105,18 +112,13 @@ def download(
     storage: Storage = None,
     json_: AsJson = False,
 ) -> int:
-    """Download a checkpoint's files and manifest, and verify every file.
-
-    Parameters
-    ----------
-    uuid
-        The checkpoint's uuid, or its first characters.
-    """
+    """Download a checkpoint's files and manifest, and verify every file."""
+    from trial_core.models.checkpoint_reference import referenced_uuid
     from trial_core.transfer.fetch import download as fetch
 
     store = open_store(config, storage)
-    with console.status(f"downloading {uuid}"):
-        manifest = fetch(store, uuid, to)
+    with console.status(f"downloading {checkpoint}"):
+        manifest = fetch(store, referenced_uuid(store, checkpoint), to)
     if json_:
         print(json.dumps({**summary(store, manifest), "folder": str(to.absolute())}, indent=2))
     else:

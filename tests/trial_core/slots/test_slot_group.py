@@ -80,9 +80,7 @@ def test_a_rank_that_does_not_answer_is_named(tmp_path: Path) -> None:
     """After the deadline, the group is killed."""
     with SlotGroup(2, working_dir=tmp_path) as slots:
         os.kill(slots.pids[1], signal.SIGSTOP)
-        with pytest.raises(
-            DeadlineExceeded, match=r"no answer within 0.3 s from rank 1 \(during"
-        ):
+        with pytest.raises(DeadlineExceeded, match=r"no answer within 0.3 s from rank 1 \(during"):
             slots.request(Ping(), Done, timeout_seconds=0.3)
         assert wait_until_gone(slots.pids, 10) == []
 
