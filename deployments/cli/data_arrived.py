@@ -24,9 +24,9 @@ def data_arrived(
         Parameter(
             name="--data",
             negative=(),
-            help="Where the new data are: a field of the experiment's `data` and its value (YAML), "
-            "for this retraining only. May be given several times. Default: the experiment's "
-            "`data`.",
+            help="Where the new data are, as FIELD=VALUE: sets a field of the experiment's `data` "
+            "for this retraining only. The value is YAML. May be given several times. Default: the "
+            "experiment's `data`.",
         ),
     ] = None,
     set_: Annotated[
