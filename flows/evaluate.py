@@ -28,6 +28,7 @@ from trial_core.errors import (
     Stalled,
     Stopped,
 )
+from trial_core.models.checkpoint_reference import open_checkpoint
 from trial_core.retention.claims import claim_run
 from trial_core.run.observer import current_observer
 from trial_core.run.run_dirs import locked_run_dir, trial_id
@@ -77,11 +78,13 @@ def evaluate(
 
     Args:
         config: the experiment: its trial, validation data, slots and checkpoint storage.
-        checkpoint: the checkpoint's uuid, or the first characters of it. Default: the newest
+        checkpoint: the checkpoint's uuid, the first characters of it, or a version in the registry:
+            ``champion:MODEL``, ``previous:MODEL`` or ``MODEL:VERSION``. Default: the newest
             undamaged checkpoint of the experiment's newest trial.
 
     Raises:
         CheckpointNotFound: there is no such checkpoint.
+        ModelNotFound: there is no such model, alias or version.
         CheckpointDamaged: the given checkpoint is damaged, or all candidates are.
         TrialError: the trial does not report the searcher metric.
         RankFailed: a rank died, or the trial raised an exception.
@@ -155,7 +158,7 @@ def evaluate_checkpoint(
 def _candidates(store: CheckpointStore, experiment: str, checkpoint: str | None) -> list[Manifest]:
     """The given checkpoint, or those of the experiment's newest trial, best first."""
     if checkpoint is not None:
-        return [store.open(checkpoint)]
+        return [open_checkpoint(store, checkpoint)]
     trial = store.newest_trial(experiment)
     found = list(store.resume_candidates(trial)) if trial is not None else []
     if not found:

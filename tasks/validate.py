@@ -28,7 +28,8 @@ def validate(run: TrialRun, batches_trained: int) -> float | None:
         )
         return None
     metrics = results[0].metrics
-    run.metrics["validation"] = metrics
     get_run_logger().info("validation at %d: %s", batches_trained, metrics)
     run.observer.metrics_reported("validation", batches_trained, metrics)
-    return searcher_metric(metrics, run.config.searcher.metric)
+    metric = searcher_metric(metrics, run.config.searcher.metric)
+    run.metrics["validation"] = metrics  # only now: without its metric it counts as no validation
+    return metric

@@ -130,7 +130,7 @@ class RankFailed(SlotsError):
     Attributes:
         rank: the rank that failed first.
         host: the machine it ran on.
-        during: the name of the workload it was running.
+        during: the stage it was in, as its Prefect task is called.
         exit_code: its exit code, if it exited by itself.
         signal_name: the signal that killed it (``"SIGKILL"``), if one did.
         error_type: the class name of the exception it raised, if it raised one.
@@ -182,7 +182,7 @@ class RankFailed(SlotsError):
 
     @property
     def headline(self) -> str:
-        """One sentence: which rank failed, on which host, how, and during which workload."""
+        """One sentence: which rank failed, on which host, how, and during which stage."""
         if self.error_type is not None:
             how = f"raised {self.error_type}: {self.error_message}"
         elif self.signal_name is not None:

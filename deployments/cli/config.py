@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
-from trialflow.deployments.cli.experiment_options import Overrides, Storage, read_experiment
+from trialflow.deployments.cli.experiment_options import (
+    DEFAULT_EXPERIMENT,
+    Experiment,
+    Overrides,
+    Storage,
+    read_experiment,
+)
 
 
-def config(config: Path, /, *, set_: Overrides = None, storage: Storage = None) -> int:
+def config(
+    config: Experiment = DEFAULT_EXPERIMENT,
+    /,
+    *,
+    set_: Overrides = None,
+    storage: Storage = None,
+) -> int:
     """Check an experiment and print it as JSON parameters for a deployment.
 
     For example: prefect deployment run train/train --params "$(trialflow config experiment.yaml)".
     The output includes any credentials in the experiment.
-
-    Parameters
-    ----------
-    config
-        The experiment file (YAML).
     """
     experiment = read_experiment(config, set_ or [], storage)
     print(json.dumps({"config": experiment.model_dump(mode="json")}, indent=2))

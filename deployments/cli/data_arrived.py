@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from trial_core import text_format
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.deploy import configured_client
 
@@ -17,20 +19,30 @@ def data_arrived(
     model: str,
     /,
     *,
-    set_: Annotated[
+    data: Annotated[
         list[str] | None,
         Parameter(
-            name=("--data", "--set"),
+            name="--data",
             negative=(),
-            help="Set a field of the experiment's `data` for the run that this starts: "
-            "--data path=s3://bucket/2026-11-21. The value is YAML. May be given several times.",
+            help="Where the new data are, as FIELD=VALUE: sets a field of the experiment's `data` "
+            "for this retraining only. The value is YAML. May be given several times. Default: the "
+            "experiment's `data`.",
         ),
     ] = None,
+    set_: Annotated[
+        list[str] | None,
+        Parameter(name="--set", negative=(), show=False, help="The earlier name of --data."),
+    ] = None,
 ) -> int:
-    """Retrain a model because data has arrived.
+    """Tell the Prefect server that a model has new data, so that a worker retrains it.
 
-    Sends the event trialflow.data.arrived to the Prefect server that PREFECT_API_URL names. The
-    automation of an experiment with `on_data_arrived` then starts a run with this data.
+    For example, for an experiment whose `data` has a field `path`:
+
+    `trialflow data-arrived gpt --data path=s3://bucket/2026-11-21`
+
+    This sends the event trialflow.data.arrived to the server that PREFECT_API_URL names. The model
+    is retrained if its experiment has `on_data_arrived: true` and was deployed with `trialflow
+    deploy` or `trialflow up`. To retrain on this machine instead: `trialflow retrain`.
 
     Parameters
     ----------
@@ -42,15 +54,17 @@ def data_arrived(
     prepare_prefect()
     from trial_core.checkpoint.layout import checked_model
     from trial_core.models.data_templates import parse_data
-    from trialflow.tasks.model_events import data_arrived_event, resource_id, send
+    from trialflow.tasks.model_events import data_arrived_event, send
 
     checked_model(model)
-    event = data_arrived_event(model, parse_data(set_ or []))
+    new_data = parse_data([*(data or []), *(set_ or [])])
+    event = data_arrived_event(model, new_data)
     with configured_client() as client:
         send(client, event)
         if problem := _automation_problem(client, model):
             console.warning(problem)
-    print(f"sent: {event.event} of {resource_id(model)}")
+    where = f": {json.dumps(new_data, ensure_ascii=False)}" if new_data else ""
+    print(text_format.clean(f"sent {event.event}: model {model} has new data{where}"))
     return 0
 
 

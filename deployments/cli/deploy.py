@@ -49,7 +49,8 @@ def deploy(
         int | None,
         Parameter(
             help="How many GPUs the server's runs share: each run waits until its GPUs are free. "
-            "Not for Kubernetes, which counts GPUs itself.",
+            "Not for Kubernetes, which counts GPUs itself. Default: the server's present limit, or "
+            "none.",
             validator=Number(gte=1),
         ),
     ] = None,
@@ -80,7 +81,7 @@ def deploy(
     Parameters
     ----------
     files
-        Experiment files (YAML) with a `retraining` section.
+        Experiment files (YAML) with a `retraining` section. Default: none.
     """
     from trialflow.flows.server.prefect_settings import prepare_prefect
 

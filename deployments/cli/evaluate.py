@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from trial_core import text_format
 from trial_core.errors import Stopped
-from trialflow.deployments.cli.experiment_options import Overrides, Storage, read_experiment
+from trialflow.deployments.cli.experiment_options import (
+    CHECKPOINT,
+    DEFAULT_EXPERIMENT,
+    Experiment,
+    Overrides,
+    Storage,
+    read_experiment,
+)
 from trialflow.deployments.cli.flow_run import FlowRun, StateHook
 from trialflow.deployments.cli.run_display import display_for_stdout
 from trialflow.deployments.cli.tables import AsJson
@@ -19,14 +25,13 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    config: Path,
+    config: Experiment = DEFAULT_EXPERIMENT,
     /,
     *,
     checkpoint: Annotated[
         str | None,
         Parameter(
-            help="The checkpoint's uuid, or its first characters. Default: the newest checkpoint "
-            "of the experiment's newest trial."
+            help=f"{CHECKPOINT} Default: the newest checkpoint of the experiment's newest trial."
         ),
     ] = None,
     set_: Overrides = None,
@@ -37,11 +42,6 @@ def evaluate(
     """Validate a committed checkpoint of an experiment on this machine.
 
     Uses as many slots as the experiment names, whatever number saved the checkpoint.
-
-    Parameters
-    ----------
-    config
-        The experiment file (YAML).
     """
     experiment = read_experiment(config, set_ or [], storage)
 

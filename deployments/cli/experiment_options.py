@@ -15,23 +15,41 @@ if TYPE_CHECKING:
     from trial_core.checkpoint.store import CheckpointStore
     from trial_core.config import ExperimentConfig, StorageConfig
 
+DEFAULT_EXPERIMENT = Path("experiment.yaml")
+"""The experiment of commands that are not given one."""
+
+CHECKPOINT = (
+    "The checkpoint: its uuid or the first characters of it, or a version in the registry: "
+    "champion:MODEL, previous:MODEL or MODEL:VERSION, for example champion:gpt."
+)
+
+Experiment = Annotated[Path, Parameter(help="The experiment file (YAML).")]
 Overrides = Annotated[
     list[str] | None,
     Parameter(
         name="--set",
         negative=(),
         help="Set a field of the experiment, for example --set searcher.max_length.batches=20. "
-        "The value is YAML. May be repeated.",
+        "The value is YAML. May be repeated. Default: the file as it is.",
     ),
 ]
 Storage = Annotated[
     str | None,
-    Parameter(help="Where checkpoints are stored: a folder, or a URL such as s3://bucket/prefix."),
+    Parameter(
+        help="Where checkpoints are stored: a folder, or a URL such as s3://bucket/prefix. "
+        "Default: checkpoint_storage of the experiment, else ./trialflow-runs/checkpoints."
+    ),
 ]
 ConfigFile = Annotated[
     Path | None,
-    Parameter(name="--config", help="Experiment file; its checkpoint_storage is used."),
+    Parameter(
+        name="--config",
+        help="Experiment file; its checkpoint_storage is used. Default: ./experiment.yaml, if "
+        "there is one and --storage is not given.",
+    ),
 ]
+Checkpoint = Annotated[str, Parameter(help=CHECKPOINT)]
+Checkpoints = Annotated[str, Parameter(help=CHECKPOINT, required=True)]
 
 
 def read_experiment(
@@ -48,6 +66,11 @@ def read_experiment(
         warnings.simplefilter("always", IgnoredFieldWarning)
         try:
             experiment = load_config(path, overrides)
+        except ConfigError as error:
+            if path == DEFAULT_EXPERIMENT and not path.exists():
+                hint = "name the experiment's file: trialflow COMMAND FILE"
+                raise ConfigError(f"{error}; {hint}") from None
+            raise
         finally:
             for ignored in caught:
                 console.warning(f"{path}: {ignored.message}")
@@ -57,13 +80,30 @@ def read_experiment(
     return experiment.model_copy(update={"checkpoint_storage": place})
 
 
+def chosen_experiment(config_file: Path | None, storage: str | None) -> Path | None:
+    """`--config`; without it and without `--storage`, ./experiment.yaml if there is one."""
+    if config_file is None and storage is None and DEFAULT_EXPERIMENT.exists():
+        return DEFAULT_EXPERIMENT
+    return config_file
+
+
 def open_store(config_file: Path | None, storage: str | None) -> CheckpointStore:
-    """Open the storage of `--config`, of `--storage`, or the default storage."""
+    """Open the storage of `chosen_experiment`, of `--storage`, or the default storage.
+
+    Raises:
+        ConfigError: the experiment or the storage's URL is wrong.
+    """
     from trial_core.checkpoint.store import CheckpointStore
     from trial_core.config import StorageConfig
 
-    if config_file is not None:
-        return open_store_of(read_experiment(config_file, [], storage))
+    if (experiment := chosen_experiment(config_file, storage)) is not None:
+        try:
+            return open_store_of(read_experiment(experiment, [], storage))
+        except ConfigError as error:
+            if config_file is None:
+                why = f"{experiment} is read because neither --config nor --storage is given"
+                raise ConfigError(f"{error}\n{why}") from None
+            raise
     place = StorageConfig() if storage is None else moved(StorageConfig(), storage)
     return CheckpointStore(place.url, place.options)
 

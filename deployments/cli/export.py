@@ -16,7 +16,12 @@ from cyclopts import Parameter
 
 from trial_core import text_format
 from trial_core.errors import CheckpointError, CheckpointNotFound, ConfigError
-from trialflow.deployments.cli.experiment_options import ConfigFile, Storage, open_store
+from trialflow.deployments.cli.experiment_options import (
+    CHECKPOINT,
+    ConfigFile,
+    Storage,
+    open_store,
+)
 from trialflow.deployments.cli.tables import AsJson
 
 if TYPE_CHECKING:
@@ -46,11 +51,16 @@ class ExportRequest:
 
 
 def export(
-    checkpoint: str | None = None,
+    checkpoint: Annotated[
+        str | None, Parameter(help=f"{CHECKPOINT} Default: none, with --trial.")
+    ] = None,
     /,
     *,
     to: Annotated[Path, Parameter(help="The file to write: .safetensors, .pt or .bin.")],
-    trial: Annotated[str | None, Parameter(help="Export this trial's newest checkpoint.")] = None,
+    trial: Annotated[
+        str | None,
+        Parameter(help="Instead of a checkpoint: export this trial's newest one. Default: none."),
+    ] = None,
     engine: Annotated[int, Parameter(help="Index of the trial's engine; the first is 0.")] = 0,
     dtype: Annotated[
         Precision,
@@ -70,18 +80,15 @@ def export(
     """Write the weights of a checkpoint to one file.
 
     Consolidates ZeRO's shards. Every file is verified before it is loaded, and only tensors and
-    plain data are read from it, unless --trusted or the experiment allows more. The folder for
-    temporary files (TMPDIR) needs space for the engine's part of the checkpoint.
+    plain data are read from it, unless --trusted is given or the file of --config allows more. The
+    folder for temporary files (TMPDIR) needs space for the engine's part of the checkpoint.
 
-    Parameters
-    ----------
-    checkpoint
-        The checkpoint's uuid, or the beginning of it. Alternatively, give --trial.
+    For example: trialflow export champion:gpt --to model.safetensors
     """
     _check_target(to, force)
     if (checkpoint is None) == (trial is None):
         raise ConfigError(
-            "expected either a checkpoint or --trial, got "
+            "expected either a checkpoint (its uuid, or champion:MODEL) or --trial, got "
             + ("neither" if trial is None else "both")
         )
     store = open_store(config, storage)
@@ -114,8 +121,10 @@ def _check_target(to: Path, force: bool) -> None:
 
 
 def _find(store: CheckpointStore, checkpoint: str | None, trial: str | None) -> Manifest:
+    from trial_core.models.checkpoint_reference import open_checkpoint
+
     if checkpoint is not None:
-        return store.open(checkpoint)
+        return open_checkpoint(store, checkpoint)
     manifest = store.newest(trial or "")
     if manifest is None:
         raise CheckpointNotFound(f"trial {trial!r} has no checkpoint in {store.url}")
@@ -147,7 +156,10 @@ def _files_of(manifest: Manifest, engine: int) -> list[FileEntry]:
 
 
 def _is_trusted(config: Path | None) -> bool:
-    """Whether the experiment sets checkpointing.trusted."""
+    """Whether the file of --config sets checkpointing.trusted.
+
+    ./experiment.yaml has no say unless it is named: a strange folder must not get its code run.
+    """
     if config is None:
         return False
     from trial_core.config import IgnoredFieldWarning, load_config

@@ -110,6 +110,7 @@ class JsonResult:
             "stop_reason": self.stop_reason,
             "training_metrics": dict(self.run_status.training),
             "validation_metrics": dict(self.run_status.validation),
+            "validated_at": self.run_status.validated_at,
             "checkpoint_uuid": uuid,
             "checkpoint_url": self.store.files_url(uuid) if self.store and uuid else None,
             "tensorboard_url": None,

@@ -35,7 +35,7 @@ from trialflow.deployments.cli.checkpoints import commands
 
 def _shown_default(value: object) -> object:
     """The default that `--help` shows: none for flags and for options that are unset."""
-    return None if value in (None, False, "") else value
+    return None if value is None or value is False or value == "" else value
 
 
 app = App(

@@ -13,6 +13,7 @@ from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
     ConfigFile,
     Storage,
+    chosen_experiment,
     open_store,
     read_experiment,
 )
@@ -28,10 +29,11 @@ if TYPE_CHECKING:
 app = App(
     name="models",
     help="List and show the models of the registry; promote a version, or roll back. The registry "
-    "is in the storage of --config or --storage, by default in the folder of runs.",
+    "is in the storage of --config or --storage; by default, of ./experiment.yaml, else in "
+    "./trialflow-runs/checkpoints.",
 )
 
-Why = Annotated[str, Parameter(help="Reason, shown in the model's history.")]
+Why = Annotated[str, Parameter(help="Reason, shown in the model's history. Default: none.")]
 
 
 @app.command(name="list")
@@ -78,8 +80,9 @@ def promote(
     checkpoint: Annotated[
         str | None,
         Parameter(
-            help="Instead of a version: uuid of a checkpoint, or its beginning. A checkpoint that "
-            "is no version yet is registered first."
+            help="Instead of a version: uuid of a checkpoint, its first characters, or a version "
+            "of another model, for example champion:gpt. A checkpoint that is no version of this "
+            "model yet is registered first. Default: none."
         ),
     ] = None,
     why: Why = "",
@@ -94,11 +97,11 @@ def promote(
     model
         The model's name.
     version
-        The version's number.
+        The version's number. Default: none, with --checkpoint.
     """
     registry = _registry(config, storage)
     if checkpoint is not None and version is None:
-        number = _register(registry, model, checkpoint, config).number
+        number = _register(registry, model, checkpoint, config, storage).number
     elif version is not None and checkpoint is None:
         number = version
     else:
@@ -149,17 +152,23 @@ def _registry(config: Path | None, storage: str | None) -> Registry:
     return Registry(open_store(config, storage))
 
 
-def _register(registry: Registry, model: str, checkpoint: str, config: Path | None) -> Version:
-    """Register a checkpoint, with the experiment's metric, or that of the model's last version."""
+def _register(
+    registry: Registry, model: str, checkpoint: str, config: Path | None, storage: str | None
+) -> Version:
+    """Register a checkpoint with the metric of --config, of the model, or of ./experiment.yaml."""
+    from trial_core.models.checkpoint_reference import open_checkpoint
     from trial_core.retention.policy import own_metric
 
-    manifest = registry.store.open(checkpoint)
+    manifest = open_checkpoint(registry.store, checkpoint)
     versions = registry.versions(model)
-    metric = versions[-1].metric if versions else None
-    smaller_is_better = versions[-1].smaller_is_better if versions else True
-    if config is not None:
-        searcher = read_experiment(config, []).searcher
+    metric: str | None
+    if config is None and versions:
+        metric, smaller_is_better = versions[-1].metric, versions[-1].smaller_is_better
+    elif (experiment := chosen_experiment(config, storage)) is not None:
+        searcher = read_experiment(experiment, []).searcher
         metric, smaller_is_better = searcher.metric, searcher.smaller_is_better
+    else:
+        metric, smaller_is_better = None, True
     return registry.register(
         model, manifest, metric=metric, smaller_is_better=smaller_is_better,
         value=own_metric(manifest, metric) if metric else None,

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from trial_core import text_format
 from trial_core.errors import Stopped
-from trialflow.deployments.cli.experiment_options import Overrides, Storage, read_experiment
+from trialflow.deployments.cli.experiment_options import (
+    DEFAULT_EXPERIMENT,
+    Experiment,
+    Overrides,
+    Storage,
+    read_experiment,
+)
 from trialflow.deployments.cli.flow_run import FlowRun, StateHook
 from trialflow.deployments.cli.run_display import display_for_stdout
 from trialflow.deployments.cli.tables import AsJson
@@ -21,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def retrain(
-    config: Path,
+    config: Experiment = DEFAULT_EXPERIMENT,
     /,
     *,
     set_: Overrides = None,
@@ -31,7 +36,8 @@ def retrain(
             name="--data",
             negative=(),
             help="Set a field of the experiment's data for this run: --data path=s3://bucket/new. "
-            "The value is YAML, and is not rendered. May be given several times.",
+            "The value is YAML, and is not rendered. May be given several times. Default: the "
+            "experiment's data.",
         ),
     ] = None,
     storage: Storage = None,
@@ -42,11 +48,6 @@ def retrain(
 
     The champion is first validated on the same data. Templates in the experiment's data are
     rendered for the present time.
-
-    Parameters
-    ----------
-    config
-        The experiment file (YAML).
     """
     from trial_core.models.data_templates import parse_data, render_data
 

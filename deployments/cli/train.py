@@ -13,6 +13,8 @@ from trial_core import text_format
 from trial_core.errors import ConfigError, Stopped
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
+    DEFAULT_EXPERIMENT,
+    Experiment,
     Overrides,
     Storage,
     open_store_of,
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def train(
-    config: Path,
+    config: Experiment = DEFAULT_EXPERIMENT,
     /,
     *,
     set_: Overrides = None,
@@ -58,11 +60,6 @@ def train(
     """Train an experiment's trial on this machine.
 
     Uses the Prefect server at PREFECT_API_URL; if that is not set, starts one for this run.
-
-    Parameters
-    ----------
-    config
-        The experiment file (YAML).
     """
     began = time.monotonic()
     if take_over and not resume:
@@ -134,9 +131,11 @@ def _summary(result: TrialResult, seconds: float, later_ui: str | None) -> list[
     why = result.stop_reason or "as the trial asked"
     how = f"stopped early, {why}," if result.stopped_early else "completed"
     batches = text_format.plural(result.batches_trained, "batch")
+    at = result.validated_at
+    when = "" if at in (None, result.batches_trained) else f" (validated at batch {at})"
     facts = [  # pairs, not a dict: a metric may be called "report"
         *(
-            (text_format.clean(name), text_format.one_line(text_format.number(value)))
+            (text_format.clean(name), text_format.one_line(text_format.number(value)) + when)
             for name, value in result.validation_metrics.items()
         ),
         ("checkpoint", result.checkpoint_url),

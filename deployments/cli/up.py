@@ -67,7 +67,7 @@ def up(
     Parameters
     ----------
     files
-        Experiment files (YAML) with a `retraining` section.
+        Experiment files (YAML) with a `retraining` section. Default: none.
     """
     from trialflow.flows.server.prefect_settings import prepare_prefect
 

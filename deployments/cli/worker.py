@@ -26,6 +26,7 @@ def worker(
     ----------
     options
         More options of `prefect worker start`: --limit 1, --name mine, --work-queue urgent.
+        Default: none.
     """
     from prefect.settings import get_current_settings
 

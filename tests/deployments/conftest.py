@@ -25,6 +25,7 @@ def stored(tmp_path: Path) -> list[Manifest]:
         validation = {"val_loss": 0.25, "worst": worst}
         manifest = new_manifest(
             batches, uuid=uuid, trial=f"gpt-{batches}", files=files,
+            progress=Progress(batches, validated_at=batches),
             metrics={"training": {"loss": 0.5}, "validation": validation},
         )  # fmt: skip
         store.commit(manifest)

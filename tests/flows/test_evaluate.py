@@ -14,7 +14,7 @@ from tests.support.prefect import PrefectServer
 from tests.support.slots import lines
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
-from trial_core.errors import CheckpointDamaged, CheckpointNotFound
+from trial_core.errors import CheckpointDamaged, CheckpointNotFound, ModelNotFound
 from trial_core.retention.claims import claims
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
@@ -97,3 +97,5 @@ def test_nothing_to_evaluate(here: Path) -> None:
         evaluate(config)
     with pytest.raises(CheckpointNotFound, match="abcd"):
         evaluate(config, "abcd")
+    with pytest.raises(ModelNotFound, match="there is no model 'gpt'"):
+        evaluate(config, "champion:gpt")

@@ -149,7 +149,7 @@ def test_without_restarts_a_killed_rank_fails_the_run(here: Path) -> None:
     with pytest.raises(RankFailed) as failure:
         train(config)
     assert (failure.value.rank, failure.value.signal_name) == (1, "SIGKILL")
-    assert failure.value.during == "TrainBatches"
+    assert failure.value.during == "train-workload"
     assert ranks() <= before
 
 

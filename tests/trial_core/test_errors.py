@@ -19,7 +19,7 @@ CLASSES = [
 FIELDS: dict[str, Any] = {
     "rank": 3,
     "host": "node-1",
-    "during": "TrainBatches",
+    "during": "train-workload",
     "exit_code": 7,
     "signal_name": "SIGKILL",
     "error_type": "TrialError",
@@ -55,6 +55,6 @@ def test_only_our_own_trial_error_is_a_trial_mistake(
 ) -> None:
     """A user's class named TrialError is an ordinary exception."""
     failure = RankFailed(
-        rank=0, host="h", during="BuildTrial", error_type=error_type, is_ours=is_ours
+        rank=0, host="h", during="build-trial", error_type=error_type, is_ours=is_ours
     )
     assert failure.is_trial_mistake is is_trial_mistake

@@ -83,7 +83,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             when ranks are restarted. In a script it is `AttemptRecord.attempt`.
         created_at: time of the snapshot: ISO 8601, UTC (see `utc_now`).
         progress: the trial's progress at the snapshot.
-        metrics: the latest at the snapshot: ``{"training": {…}, "validation": {…}}``.
+        metrics: of this very state: ``{"training": {…}, "validation": {…}}``. Without
+            ``validation`` if the checkpoint's own batch was not validated.
         topology: how the ranks divide the state.
         versions: of the software that saved it: ``{"torch": "2.13.0", …}``.
         config_digest: digest of the experiment's configuration, without storage and environment.
@@ -91,6 +92,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         entrypoint: the trial's class: ``module:Class``.
         hyperparameters: the trial's hyperparameters.
         epoch: length of an epoch; None: the training loader had no length, or it was not recorded.
+        earlier_validation: metrics of the last validation, at batch `validated_at`, if that is an
+            earlier batch than the checkpoint's. Never compare them as the checkpoint's own.
         schema_version: version of this structure.
     """
 
@@ -108,7 +111,35 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     entrypoint: str
     hyperparameters: dict[str, Any]
     epoch: EpochLength | None = None
+    earlier_validation: dict[str, Any] = {}
     schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        """Set the last validation apart from `metrics` if it was of an earlier batch.
+
+        A run passes its latest metrics, and manifests of earlier versions hold them.
+        """
+        if self.is_validated or "validation" not in self.metrics:
+            return
+        own = {kind: values for kind, values in self.metrics.items() if kind != "validation"}
+        earlier = self.metrics["validation"] if self.validated_at is not None else {}
+        msgspec.structs.force_setattr(self, "metrics", own)
+        msgspec.structs.force_setattr(self, "earlier_validation", earlier)
+
+    @property
+    def validated_at(self) -> int | None:
+        """The batch of the trial's last validation; None: there was none."""
+        return self.progress.validated_at
+
+    @property
+    def is_validated(self) -> bool:
+        """Whether the checkpoint's own batch was validated."""
+        return self.validated_at == self.progress.batches_trained
+
+    @property
+    def last_validation(self) -> dict[str, Any]:
+        """Metrics of the last validation, at batch `validated_at`, whichever batch that is."""
+        return self.metrics.get("validation", {}) if self.is_validated else self.earlier_validation
 
     @property
     def total_bytes(self) -> int:

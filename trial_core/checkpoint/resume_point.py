@@ -58,7 +58,8 @@ class ResumePoint:
         """The trial's latest metrics; empty for a warm start."""
         if self.checkpoint is None or self.restore != "everything":
             return {}
-        return {kind: dict(values) for kind, values in self.checkpoint.metrics.items()}
+        latest = {**self.checkpoint.metrics, "validation": self.checkpoint.last_validation}
+        return {kind: dict(values) for kind, values in latest.items() if values}
 
     def require_convertible(self, now: Topology) -> None:
         """Check that ranks of topology `now` can restore the checkpoint.

@@ -45,6 +45,7 @@ from trial_core.messages import (
     PersistCheckpoint,
     Persisted,
     ReleaseStaging,
+    Request,
     RunFilesStored,
     RunHook,
     RunValidation,
@@ -348,9 +349,9 @@ class Controller:
         return _require(self._loaders, BuildLoaders)
 
 
-def _require(value: T | None, request: type) -> T:
+def _require(value: T | None, request: type[Request]) -> T:
     if value is None:
-        raise SlotsError(f"this request must come after {request.__name__}")
+        raise SlotsError(f"this request must come after {request.stage}")
     return value
 
 

@@ -22,9 +22,20 @@ class Message(msgspec.Struct, tag=True, kw_only=True):
 
 
 class Request(Message):
-    """A workload for all ranks. `lane` is the lane of the rank that runs it."""
+    """A workload for all ranks.
+
+    Attributes:
+        lane: the lane of the rank that runs it.
+        stage: what it is part of, for people: the name of a Prefect task, if there is one.
+    """
 
     lane: ClassVar[Lane] = "compute"
+    stage: ClassVar[str]
+
+    @property
+    def title(self) -> str:
+        """What the ranks do, for messages."""
+        return self.stage
 
 
 class Result(Message):
@@ -38,6 +49,8 @@ class Done(Result):
 class Ping(Request):
     """Do nothing, and reply. Measures the channel."""
 
+    stage: ClassVar[str] = "a check of the channel"
+
 
 class BuildTrial(Request):
     """Import the entrypoint, initialise torch.distributed, and construct the user's trial.
@@ -49,6 +62,7 @@ class BuildTrial(Request):
         storage: where checkpoints are stored.
     """
 
+    stage: ClassVar[str] = "build-trial"
     trial: str
     experiment: dict[str, Any]
     run_dir: str
@@ -82,6 +96,7 @@ class FetchCheckpoint(Request):
     """
 
     lane: ClassVar[Lane] = "io"
+    stage: ClassVar[str] = "fetch-checkpoint"
     uuid: str
     files: list[FileEntry]
     saved_by: Topology | None = None
@@ -111,6 +126,7 @@ class BuildLoaders(Request):
         validation_limit: maximum `evaluate_batch` calls per validation; None: no limit.
     """
 
+    stage: ClassVar[str] = "build-loaders"
     batches_trained: int
     checkpoint: str | None
     restore: Restore = "everything"
@@ -131,6 +147,7 @@ class LoadersBuilt(Result):
 class TrainBatches(Request):
     """Train until batch `until` of the trial."""
 
+    stage: ClassVar[str] = "train-workload"
     until: int
 
 
@@ -155,6 +172,8 @@ class Trained(Result):
 class RunValidation(Request):
     """Validate on the whole validation set."""
 
+    stage: ClassVar[str] = "validate"
+
 
 class Validated(Result):
     """A validation has ended.
@@ -175,6 +194,7 @@ class Validated(Result):
 class SaveCheckpoint(Request):
     """Write this rank's shards and state to its staging folder."""
 
+    stage: ClassVar[str] = "checkpoint-save"
     uuid: str
 
 
@@ -197,6 +217,7 @@ class PersistCheckpoint(Request):
     """Upload this rank's staged files of checkpoint `uuid`, and its TensorBoard files."""
 
     lane: ClassVar[Lane] = "io"
+    stage: ClassVar[str] = "checkpoint-upload"
     uuid: str
 
 
@@ -218,6 +239,7 @@ class ReleaseStaging(Request):
     """Delete the staged files of checkpoint `uuid`, which is committed."""
 
     lane: ClassVar[Lane] = "io"
+    stage: ClassVar[str] = "checkpoint-upload"
     uuid: str
 
 
@@ -228,8 +250,14 @@ class RunHook(Request):
     workload, its staging folder).
     """
 
+    stage: ClassVar[str] = "callbacks"
     hook: str
     arguments: dict[str, Any] = {}
+
+    @property
+    def title(self) -> str:
+        """What the ranks do, for messages."""
+        return f"{self.stage} {self.hook}"
 
 
 class HookDone(Result):
@@ -240,6 +268,8 @@ class HookDone(Result):
 
 class FinishRunFiles(Request):
     """Stop the profiler and upload the remaining TensorBoard files, at the end of training."""
+
+    stage: ClassVar[str] = "upload-run-files"
 
 
 class RunFilesStored(Result):
@@ -256,6 +286,8 @@ class RunFilesStored(Result):
 
 class Shutdown(Request):
     """Close everything and exit."""
+
+    stage: ClassVar[str] = "the shutdown"
 
 
 AnyRequest = (

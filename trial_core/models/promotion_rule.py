@@ -57,11 +57,7 @@ class PromotionRule:
         """Why `best_checkpoint` returned None."""
         if not manifests:
             return "the challenger saved no checkpoint"
-        validated = [
-            each
-            for each in manifests
-            if each.progress.validated_at == each.progress.batches_trained
-        ]
+        validated = [each for each in manifests if each.is_validated]
         if not validated:
             return "no checkpoint of the challenger was validated"
         last = max(validated, key=lambda each: each.progress.batches_trained)

@@ -113,12 +113,9 @@ def decide(
 
 
 def own_metric(manifest: Manifest, metric: str) -> float | None:
-    """The validation metric of this checkpoint's own state; None if there is no comparable one.
-
-    A checkpoint that was not validated still carries the metrics of an earlier validation.
-    """
+    """The validation metric of this checkpoint's own state; None if there is no comparable one."""
     value = manifest.metrics.get("validation", {}).get(metric)
-    if not _was_validated(manifest) or isinstance(value, bool):
+    if isinstance(value, bool):
         return None
     return value if isinstance(value, (int, float)) and not math.isnan(value) else None
 
@@ -160,7 +157,7 @@ class _Standings:
                 found.append(
                     f"{_ordinal(place)}best of its {whole} ({_metric_of(manifest, policy)})"
                 )
-        if not found and policy.metric is None and _was_validated(manifest) and self._keeps_best:
+        if not found and policy.metric is None and manifest.is_validated and self._keeps_best:
             found.append("validated, and no metric decides which checkpoint is best")
         return found
 
@@ -253,14 +250,9 @@ def _places(in_order: Iterable[Manifest]) -> dict[str, int]:
     return {manifest.uuid: place for place, manifest in enumerate(in_order, start=1)}
 
 
-def _was_validated(manifest: Manifest) -> bool:
-    """Whether the checkpoint's own state was validated."""
-    return manifest.progress.validated_at == manifest.progress.batches_trained
-
-
 def _metric_of(manifest: Manifest, policy: RetentionPolicy) -> str:
     """The checkpoint's metric, or why it has none, as text."""
-    if not _was_validated(manifest):
+    if not manifest.is_validated:
         return "not validated"
     if policy.metric is None:
         return "validated"

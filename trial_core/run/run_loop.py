@@ -53,6 +53,7 @@ class TrialResult:
         stopped_early: whether the run ended before its maximum length, or its last validation.
         stop_reason: why the flow run was stopped; None if the trial requested the stop.
         training_metrics, validation_metrics: the last ones.
+        validated_at: the batch of the last validation; None: there was none.
         checkpoint_uuid: the trial's newest committed checkpoint.
         checkpoint_url: where its files are.
         tensorboard_url: where the flow run's files for TensorBoard are, if the trial writes any.
@@ -67,6 +68,7 @@ class TrialResult:
     stop_reason: str | None = None
     training_metrics: dict[str, Any] = field(default_factory=dict)
     validation_metrics: dict[str, Any] = field(default_factory=dict)
+    validated_at: int | None = None
     checkpoint_uuid: str | None = None
     checkpoint_url: str | None = None
     tensorboard_url: str | None = None
@@ -161,6 +163,7 @@ def follow_schedule(stages: RunStages) -> TrialResult:
     start = fetch_first_intact(stages.resume_points(), stages.fetch)
     if start.checkpoint is not None:
         stages.logger.info("starting from checkpoint %s", start.uuid)
+    stages.metrics.clear()  # of batches that were lost with earlier ranks
     stages.metrics.update(start.metrics)
     progress = start.progress
     schedule = stages.schedule(progress)
@@ -210,6 +213,7 @@ def follow_schedule(stages: RunStages) -> TrialResult:
         stopped_early=has_more_to_do(progress, schedule, epoch),
         training_metrics=stages.metrics.get("training", {}),
         validation_metrics=stages.metrics.get("validation", {}),
+        validated_at=progress.validated_at,
         checkpoint_uuid=newest,
         checkpoint_url=stages.store.files_url(newest) if newest else None,
     )

@@ -21,8 +21,8 @@ class PendingRequest:
 
     @property
     def name(self) -> str:
-        """The request's name, for messages."""
-        return type(self.request).__name__
+        """What the ranks do, for messages."""
+        return self.request.title
 
 
 class PendingRequests:

@@ -65,7 +65,7 @@ class RankFailures:
         pending, error = self._pending.get(answer.number), answer.error
         self._note(
             rank,
-            during=pending.name if pending else "an earlier workload",
+            during=pending.name if pending else "an earlier stage",
             error_type=error.error_type if error else None,
             is_ours=error.is_ours if error else False,
             error_message=error.message if error else None,
@@ -86,7 +86,7 @@ class RankFailures:
         failure = RankFailed(
             rank=rank,
             host=peer.host if peer else socket.gethostname(),
-            during=during or (self._pending_names() if peer else "starting up"),
+            during=during or (self._pending_names() if peer else "its start"),
             log_tail=process.log_tail(),
             log_path=str(process.log_path),
             **fields,
@@ -109,7 +109,7 @@ class RankFailures:
         self._on_first_cause(cause)
 
     def _pending_names(self) -> str:
-        return " and ".join(each.name for each in self._pending.all()) or "no workload"
+        return " and ".join(each.name for each in self._pending.all()) or "the wait between stages"
 
     # ----------------------------------------------------------------- failures of all ranks
 
@@ -117,8 +117,8 @@ class RankFailures:
         """The error of a request that ranks have not answered in time."""
         silent = ", ".join(map(str, self._pending.silent_ranks(pending)))
         return DeadlineExceeded(
-            f"no answer to {pending.name} within {seconds:g} s from rank {silent}; the slot group "
-            f"was killed. Logs: {self._log_dir}"
+            f"no answer within {seconds:g} s from rank {silent} (during {pending.name}); the slot "
+            f"group was killed. Logs: {self._log_dir}"
         )
 
     def stalled(self, pending: PendingRequest, seconds: float) -> Stalled:

@@ -110,16 +110,16 @@ class Rank:
             self._answer(self._lanes["io"].get())
 
     def _answer(self, envelope: Envelope) -> None:
-        number, name = envelope.number, type(envelope.request).__name__
+        number, name = envelope.number, envelope.request.title
         try:
             answer = Answer(number=number, result=self._carry_out(envelope))
         except (Exception, SystemExit) as error:  # the lane's top frame: the driver reports it
-            logger.exception("workload %s failed", name)
+            logger.exception("%s failed", name)
             answer = Answer(number=number, error=to_rank_error(error))
         try:
             self.send(answer)
         except (TypeError, ValueError, OverflowError, ProtocolError) as error:
-            logger.exception("cannot send the result of workload %s", name)
+            logger.exception("cannot send the result of %s", name)
             self.send(Answer(number=number, error=to_rank_error(error)))
 
     def _carry_out(self, envelope: Envelope) -> AnyResult:

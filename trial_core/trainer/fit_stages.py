@@ -155,14 +155,13 @@ class FitStages:
         validated = self.controller.validate(RunValidation())
         if validated.is_broken_off:
             return None
-        self.metrics["validation"] = validated.metrics
         self.logger.info("validation at %d: %s", batches_trained, validated.metrics)
-        if self.metric is None:
-            return Validation()
         try:
-            return Validation(searcher_metric(validated.metrics, self.metric))
+            value = None if self.metric is None else searcher_metric(validated.metrics, self.metric)
         except TrialError as mistake:  # on every rank: all have the same metrics
             return Validation(mistake=mistake)
+        self.metrics["validation"] = validated.metrics
+        return Validation(value)
 
     def save(self, progress: Progress) -> StagedCheckpoint:
         uuid = self.distributed.broadcast(str(uuids.uuid4()))

@@ -12,7 +12,12 @@ from cyclopts import App, Parameter
 from trial_core import text_format
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.checkpoints import pin, prune, verify
-from trialflow.deployments.cli.experiment_options import ConfigFile, Storage, open_store
+from trialflow.deployments.cli.experiment_options import (
+    Checkpoint,
+    ConfigFile,
+    Storage,
+    open_store,
+)
 from trialflow.deployments.cli.tables import AsJson, local_time, print_table, shortest_unique
 
 if TYPE_CHECKING:
@@ -22,8 +27,8 @@ if TYPE_CHECKING:
 
 app = App(
     name="checkpoints",
-    help="List, show, verify, download, pin and prune checkpoints. The storage is that of "
-    "--config or --storage; by default, the folder checkpoints in ./trialflow-runs.",
+    help="List, show, verify, download, pin and prune checkpoints. The storage is that of --config "
+    "or --storage; by default, of ./experiment.yaml, else ./trialflow-runs/checkpoints.",
 )
 app.command(verify.verify)
 app.command(pin.pin)
@@ -34,7 +39,9 @@ app.command(prune.prune)
 @app.command(name="list")
 def list_(
     *,
-    trial: Annotated[str | None, Parameter(help="List only this trial.")] = None,
+    trial: Annotated[
+        str | None, Parameter(help="List only this trial. Default: all trials.")
+    ] = None,
     config: ConfigFile = None,
     storage: Storage = None,
     json_: AsJson = False,
@@ -69,20 +76,20 @@ def list_(
 
 @app.command
 def show(
-    uuid: str, /, *, config: ConfigFile = None, storage: Storage = None, json_: AsJson = False
+    checkpoint: Checkpoint,
+    /,
+    *,
+    config: ConfigFile = None,
+    storage: Storage = None,
+    json_: AsJson = False,
 ) -> int:
-    """Show a checkpoint in full; with --json, its stored manifest.
-
-    Parameters
-    ----------
-    uuid
-        The checkpoint's uuid, or its first characters.
-    """
+    """Show a checkpoint in full; with --json, its manifest."""
+    from trial_core.models.checkpoint_reference import open_checkpoint
     from trial_core.models.registry import Registry
     from trial_core.retention.pins import read_pin
 
     store = open_store(config, storage)
-    manifest = store.open(uuid)
+    manifest = open_checkpoint(store, checkpoint)
     if json_:
         print(manifest.to_json().decode(), end="")
     else:
@@ -95,7 +102,7 @@ def show(
 
 @app.command
 def download(
-    uuid: str,
+    checkpoint: Checkpoint,
     /,
     *,
     to: Annotated[
@@ -105,18 +112,13 @@ def download(
     storage: Storage = None,
     json_: AsJson = False,
 ) -> int:
-    """Download a checkpoint's files and manifest, and verify every file.
-
-    Parameters
-    ----------
-    uuid
-        The checkpoint's uuid, or its first characters.
-    """
+    """Download a checkpoint's files and manifest, and verify every file."""
+    from trial_core.models.checkpoint_reference import referenced_uuid
     from trial_core.transfer.fetch import download as fetch
 
     store = open_store(config, storage)
-    with console.status(f"downloading {uuid}"):
-        manifest = fetch(store, uuid, to)
+    with console.status(f"downloading {checkpoint}"):
+        manifest = fetch(store, referenced_uuid(store, checkpoint), to)
     if json_:
         print(json.dumps({**summary(store, manifest), "folder": str(to.absolute())}, indent=2))
     else:
@@ -129,10 +131,11 @@ def download(
 def summary(store: CheckpointStore, manifest: Manifest) -> dict[str, Any]:
     """A checkpoint's entry in `list --json`."""
     stored = json.loads(manifest.to_json())
-    copied = ("uuid", "trial", "experiment", "created_at", "metrics")
+    copied = ("uuid", "trial", "experiment", "created_at", "metrics", "earlier_validation")
     return {
         **{name: stored[name] for name in copied},
         "batches_trained": manifest.progress.batches_trained,
+        "validated_at": manifest.validated_at,
         "total_bytes": manifest.total_bytes,
         "url": store.files_url(manifest.uuid),
     }
@@ -152,7 +155,8 @@ def description(store: CheckpointStore, manifest: Manifest, kept: list[str]) -> 
         "saved": local_time(manifest.created_at),
         "kept": "; ".join(map(text_format.one_line, kept)),
         "training": text_format.metrics_line(manifest.metrics.get("training", {})),
-        "validation": text_format.metrics_line(manifest.metrics.get("validation", {})),
+        "validation": _validation(manifest),
+        "last validation": _earlier_validation(manifest),
         "ranks": f"{topology.world_size} (data {topology.data_parallel_size}, pipeline "
         f"{topology.pipeline_parallel_size}, model {topology.model_parallel_size}), "
         f"ZeRO stage {topology.zero_stage}",
@@ -167,6 +171,22 @@ def description(store: CheckpointStore, manifest: Manifest, kept: list[str]) -> 
     margin = max(map(len, sizes), default=0)
     files = zip(sizes, manifest.files, strict=True)
     return lines + [f"  {size:>{margin}}  rank {file.rank}  {file.path}" for size, file in files]
+
+
+def _validation(manifest: Manifest) -> str:
+    """The metrics of the checkpoint's own batch, or that it was not validated."""
+    if manifest.is_validated:
+        return text_format.metrics_line(manifest.metrics.get("validation", {}))
+    at = manifest.validated_at
+    return "not validated" if at is None else f"not validated (last at batch {at})"
+
+
+def _earlier_validation(manifest: Manifest) -> str:
+    """The metrics of the last validation, with its batch, if that is an earlier one."""
+    if not manifest.earlier_validation:
+        return ""
+    metrics = text_format.metrics_line(manifest.earlier_validation)
+    return f"{metrics} (at batch {manifest.validated_at})"
 
 
 def _short_name(held: HeldVersion) -> str:
@@ -189,5 +209,5 @@ def _print_table(manifests: list[Manifest], kept: dict[str, list[str]]) -> None:
         ]
         if has_kept:
             cells.append(", ".join(kept.get(manifest.uuid, [])))
-        rows.append([*cells, text_format.metrics_line(manifest.metrics.get("validation", {}))])
+        rows.append([*cells, _validation(manifest)])
     print_table([*columns, *(["kept"] if has_kept else []), "validation"], rows)

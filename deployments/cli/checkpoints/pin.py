@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from trial_core import text_format
-from trial_core.errors import ConfigError
 from trialflow.deployments.cli import console
-from trialflow.deployments.cli.experiment_options import ConfigFile, Storage, open_store
+from trialflow.deployments.cli.experiment_options import (
+    Checkpoints,
+    ConfigFile,
+    Storage,
+    open_store,
+)
 from trialflow.deployments.cli.tables import AsJson
 
 if TYPE_CHECKING:
@@ -20,41 +24,32 @@ if TYPE_CHECKING:
 
 
 def pin(
-    *uuids: str,
+    *checkpoints: Checkpoints,
     reason: Annotated[
-        str, Parameter(help="Why the checkpoints are pinned; shown with the pin.")
+        str, Parameter(help="Why the checkpoints are pinned; shown with the pin. Default: none.")
     ] = "",
     config: ConfigFile = None,
     storage: Storage = None,
     json_: AsJson = False,
 ) -> int:
-    """Protect checkpoints from pruning until they are unpinned.
-
-    Parameters
-    ----------
-    uuids
-        The checkpoints' uuids, or their first characters.
-    """
+    """Protect checkpoints from pruning until they are unpinned."""
     from trial_core.retention import pins
 
-    store = _store_for(uuids, config, storage)
+    store, uuids = _named(checkpoints, config, storage)
     _say([pins.pin(store, uuid, reason) for uuid in uuids], "pinned", json_)
     return 0
 
 
 def unpin(
-    *uuids: str, config: ConfigFile = None, storage: Storage = None, json_: AsJson = False
+    *checkpoints: Checkpoints,
+    config: ConfigFile = None,
+    storage: Storage = None,
+    json_: AsJson = False,
 ) -> int:
-    """Remove the pins of checkpoints. Checkpoints held by the registry stay protected.
-
-    Parameters
-    ----------
-    uuids
-        The checkpoints' uuids, or their first characters.
-    """
+    """Remove the pins of checkpoints. Checkpoints held by the registry stay protected."""
     from trial_core.retention import holds, pins
 
-    store = _store_for(uuids, config, storage)
+    store, uuids = _named(checkpoints, config, storage)
     gone = [pins.unpin(store, uuid) for uuid in uuids]
     _say(gone, "unpinned", json_)
     for each in gone:
@@ -65,10 +60,14 @@ def unpin(
     return 0
 
 
-def _store_for(uuids: tuple[str, ...], config: Path | None, storage: str | None) -> CheckpointStore:
-    if not uuids:
-        raise ConfigError("give the uuid of a checkpoint, or its first characters")
-    return open_store(config, storage)
+def _named(
+    checkpoints: tuple[str, ...], config: Path | None, storage: str | None
+) -> tuple[CheckpointStore, list[str]]:
+    """The storage, and the uuids of the given checkpoints, or the beginnings of them."""
+    from trial_core.models.checkpoint_reference import referenced_uuid
+
+    store = open_store(config, storage)
+    return store, [referenced_uuid(store, checkpoint) for checkpoint in checkpoints]
 
 
 def _say(pins: list[Pin], done: str, as_json: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -13,7 +14,7 @@ from trial_core.errors import CheckpointNotFound, ConfigError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.checkpoints.rules import Rules
 from trialflow.deployments.cli.experiment_options import (
-    ConfigFile,
+    DEFAULT_EXPERIMENT,
     Overrides,
     Storage,
     open_store,
@@ -39,7 +40,9 @@ def prune(
         str | None,
         Parameter(help="Prune this experiment. Default: that of --config, else all."),
     ] = None,
-    trial: Annotated[str | None, Parameter(help="Prune only this trial.")] = None,
+    trial: Annotated[
+        str | None, Parameter(help="Prune only this trial. Default: all trials.")
+    ] = None,
     rules: Rules | None = None,
     dry_run: Annotated[bool, Parameter(help="Show what would be deleted; delete nothing.")] = False,
     yes: Annotated[bool, Parameter(name=["--yes", "-y"], help="Delete without asking.")] = False,
@@ -51,7 +54,13 @@ def prune(
         float,
         Parameter(help="Delete leftovers of trials that have been inactive for N days."),
     ] = LEFTOVERS_AFTER_DAYS,
-    config: ConfigFile = None,
+    config: Annotated[
+        Path | None,
+        Parameter(
+            help="Experiment file; its checkpoint_storage and its rules are used. Default: none; "
+            "where there is an experiment.yaml, give --config or --storage."
+        ),
+    ] = None,
     set_: Overrides = None,
     storage: Storage = None,
     json_: AsJson = False,
@@ -66,6 +75,11 @@ def prune(
     """
     if json_ and not (dry_run or yes):
         raise ConfigError("--json cannot ask for confirmation: give --dry-run or --yes as well")
+    if config is None and storage is None and DEFAULT_EXPERIMENT.exists():
+        raise ConfigError(
+            "say which storage to prune: --config experiment.yaml (its storage, by its rules) or "
+            "--storage; nothing is deleted by a file that was not named"
+        )
     if set_ and config is None:
         raise ConfigError("--set changes a field of --config: give --config as well")
     of_config = None if config is None else read_experiment(config, set_ or [], storage)

@@ -20,14 +20,18 @@ class Rules:
     """Retention rules; they override those of --config.
 
     Attributes:
-        save_trial_best: Keep the N best checkpoints of each trial (default 1 if any rule is set).
-        save_trial_latest: Keep the N latest checkpoints of each trial (default 1 if any rule is
-            set).
-        save_experiment_best: Keep the N best checkpoints of all trials together (default 0).
+        save_trial_best: Keep the N best checkpoints of each trial. Default: 1 if any rule is set.
+        save_trial_latest: Keep the N latest checkpoints of each trial. Default: 1 if any rule is
+            set.
+        save_experiment_best: Keep the N best checkpoints of all trials together. Default: 0.
         keep_every_batches: Keep the first checkpoint at or after each multiple of N batches.
-        keep_every_epochs: Keep the first checkpoint at or after each multiple of N epochs.
-        metric: The validation metric that decides which checkpoint is best.
-        smaller_is_better: Whether a smaller value of the metric is better (the default).
+            Default: no such rule.
+        keep_every_epochs: Keep the first checkpoint at or after each multiple of N epochs. Default:
+            no such rule.
+        metric: The validation metric that decides which checkpoint is best. Default: that of
+            --config; without one, all validated checkpoints count as best.
+        smaller_is_better: Whether a smaller value of the metric is better. Default: as --config
+            says, else smaller.
     """
 
     save_trial_best: int | None = None

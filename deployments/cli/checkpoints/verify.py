@@ -17,7 +17,12 @@ from trial_core.errors import (
     StorageError,
 )
 from trialflow.deployments.cli import console
-from trialflow.deployments.cli.experiment_options import ConfigFile, Storage, open_store
+from trialflow.deployments.cli.experiment_options import (
+    CHECKPOINT,
+    ConfigFile,
+    Storage,
+    open_store,
+)
 from trialflow.deployments.cli.tables import AsJson, print_table, shortest_unique
 
 if TYPE_CHECKING:
@@ -49,8 +54,13 @@ class Verified:
 
 
 def verify(
-    *uuids: str,
-    trial: Annotated[str | None, Parameter(help="Verify all checkpoints of this trial.")] = None,
+    *checkpoints: Annotated[
+        str, Parameter(help=f"{CHECKPOINT} Default: none, with --trial or --all.")
+    ],
+    trial: Annotated[
+        str | None,
+        Parameter(help="Verify all checkpoints of this trial. Default: of all trials, with --all."),
+    ] = None,
     all_: Annotated[
         bool, Parameter(name="--all", help="Verify all checkpoints, or all of --trial.")
     ] = False,
@@ -61,17 +71,14 @@ def verify(
     """Read every file of checkpoints; compare sizes and digests with the manifest.
 
     Exits with 0 if all are intact, 1 if any is damaged (every damaged file is named). A checkpoint
-    that is deleted meanwhile is not damaged; if it was named by its uuid, the exit code is 2.
+    that is deleted meanwhile is not damaged; if it was named, the exit code is 2.
 
-    Parameters
-    ----------
-    uuids
-        Uuids of checkpoints, or their first characters. Otherwise give --trial or --all.
+    Give either checkpoints, or --trial or --all.
     """
-    if bool(uuids) == (all_ or trial is not None):
-        raise ConfigError("give either uuids, or --trial or --all")
+    if bool(checkpoints) == (all_ or trial is not None):
+        raise ConfigError("give either checkpoints, or --trial or --all")
     store = open_store(config, storage)
-    names = _named(store, uuids) if uuids else _all(store, trial)
+    names = _named(store, checkpoints) if checkpoints else _all(store, trial)
     found = [*_verify(store, names)]
     if json_:
         print(json.dumps([summary(each) for each in found], indent=2))
@@ -79,7 +86,7 @@ def verify(
         _print(store, found)
     if not all(each.is_whole for each in found):
         return console.FAILED
-    if uuids and (gone := {name.uuid for name in names} - {each.name.uuid for each in found}):
+    if checkpoints and (gone := {name.uuid for name in names} - {each.name.uuid for each in found}):
         raise CheckpointNotFound(f"{', '.join(sorted(gone))} was deleted meanwhile")
     return 0
 
@@ -109,13 +116,15 @@ def summary(found: Verified) -> dict[str, Any]:
     }
 
 
-def _named(store: CheckpointStore, uuids: tuple[str, ...]) -> list[ManifestName]:
-    """The checkpoints with those uuids, each once.
+def _named(store: CheckpointStore, checkpoints: tuple[str, ...]) -> list[ManifestName]:
+    """Those checkpoints, each once.
 
     Raises:
-        CheckpointNotFound: no checkpoint, or more than one, has that uuid.
+        CheckpointNotFound: there is no such checkpoint, or more than one.
     """
-    return [*dict.fromkeys(store.open(uuid).name for uuid in uuids)]
+    from trial_core.models.checkpoint_reference import open_checkpoint
+
+    return [*dict.fromkeys(open_checkpoint(store, each).name for each in checkpoints)]
 
 
 def _all(store: CheckpointStore, trial: str | None) -> list[ManifestName]:

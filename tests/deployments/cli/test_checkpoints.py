@@ -10,9 +10,10 @@ import pytest
 
 from tests.deployments.cli.stored import UUIDS, run
 from tests.support.cli import write_experiment
-from tests.support.manifests import FILES, stored_files
+from tests.support.manifests import FILES, new_manifest, stored_files
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.run.sequencer import Progress
 from trial_core.transfer import fetch
 from trialflow.deployments.cli.main import main
 from trialflow.deployments.cli.tables import shortest_unique
@@ -47,6 +48,50 @@ def test_list_as_json(
     assert second["metrics"]["validation"]["val_loss"] == 0.25
     assert run(tmp_path, "list", "--trial", "gpt-11", "--json") == 0
     assert json.loads(capsys.readouterr().out) == [second]
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Manifest:
+    """A checkpoint at batch 60 of a run that validated last at batch 40."""
+    manifest = new_manifest(
+        60, progress=Progress(60, validated_at=40),
+        metrics={"training": {"loss": 0.75}, "validation": {"loss": 0.125}},
+    )  # fmt: skip
+    CheckpointStore(str(tmp_path / "storage")).commit(manifest)
+    return manifest
+
+
+def test_no_checkpoint_shows_the_validation_of_another_batch(
+    stopped: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`list` and `show` say that it was not validated, and name the last validation's batch."""
+    assert run(tmp_path, "list") == 0
+    listed = capsys.readouterr().out
+    assert listed.rstrip().endswith("  not validated (last at batch 40)")
+    assert "0.125" not in listed
+    assert run(tmp_path, "show", stopped.uuid) == 0
+    facts = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines()[:-1])
+    assert facts["validation"].strip() == "not validated (last at batch 40)"
+    assert facts["last validation"].strip() == "loss 0.125 (at batch 40)"
+
+
+def test_the_best_checkpoint_of_the_json(
+    stopped: Manifest, history: list[Manifest], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Only validated checkpoints have the metric, so the best one is found by it alone."""
+    assert run(tmp_path, "list", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)
+    (last,) = [each for each in listed if each["uuid"] == stopped.uuid]
+    assert (last["batches_trained"], last["validated_at"]) == (60, 40)
+    assert (last["metrics"], last["earlier_validation"]) == (
+        {"training": {"loss": 0.75}}, {"loss": 0.125},
+    )  # fmt: skip
+    validated = [each for each in listed if "validation" in each["metrics"]]
+    best = min(validated, key=lambda each: each["metrics"]["validation"]["loss"])
+    assert best["uuid"] == history[1].uuid
+    assert run(tmp_path, "show", stopped.uuid, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["metrics"] == {"training": {"loss": 0.75}}
 
 
 def test_list_of_an_empty_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from tests.support.manifests import FILES, new_manifest, upload
 from tests.support.slots import drive, toy_config
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.models.registry import Registry
 from trial_core.slots.slot_group import SlotGroup
 from trialflow.deployments.cli.main import main
 
@@ -107,8 +108,11 @@ def test_an_existing_file_is_replaced_only_with_force(
     ("arguments", "message"),
     [
         ("0123 --to x.pt", "no checkpoint in file://"),
-        ("--to x.pt", "expected either a checkpoint or --trial, got neither"),
-        ("0123 --trial t --to x.pt", "expected either a checkpoint or --trial, got both"),
+        ("--to x.pt", "checkpoint (its uuid, or champion:MODEL) or --trial, got neither"),
+        (
+            "0123 --trial t --to x.pt",
+            "checkpoint (its uuid, or champion:MODEL) or --trial, got both",
+        ),
         ("--trial toy --to x.pt", "trial 'toy' has no checkpoint in file://"),
         ("--trial toy-0000beef --to x.onnx", "expected a name that ends in .safetensors, .pt, .bi"),
         ("--trial toy-0000beef --to file/x.pt", "cannot write"),
@@ -136,6 +140,17 @@ def test_wrong_arguments_are_refused(
     assert run(folder, *arguments.split()) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.pt"]
+
+
+def test_a_champion_is_exported(
+    folder: Path, manifest: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its model's name, without looking up the uuid."""
+    registry = Registry(CheckpointStore(str(folder / "checkpoints")))
+    registry.register("toy", manifest, metric=None, smaller_is_better=True, value=None)
+    registry.promote("toy", 1)
+    assert run(folder, "champion:toy", "--to", str(tmp_path / "model.pt"), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["uuid"] == manifest.uuid
 
 
 def test_a_trial_that_overrides_save_is_refused(
@@ -176,9 +191,9 @@ class Hostile:
 
 
 def test_only_a_trusted_checkpoint_may_run_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With --trusted, or if the experiment of --config trusts it."""
+    """With --trusted, or if the experiment of --config trusts it. One that was found has no say."""
     marker, states = tmp_path / "it has run", io.BytesIO()
     torch.save({"module": {"weight": torch.ones(2)}, "odd": Hostile(marker)}, states)
     store = CheckpointStore(f"file://{tmp_path}/checkpoints")
@@ -196,5 +211,9 @@ def test_only_a_trusted_checkpoint_may_run_code(
     marker.unlink()
     experiment = tmp_path / "experiment.yaml"
     experiment.write_text(EXPERIMENT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path))
+    assert main(["export", *arguments]) == 2
+    assert not marker.exists()
     assert run(tmp_path, *arguments, "--config", str(experiment)) == 0
     assert marker.exists()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cyclopts import App
 
 from tests.support.cli import ROOT, TRIALFLOW, environment_in, write_experiment
 from trial_core.config import ExperimentConfig, load_config
@@ -41,6 +44,37 @@ def test_help_shows_every_command_and_defaults(capsys: pytest.CaptureFixture[str
     assert "[default: 7.0]" in capsys.readouterr().out
 
 
+def commands(group: App = app, *names: str) -> Iterator[tuple[str, ...]]:
+    """The names of all commands, those in groups included."""
+    for name in group:
+        if name.startswith("-"):
+            continue
+        is_command = group[name].default_command is not None
+        yield from [(*names, name)] if is_command else commands(group[name], *names, name)
+
+
+ENTRY = re.compile(r"│ (?:\*  |   )?(?P<name>[-A-Z].*?)  +\S")
+
+
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
+def test_help_shows_the_default_of_every_value(
+    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever takes a value is required, or its help says what holds without it."""
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main([*command, "--help"]) == 0
+    entries: dict[str, str] = {}
+    name = ""
+    for line in capsys.readouterr().out.splitlines():
+        if found := ENTRY.match(line):
+            name = found["name"]
+        if line.startswith("│"):
+            entries[name] = entries.get(name, "") + line.strip("│")
+    flags = {name for name in entries if all(word.startswith("-") for word in name.split())}
+    told = {name for name in entries if re.search(r"\b[dD]efault: |required]", entries[name])}
+    assert entries.keys() - flags - told == set()
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     """`--version` prints the installed version."""
     assert main(["--version"]) == 0
@@ -51,7 +85,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         ("trian x.yaml", 'Unknown command "trian". Did you mean "train"?'),
-        ("train", "CONFIG requires an argument"),
         ("train x.yaml --sett a=1", "Unknown option: --sett. Did you mean --set?"),
         ("train x.yaml --set a=1 b=2", "give --set once for each key=value"),
         ("train experiment.yml", "no such file; did you mean experiment.yaml?"),

@@ -205,7 +205,7 @@ def test_pins_as_json(
         (["prune", *RULES, "--trial", "toy-2", "--yes"], "trial 'toy-2' has no checkpoint"),
         (["prune", *RULES, "--set", "name=x"], "give --config as well"),
         (["prune", "--leftovers-only", "--leftovers-after-days", "0.5"], "at least 1 day, got 0.5"),
-        (["pin"], "give the uuid of a checkpoint"),
+        (["pin"], "CHECKPOINTS requires an argument"),
         (["pin", "abc"], "begins with 'abc'"),
         (["unpin", "00000007"], "none is pinned"),
     ],

@@ -15,6 +15,7 @@ import termios
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,9 @@ from tests.support.prefect import PrefectServer, isolated, prepared
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines as seen
 from trial_core.errors import ConfigError
-from trialflow.deployments.cli.train import train
+from trialflow.deployments.cli.train import _summary, train
 from trialflow.flows.lifecycle.stop_monitor import SAME_REQUEST_SECONDS
+from trialflow.flows.train import TrialResult
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
@@ -60,6 +62,14 @@ def test_a_run_into_a_file(tmp_path: Path) -> None:
     assert Path(summary["report"]).read_text().startswith("# toy")
     assert (Path(summary["logs"]) / "rank-0.log").is_file()
     assert "http://127.0.0.1:4200/v2/runs/flow-run/" in summary["UI"]
+
+
+def test_the_summary_names_the_batch_of_an_earlier_validation() -> None:
+    """Metrics of another batch than the last checkpoint's are not shown as its own."""
+    stopped = TrialResult("toy-1", 60, True, "time budget", {}, {"loss": 0.25}, validated_at=40)
+    assert _summary(stopped, 1.0, None)[1] == "  loss           0.25 (validated at batch 40)"
+    ended = replace(stopped, validated_at=60)
+    assert _summary(ended, 1.0, None)[1] == "  loss           0.25"
 
 
 @pytest.mark.long

@@ -103,8 +103,8 @@ def test_all_of_a_trial(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give either uuids, or --trial or --all"),
-        (["aaaaaaaa", "--all"], "give either uuids, or --trial or --all"),
+        ([], "give either checkpoints, or --trial or --all"),
+        (["aaaaaaaa", "--all"], "give either checkpoints, or --trial or --all"),
         (["abc"], "begins with 'abc'"),
         (["--trial", "gpt-8"], "trial 'gpt-8' has no checkpoint"),
     ],

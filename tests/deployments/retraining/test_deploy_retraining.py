@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -181,19 +182,20 @@ def test_arriving_data_starts_a_run(
         "--data", "path=s3://bucket/it's \"new\"", "--data", "days=[1, 2.5, null]",
         "--set", "at.day='{{ event.id }} <b>&'", "--set", "at.is_whole=true",
     ]  # fmt: skip
-    for model in ("another", "gpt"):
-        done = trialflow(
-            tmp_path, "data-arrived", model, *arrived, variables=prefect_server.environment
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout == f"sent: trialflow.data.arrived of trialflow.model.{model}\n"
-        assert ("no automation of this server" in done.stderr) == (model == "another")
-    (run,) = until(lambda: runs_of(client), "a run")
     data = {
         "path": 's3://bucket/it\'s "new"',
         "days": [1, 2.5, None],
         "at": {"day": "{{ event.id }} <b>&", "is_whole": True},
     }
+    for model in ("another", "gpt"):
+        done = trialflow(
+            tmp_path, "data-arrived", model, *arrived, variables=prefect_server.environment
+        )
+        assert done.returncode == 0, done.stderr
+        said = f"sent trialflow.data.arrived: model {model} has new data: "
+        assert done.stdout == f"{said}{json.dumps(data)}\n"
+        assert ("no automation of this server" in done.stderr) == (model == "another")
+    (run,) = until(lambda: runs_of(client), "a run")
     assert run["parameters"] == {**wanted[0].deployment.from_file, "data": data}
 
 

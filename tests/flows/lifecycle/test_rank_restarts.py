@@ -12,12 +12,12 @@ from trialflow.flows.lifecycle.rank_restarts import Restarts
 
 
 def killed() -> RankFailed:
-    return RankFailed(rank=1, host="here", during="TrainBatches", signal_name="SIGKILL")
+    return RankFailed(rank=1, host="here", during="train-workload", signal_name="SIGKILL")
 
 
 def raised(message: str = "out of luck") -> RankFailed:
     return RankFailed(
-        rank=1, host="here", during="TrainBatches", error_type="RuntimeError",
+        rank=1, host="here", during="train-workload", error_type="RuntimeError",
         error_message=message,
     )  # fmt: skip
 

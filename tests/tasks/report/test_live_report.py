@@ -16,7 +16,7 @@ from trial_core.errors import RankFailed, Stopped
 from trialflow.tasks.report import Report
 from trialflow.tasks.report.live_report import HISTORY
 
-LOST = RankFailed(rank=1, host="here", during="TrainBatches", signal_name="SIGKILL")
+LOST = RankFailed(rank=1, host="here", during="train-workload", signal_name="SIGKILL")
 NewReport = Callable[..., Report]
 no_artifact = pytest.mark.usefixtures("no_artifact")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 
+import msgspec
 import pytest
 
 from tests.support.manifests import entry, new_manifest
@@ -38,6 +40,31 @@ def test_nan_and_infinities_survive() -> None:
     assert math.isnan(read.metrics["training"]["loss"])
     assert read.metrics["training"]["each"] == [-math.inf, "nan"]
     assert read.progress.best_metric == math.inf
+
+
+def test_a_manifest_shows_no_metrics_of_another_batch() -> None:
+    """Metrics of an earlier validation stand apart: a comparison cannot take them for its own."""
+    latest = {"training": {"loss": 0.9}, "validation": {"loss": 0.1}}
+    manifest = new_manifest(60, progress=Progress(60, validated_at=40), metrics=latest)
+    assert manifest.metrics == {"training": {"loss": 0.9}}
+    assert (manifest.validated_at, manifest.earlier_validation) == (40, {"loss": 0.1})
+    own = new_manifest(40, progress=Progress(40, validated_at=40), metrics=latest)
+    assert (own.metrics, own.earlier_validation) == (latest, {})
+    never = new_manifest(60, progress=Progress(60), metrics=latest)
+    assert (never.metrics, never.earlier_validation) == ({"training": {"loss": 0.9}}, {})
+
+
+def test_a_manifest_of_an_earlier_version_can_be_read() -> None:
+    """It stored the latest validation as the checkpoint's own, whatever batch it was of."""
+    fields = msgspec.to_builtins(new_manifest(60, progress=Progress(60, validated_at=40)))
+    del fields["earlier_validation"]
+    fields["metrics"] = {"training": {"loss": 0.9}, "validation": {"loss": 0.1}}
+    canonical = msgspec.json.encode(fields, order="sorted")
+    fields["digest"] = f"sha256:{hashlib.sha256(canonical).hexdigest()}"
+    read = Manifest.from_json(msgspec.json.encode(fields))
+    assert read.metrics == {"training": {"loss": 0.9}}
+    assert (read.validated_at, read.earlier_validation) == (40, {"loss": 0.1})
+    assert Manifest.from_json(read.to_json()) == read
 
 
 def test_any_flipped_bit_is_found() -> None:

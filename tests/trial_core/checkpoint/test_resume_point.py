@@ -10,6 +10,7 @@ from tests.support.manifests import new_manifest
 from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.errors import CheckpointError
+from trial_core.run.sequencer import Progress
 
 
 def topology(ranks: int, **changes: Any) -> Topology:
@@ -74,3 +75,11 @@ def test_a_refused_warm_start_may_restore_only_weights() -> None:
     now = topology(4, data_parallel_size=1, pipeline_parallel_size=4)
     with pytest.raises(CheckpointError, match="source_weights_only=true"):
         ResumePoint.warm(PIPELINE, weights_only=False).require_convertible(now)
+
+
+def test_a_resumed_run_knows_the_last_validation() -> None:
+    """Also if it was of an earlier batch than the checkpoint. A warm start knows none."""
+    latest = {"training": {"loss": 0.9}, "validation": {"loss": 0.1}}
+    saved = new_manifest(60, progress=Progress(60, validated_at=40), metrics=latest)
+    assert ResumePoint.continuing(saved).metrics == latest
+    assert ResumePoint.warm(saved, weights_only=True).metrics == {}

@@ -79,6 +79,6 @@ def test_a_trials_exception_shows_the_trials_code(tmp_path: Path) -> None:
     with SlotGroup(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
         drive(slots, config, tmp_path)
     assert not failure.value.is_trial_mistake
-    assert (failure.value.error_type, failure.value.during) == ("KeyError", "RunValidation")
+    assert (failure.value.error_type, failure.value.during) == ("KeyError", "validate")
     frames = re.findall(r'File "(.*)", line', failure.value.rank_traceback or "")
     assert frames == [str(TOY / "bad_trials.py")]

@@ -118,5 +118,5 @@ def _late(manifest: Manifest) -> tuple[Any, ...]:
 
 
 def _comparable(manifest: Manifest) -> float | None:
-    value = manifest.metrics["validation"].get("loss")
+    value = manifest.metrics.get("validation", {}).get("loss")
     return None if value is None or isinstance(value, str) or math.isnan(value) else value

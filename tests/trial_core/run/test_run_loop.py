@@ -195,14 +195,27 @@ def test_only_optional_checkpoints_are_skipped_during_an_upload(
 
 def test_a_resumed_run_continues_from_the_first_intact_checkpoint(tmp_path: Path) -> None:
     """Hooks get its batch and uuid, and its metrics are kept until there are newer ones."""
-    newer, older = new_manifest(6), new_manifest(4, metrics={"validation": {"loss": 0.5}})
+    validated = Progress(4, validated_at=3)
+    newer = new_manifest(6)
+    older = new_manifest(4, progress=validated, metrics={"validation": {"loss": 0.5}})
     stages = RecordedStages(tmp_path)
+    stages.stops_at = 5
+    stages.metrics["validation"] = {"lost with": "the ranks"}
     stages.points = [ResumePoint.continuing(each) for each in (newer, older)]
     stages.damage = {newer.uuid: "it lacks a file"}
     result = follow_schedule(stages)
     assert stages.calls[0] == f"on_trial_startup 4 4 {older.uuid}"
     assert stages.calls[3] == "train 4 5"
-    assert result.validation_metrics == {"loss": 0.5}
+    assert (result.validated_at, result.validation_metrics) == (3, {"loss": 0.5})
+
+
+def test_metrics_of_lost_batches_are_forgotten(tmp_path: Path) -> None:
+    """New ranks begin without a checkpoint: what the dead ranks had measured is not of this run."""
+    stages = RecordedStages(tmp_path)
+    stages.metrics["validation"] = {"loss": 0.5}
+    stages.stops_at = 2
+    result = follow_schedule(stages)
+    assert (result.validated_at, result.validation_metrics) == (None, {})
 
 
 def test_a_run_with_nothing_left_to_do_gives_its_own_checkpoint(tmp_path: Path) -> None:

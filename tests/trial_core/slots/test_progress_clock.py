@@ -117,7 +117,7 @@ def test_a_hung_rank_is_detected_after_its_last_write(tmp_path: Path) -> None:
         os.kill(slots.pids[0], signal.SIGSTOP)  # it will never answer
         writing = threading.Thread(target=write, args=(tmp_path / "rank-0.log",))
         writing.start()
-        with pytest.raises(Stalled, match="no rank has written anything for 1 s during Ping"):
+        with pytest.raises(Stalled, match="no rank has written anything for 1 s during a check"):
             slots.request(Ping(), Done, stall_seconds=1.0)
         writing.join()
     assert len(written) == 30

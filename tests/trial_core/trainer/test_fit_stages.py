@@ -44,6 +44,7 @@ class FakeController:
     Attributes:
         mistake: the mistake of every checkpoint that it persists.
         answers: its next answers to requests to fetch; afterwards every fetch succeeds.
+        validations: the metrics of its next validations; afterwards a loss of 0.5.
         claimed: the checkpoints that were claimed at the time of each fetch.
         on_hook: called with the name of each hook.
         may_persist: set once uploads may end.
@@ -52,6 +53,7 @@ class FakeController:
     def __init__(self, store: CheckpointStore, *answers: Fetched) -> None:
         self.store, self.answers = store, list(answers)
         self.mistake: str | None = None
+        self.validations: list[dict[str, float]] = []
         self.calls: list[str] = []
         self.fetched: list[str] = []
         self.claimed: list[list[str]] = []
@@ -73,7 +75,8 @@ class FakeController:
 
     def validate(self, request: Any) -> Validated:
         self.calls.append("validate")
-        return Validated(metrics={"loss": 0.5}, seconds=1.0, stop_requested=False)
+        metrics = self.validations.pop(0) if self.validations else {"loss": 0.5}
+        return Validated(metrics=metrics, seconds=1.0, stop_requested=False)
 
     def save_checkpoint(self, request: Any) -> Saved:
         self.calls.append("save")
@@ -140,6 +143,17 @@ def test_a_missing_searcher_metric_costs_no_training(store: CheckpointStore) -> 
     (manifest,) = store.list()
     # Not validated: a resumed fit, with the right name, validates this state first.
     assert (manifest.progress.batches_trained, manifest.progress.validated_at) == (3, None)
+
+
+def test_metrics_without_the_searcher_metric_are_no_validation(store: CheckpointStore) -> None:
+    """The checkpoint names the last validation that counts, with the metrics of that one."""
+    controller = FakeController(store)
+    controller.validations = [{"loss": 0.25}, {"lost": 0.125}]
+    with pytest.raises(TrialError, match=r'"loss" is not among .*: lost$'):
+        follow_schedule(new_fit(controller))
+    last = store.list()[-1]
+    assert (last.progress.batches_trained, last.metrics.get("validation")) == (6, None)
+    assert (last.validated_at, last.earlier_validation) == (3, {"loss": 0.25})
 
 
 def test_files_that_no_checkpoint_can_have_end_the_fit(store: CheckpointStore) -> None:

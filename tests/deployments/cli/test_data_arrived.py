@@ -1,0 +1,17 @@
+"""`trialflow data-arrived`: its help. Tests of deployed retrainings send the event."""
+
+from __future__ import annotations
+
+import pytest
+
+from trialflow.deployments.cli.main import main
+
+
+def test_help_has_an_example_and_one_name_for_the_option(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The earlier name of --data is understood, and not shown."""
+    assert main(["data-arrived", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "trialflow data-arrived gpt --data path=s3://bucket/2026-11-21" in shown
+    assert "--set" not in shown

@@ -1,0 +1,34 @@
+"""The stage validate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from prefect.logging import disable_run_logger
+
+from tests.support.slots import toy_config
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.errors import TrialError
+from trial_core.messages import Validated
+from trial_core.run.observer import Observer
+from trialflow.tasks.trial_run import TrialRun
+from trialflow.tasks.validate import validate
+
+
+class OneRank:
+    """A slot group of one rank whose validation reports another metric than the searcher's."""
+
+    def request(self, *request: object, **limits: float | None) -> list[Validated]:
+        return [Validated(metrics={"lost": 0.125}, seconds=0.0, stop_requested=False)]
+
+
+def test_metrics_without_the_searcher_metric_are_no_validation(tmp_path: Path) -> None:
+    """The next checkpoint keeps the metrics of the last validation that counts."""
+    store = CheckpointStore(str(tmp_path))
+    run = TrialRun(toy_config(tmp_path), "toy-0000beef", tmp_path, store, Observer())
+    run.slots = OneRank()  # type: ignore[assignment]
+    run.metrics["validation"] = {"loss": 0.25}
+    with disable_run_logger(), pytest.raises(TrialError, match="lost"):
+        validate.fn(run, 6)
+    assert run.metrics["validation"] == {"loss": 0.25}
