@@ -104,6 +104,7 @@ def evaluate(
         )
     if isinstance(result, State):
         return result
+    _show(config, result)
     return replace(result, flow_run_id=flow_run_id)
 
 
@@ -144,13 +145,11 @@ def evaluate_checkpoint(
         except (RankFailed, Stalled) as failure:
             get_run_logger().error("%s", failure.report())
             raise
-    metrics = run.metrics.get("validation", {})
-    _show(config, manifest, metrics)
     return EvaluateResult(
         checkpoint_uuid=manifest.uuid,
         trial=manifest.trial,
         batches_trained=manifest.progress.batches_trained,
-        metrics=metrics,
+        metrics=run.metrics.get("validation", {}),
         run_dir=str(run_dir),
     )
 
@@ -181,14 +180,15 @@ def _fetch_first_intact(
     raise CheckpointDamaged(f"{what} is damaged: {damage}")
 
 
-def _show(config: ExperimentConfig, manifest: Manifest, metrics: dict[str, Any]) -> None:
+def _show(config: ExperimentConfig, result: EvaluateResult) -> None:
     """Show the metrics as a table on the flow run's page, if the server answers."""
+    metrics = result.metrics
     try:
         create_table_artifact(
             [{"metric": name, "value": str(value)} for name, value in metrics.items()],
             key=unique_slug(f"evaluation-{config.name}"),
-            description=f"Checkpoint {manifest.uuid} of trial {manifest.trial}, after "
-            f"{manifest.progress.batches_trained} batches",
+            description=f"Checkpoint {result.checkpoint_uuid} of trial {result.trial}, after "
+            f"{result.batches_trained} batches",
         )
     except (httpx.HTTPError, PrefectException) as error:
         get_run_logger().warning("the table of metrics was not stored: %s; %s", error, metrics)

@@ -38,6 +38,7 @@ from trialflow.flows.lifecycle.detached_engine import has_lost_supervisor, ignor
 from trialflow.flows.lifecycle.flow_run_reader import FlowRunReader
 from trialflow.flows.lifecycle.requeue import has_queue, requeue
 from trialflow.flows.lifecycle.server_outage import ServerOutage, reports_kept
+from trialflow.tasks.report.artifact import send_unsent
 
 T = TypeVar("T")
 
@@ -142,12 +143,14 @@ class StopMonitor:
             result = work()
         except Exception as failure:
             self.await_server()
+            self._send_reports()
             if self._stopping.request is not None:
                 self._logger.error("%s, and saving failed: %s", self._stopping.request, failure)
             if (state := self.final_state(failure)) is not None:
                 return state
             raise
         self.await_server()
+        self._send_reports()
         state = self.final_state()
         return result if state is None else state
 
@@ -290,6 +293,15 @@ class StopMonitor:
             return self._read_run() if self._outage.is_on else self._reader.read()
         except _NO_ANSWER:
             return None
+
+    def _send_reports(self) -> None:
+        """Send the reports that the run could not write while the server was away."""
+        if self._outage.is_on:
+            return
+        try:
+            send_unsent()
+        except _NO_ANSWER as error:
+            self._logger.warning("the report on this page is not the last one: %s", error)
 
     def _say_that_it_runs(self, run: FlowRun) -> None:
         """Correct the state of a run that was presumed dead because its server was away."""

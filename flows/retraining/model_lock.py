@@ -37,6 +37,7 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from trial_core.errors import TrialflowError
 from trialflow.flows.lifecycle.requeue import requeue_if_stopped
@@ -128,10 +129,15 @@ class _ModelLock:
         ended = Event()
 
         def beat() -> None:
-            while not ended.wait(HEARTBEAT_SECONDS):
+            pause = HEARTBEAT_SECONDS
+            while not ended.wait(pause):
+                pause = HEARTBEAT_SECONDS
                 try:
-                    self._update_labels({HEARTBEAT_LABEL: _now()})
+                    # Prefect's own pauses double: a server that is back would wait for minutes.
+                    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+                        self._update_labels({HEARTBEAT_LABEL: _now()})
                 except (httpx.HTTPError, PrefectException) as error:
+                    pause = RETRY_SECONDS
                     get_run_logger().debug("heartbeat of model %s: %s", self._model, error)
 
         # The context carries this run's Prefect settings and logger.

@@ -13,6 +13,7 @@ from prefect.client.schemas.filters import (
     ArtifactFilterFlowRunId,
     ArtifactFilterKey,
 )
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from trial_core.text_format import unique_slug
 
@@ -35,9 +36,32 @@ class MarkdownArtifact:
     def write(self, text: str) -> None:
         """Create or update the artifact. One thread at a time; at most every few seconds.
 
+        Asks the server once: repeated requests, with their pauses, would delay the run's end. What
+        it does not take is sent by `send_unsent`.
+
         Raises:
             httpx.HTTPError, PrefectException: the server does not answer, or refuses the request.
         """
+        _unsent[self] = text
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+            self._send(text)
+        _unsent.pop(self, None)
+
+    def send_last(self) -> None:
+        """Write the last text again, with Prefect's own retries.
+
+        Raises:
+            httpx.HTTPError, PrefectException: as `write`.
+        """
+        text = _unsent.pop(self, None)
+        if text is not None:
+            self._send(text)
+
+    def belongs_to(self, flow_run_id: UUID | None) -> bool:
+        """Whether it is on this flow run's page."""
+        return self._flow_run_id == flow_run_id
+
+    def _send(self, text: str) -> None:
         with get_client(sync_client=True) as client:
             self._id = self._id or self._existing(client)
             if self._id is not None:
@@ -66,6 +90,21 @@ class MarkdownArtifact:
             limit=1,
         )
         return found[0].id if found else None
+
+
+_unsent: dict[MarkdownArtifact, str] = {}
+"""Texts that the server has not taken."""
+
+
+def send_unsent() -> None:
+    """Send what the server did not take when this flow run wrote it. Call when it answers again.
+
+    Raises:
+        httpx.HTTPError, PrefectException: it does not answer, or refuses an artifact.
+    """
+    here = _this_flow_run()
+    for artifact in [each for each in _unsent if each.belongs_to(here)]:
+        artifact.send_last()
 
 
 class ReportArtifact(MarkdownArtifact):

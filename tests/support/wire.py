@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import httpx
 import prefect.client.base
@@ -16,9 +17,14 @@ from tests.support.prefect import PrefectServer
 from trialflow.flows.lifecycle.stop_monitor import StopMonitor
 from trialflow.flows.server.prefect_settings import environment
 
+UNAVAILABLE = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 4\r\nConnection: close\r\n\r\nbusy"
+)
+
 
 class Wire:
-    """Forwards connections to a port of 127.0.0.1. While it is cut, they are refused.
+    """Forwards connections to a port of 127.0.0.1. While it is cut, they are refused, or answered
+    as by a proxy whose server is away.
 
     A context manager.
 
@@ -45,8 +51,17 @@ class Wire:
         for thread in self._threads:
             thread.join()
 
-    def cut(self) -> None:
-        """End all connections, and refuse new ones."""
+    def cut(self, answer: bytes = b"") -> None:
+        """End all connections, and refuse new ones.
+
+        Args:
+            answer: what a proxy answers instead; empty: there is none.
+        """
+        self._end_all()
+        if answer:
+            self._listen(self._answer, answer)
+
+    def _end_all(self) -> None:
         with self._lock:
             for each in self._sockets:
                 with suppress(OSError):
@@ -56,11 +71,15 @@ class Wire:
 
     def mend(self) -> None:
         """Accept connections again."""
+        self._end_all()
+        self._listen(self._accept)
+
+    def _listen(self, work: Callable[..., None], *arguments: Any) -> None:
         listener = socket.create_server(("127.0.0.1", self.port))
         self.port = listener.getsockname()[1]
         with self._lock:
             self._sockets.append(listener)
-        self._start(self._accept, listener)
+        self._start(work, listener, *arguments)
 
     def mend_in(self, seconds: float) -> None:
         """Accept connections again after a while."""
@@ -77,6 +96,14 @@ class Wire:
                 self._start(self._pump, near, far)
                 self._start(self._pump, far, near)
 
+    def _answer(self, listener: socket.socket, answer: bytes) -> None:
+        with suppress(OSError):  # it is mended
+            while True:
+                near, _ = listener.accept()
+                with near, suppress(OSError):
+                    near.recv(65536)
+                    near.sendall(answer)
+
     def _pump(self, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):
             while data := source.recv(65536):
@@ -84,7 +111,7 @@ class Wire:
         with suppress(OSError):
             sink.shutdown(socket.SHUT_WR)
 
-    def _start(self, work: Callable[..., None], *arguments: socket.socket) -> None:
+    def _start(self, work: Callable[..., None], *arguments: Any) -> None:
         thread = threading.Thread(target=work, args=arguments, daemon=True)
         self._threads.append(thread)
         thread.start()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import httpx
 import pytest
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
@@ -24,12 +25,13 @@ from tests.support.flow import stages, train
 from tests.support.prefect import ROOT, PrefectServer, isolated
 from tests.support.slots import toy_config
 from tests.support.waiting import until
-from tests.support.wire import Wire, mend_at_the_end
+from tests.support.wire import UNAVAILABLE, Wire, mend_at_the_end
 from trial_core.config import ExperimentConfig
 from trial_core.run.stop_requests import StopHandler
 from trialflow.flows.lifecycle.server_outage import ServerOutage
 from trialflow.flows.server.embedded_server import flush
 from trialflow.flows.train import TrainStages, TrialResult
+from trialflow.tasks.report.artifact import MarkdownArtifact
 
 pytestmark = pytest.mark.server
 
@@ -53,15 +55,21 @@ def recorded(stage: Stage, run: UUID) -> tuple[list[str], set[str]]:
     return [each["state_name"] for each in tasks], {each["message"] for each in logs}
 
 
+@pytest.mark.parametrize(
+    "answer", [b"", pytest.param(UNAVAILABLE, marks=pytest.mark.long)], ids=["cut", "503"]
+)
 def test_what_happened_meanwhile_is_reported_later(
-    stage: Stage, wire: Wire, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, wire: Wire, monkeypatch: pytest.MonkeyPatch, answer: bytes
 ) -> None:
-    """Tasks run, and the flow ends, while the server is away. Nothing of it is lost."""
+    """Tasks run, a report is written, and the flow ends, while the server is away, or a proxy
+    answers in its place. Nothing of it is lost."""
     mend_at_the_end(wire, monkeypatch)
 
     def train_without_server(flow_run: UUID, stopping: StopHandler) -> None:
         step(0)
-        wire.cut()
+        wire.cut(answer)
+        with pytest.raises(httpx.HTTPError):
+            MarkdownArtifact("final report", "of a test").write("the last text")
         for number in range(1, TASKS):
             step(number)
         assert stopping.request is None
@@ -74,6 +82,10 @@ def test_what_happened_meanwhile_is_reported_later(
     expected = {f"step {number}" for number in range(TASKS)}
     until(lambda: recorded(stage, run)[0] == ["Completed"] * TASKS, "the end of all tasks")
     until(lambda: expected <= recorded(stage, run)[1], "all log lines")
+    (report,) = stage.server.query(
+        "artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [str(run)]}}}
+    )
+    assert report["data"] == "the last text"
 
 
 def test_a_cancel_after_an_outage(stage: Stage, wire: Wire) -> None:
@@ -189,7 +201,16 @@ def test_the_length_of_an_outage() -> None:
 @pytest.mark.slots
 @pytest.mark.parametrize(
     "stage_name",
-    ["build_loaders", "run_hook", "train", "validate", "save", "start_upload", "finish"],
+    [
+        "build_loaders",
+        "run_hook",
+        "train",
+        "validate",
+        "save",
+        "start_upload",
+        "finish_upload",
+        "finish",
+    ],
 )
 def test_an_outage_at_any_stage(
     here: Path, wire: Wire, prefect_server: PrefectServer, monkeypatch: pytest.MonkeyPatch,
@@ -218,3 +239,7 @@ def test_an_outage_at_any_stage(
     seen = stages(prefect_server, result.flow_run_id, "callbacks on_trial_shutdown @8")
     assert expected <= {each.name for each in seen}
     assert {each.state for each in seen} == {"Completed"}
+    (report,) = prefect_server.query(
+        "artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [result.flow_run_id]}}}
+    )
+    assert "completed" in report["data"]

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from prefect import flow
 
 import trialflow.tasks.report.live_report
-from tests.support.prefect import PrefectServer
+from tests.support.prefect import PrefectServer, isolated
 from tests.support.slots import toy_config
 from tests.support.waiting import until
+from tests.support.wire import UNAVAILABLE
 from trial_core.run.observer import Observer
 from trial_core.text_format import unique_slug
 from trialflow.flows.server.embedded_server import flush
+from trialflow.flows.server.prefect_settings import environment
 from trialflow.tasks.report import Report
 from trialflow.tasks.report.artifact import ReportArtifact
 
@@ -51,6 +57,32 @@ def test_a_flow_run_has_one_artifact(prefect_server: PrefectServer) -> None:
     found = artifacts(prefect_server, unique_slug("trial-Toy.run_0000beef"))
     assert sorted(each["data"] for each in found) == ["second, try 2", "second, try 3"]
     assert len({each["flow_run_id"] for each in found}) == 2
+
+
+def test_a_server_that_does_not_answer_is_asked_once(tmp_path: Path) -> None:
+    """Prefect's own repetitions, with pauses that double, would hold up the end of a run."""
+    asked: list[bytes] = []
+
+    def answer(listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    asked.append(connection.recv(65536))
+                    connection.sendall(UNAVAILABLE)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer, args=(listener,))
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
+        with (
+            environment({**isolated(tmp_path), "PREFECT_API_URL": url}),
+            pytest.raises(httpx.HTTPStatusError),
+        ):
+            ReportArtifact("toy-0000beef").write("text")
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    assert len(asked) == 1
 
 
 def test_the_artifact_is_updated_during_a_workload(
