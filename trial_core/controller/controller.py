@@ -125,6 +125,11 @@ class Controller:
         """Carry out one request. The caller runs it in the lane that the request names."""
         return self._handlers[type(request)](request)
 
+    @property
+    def batches_trained(self) -> int | None:
+        """How many batches the trial has been trained; None before it is built."""
+        return None if self._attached is None else self._attached.info.batches_trained
+
     def close(self) -> None:
         """Release the trial's loaders, instruments and snapshots."""
         self._loaders = None  # loader workers end with their iterators
