@@ -14,12 +14,14 @@ One validation, with every hook inside it::
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from trial_core.controller.data.loaders import Loaders
 from trial_core.controller.data.validation_set import ValidationSet
+from trial_core.controller.rank_state import capture_rng, restore_rng
 from trial_core.controller.reduction import reduce_metrics
 from trial_core.controller.training import ProgressReporter
 from trial_core.controller.trial_engine import TrialEngine
@@ -83,6 +85,39 @@ def validate(
     for callback in engine.callbacks.values():
         callback.on_validation_epoch_end(outputs)
     return reduce_metrics("validation", metrics, engine, distributed, reducers, contribution)
+
+
+def metric_names(
+    engine: TrialEngine, loaders: Loaders, distributed: DistributedContext
+) -> list[str] | None:
+    """The names of the validation metrics, found by evaluating one batch. Collective.
+
+    Calls `evaluate_batch` once on every rank that validates, and no callback. Training does not
+    notice: random state is restored, and a validation always begins with the first batch.
+
+    Returns:
+        None if one batch does not tell: the trial evaluates the whole set at once, or a reducer was
+        wrapped without a name, or the validation loader can be read only once, or has no batch.
+    """
+    of_reducers = engine.reducers.names("validation")
+    # All ranks decide alike: evaluating may need all of them.
+    is_read_once = any(distributed.allgather(isinstance(loaders.validation.loader, Iterator)))
+    if engine.evaluates_full_dataset or of_reducers is None or is_read_once:
+        return None
+    one_batch = replace(loaders.validation, limit=1)
+    silent, rng = ProgressReporter(lambda _: None), capture_rng(engine)
+    engine.reducers.reset(for_validation=True)
+    engine.set_training(False)
+    try:
+        with torch.no_grad():
+            metrics, _ = _evaluate_batches(engine, one_batch, distributed, silent, StopBarrier())
+    finally:
+        engine.set_training(True)
+    engine.reducers.reset(for_validation=True)
+    restore_rng(rng, engine)
+    partials = distributed.allgather(metrics.partials() if engine.reports_metrics else {})
+    evaluated = [part["metrics"] for part in partials if part.get("batches")]
+    return sorted({*of_reducers, *evaluated[0]}) if evaluated else None
 
 
 def _evaluate_full_dataset(

@@ -152,6 +152,16 @@ class Trained(Result):
     data_seconds: float = 0.0
 
 
+class NameMetrics(Request):
+    """Find the names of the validation metrics, without a validation."""
+
+
+class MetricsNamed(Result):
+    """The names of the validation metrics; None if one batch does not tell them."""
+
+    names: list[str] | None
+
+
 class RunValidation(Request):
     """Validate on the whole validation set."""
 
@@ -264,6 +274,7 @@ AnyRequest = (
     | FetchCheckpoint
     | BuildLoaders
     | TrainBatches
+    | NameMetrics
     | RunValidation
     | SaveCheckpoint
     | PersistCheckpoint
@@ -278,6 +289,7 @@ AnyResult = (
     | Fetched
     | LoadersBuilt
     | Trained
+    | MetricsNamed
     | Validated
     | Saved
     | Persisted

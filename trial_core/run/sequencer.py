@@ -195,9 +195,10 @@ def _may_checkpoint(progress: Progress, schedule: Schedule, epoch: EpochLength |
 
 def _next_stop(trained: int, schedule: Schedule, epoch: EpochLength | None, end: int) -> int:
     reports = schedule.reporting_period
-    due = tuple(filter(None, (schedule.validation_period, schedule.checkpoint_period)))
+    asked_for = (schedule.validation_period, schedule.checkpoint_period)
+    due = [period for period in asked_for if period is not None]
     stop = end
-    for period in due if reports is None else (reports, *due):
+    for period in due if reports is None else [reports, *due]:
         # Only up to the nearest stop so far: containers are searched batch by batch.
         stop = period.next_due(trained, stop, epoch) or stop
     return automatic_stop(trained, stop, end, due, epoch) if reports is None else stop

@@ -33,6 +33,7 @@ from trial_core.messages import (
     FetchCheckpoint,
     Fetched,
     FinishRunFiles,
+    NameMetrics,
     PersistCheckpoint,
     ReleaseStaging,
     RunHook,
@@ -138,6 +139,11 @@ class FitStages:
     def run_hook(self, hook: str, batches_trained: int, **arguments: Any) -> None:
         if hook in self.built.hooks:
             self.controller.run_hook(RunHook(hook=hook, arguments=arguments))
+
+    def metric_names(self) -> list[str] | None:
+        if self.test_mode:  # which validates after a single batch
+            return None
+        return self.controller.name_metrics(NameMetrics()).names
 
     def train(self, begin: int, until: int) -> int:
         trained = self.controller.train(TrainBatches(until=until))

@@ -55,6 +55,35 @@ class Indices(ToyTrial):
         return {"loss": self._loss(inputs, index), "mean_index": index.mean()}
 
 
+class NamedReducer(ToyTrial):
+    """Reports the indices by a custom reducer with a name."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        self.sorted = context.wrap_reducer(sorted, name="indices", for_training=False)
+
+    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+        inputs, index = self.context.to_device(next(dataloader_iter))
+        for one in index.flatten().tolist():
+            self.sorted.update(one)
+        return {"loss": self._loss(inputs, index)}
+
+
+class ReadOnce(NamedReducer):
+    """Its validation loader can be read only once."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        context.disable_dataset_reproducibility_checks()
+
+    def build_validation_data_loader(self) -> Any:
+        dataset = samples(self.hparams["validation_samples"])
+        rank, size = self.context.distributed.get_rank(), self.context.distributed.get_size()
+        return (
+            [part.unsqueeze(0) for part in dataset[i]] for i in range(rank, len(dataset), size)
+        )
+
+
 class WithoutLength(Indices):
     """The validation set has no length."""
 

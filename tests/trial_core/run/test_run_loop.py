@@ -27,6 +27,7 @@ class RecordedStages:
         upload_is_slow: whether an upload ends only when it is waited for.
         stops_at: the run should stop once so many batches are trained.
         mistake: raised in place of the searcher metric.
+        metric, names: of the searcher metric, and of all validation metrics.
         interrupted_at: the validation after so many batches ends early, and the run should stop.
         points: what the run may resume from.
         damage: of checkpoints, by uuid.
@@ -44,6 +45,8 @@ class RecordedStages:
         self.stops_at = 10**6
         self.interrupted_at: int | None = None
         self.mistake: TrialError | None = None
+        self.metric: str | None = None
+        self.names: list[str] | None = None
         self.points: list[ResumePoint] = [ResumePoint()]
         self.damage: dict[str | None, str] = {}
         self.calls: list[str] = []
@@ -68,6 +71,10 @@ class RecordedStages:
 
     def run_hook(self, hook: str, batches_trained: int, **arguments: Any) -> None:
         self.calls.append(" ".join([hook, str(batches_trained), *map(str, arguments.values())]))
+
+    def metric_names(self) -> list[str] | None:
+        self.calls.append("name metrics")
+        return self.names
 
     def train(self, begin: int, until: int) -> int:
         self._trained = min(until, max(begin, self.stops_at))
@@ -171,6 +178,44 @@ def test_a_missing_searcher_metric_costs_no_training(
     seen = [call for call in stages.calls if not call.startswith("on_")]
     assert seen == ["build loaders 0", *calls]
     assert stages.calls[-2].startswith("on_trial_shutdown")
+
+
+def test_a_metric_that_no_validation_reports_is_found_before_training(tmp_path: Path) -> None:
+    """The trial is shut down; there is nothing to save."""
+    stages = RecordedStages(tmp_path)
+    stages.metric, stages.names = "accuracy", ["loss", "mean"]
+    with pytest.raises(TrialError) as error:
+        follow_schedule(stages)
+    assert str(error.value) == (
+        'searcher.metric "accuracy" is not among the validation metrics that the trial reports: '
+        'loss, mean. Set searcher.metric to one of these, or report "accuracy" in the trial\'s '
+        "validation"
+    )
+    assert stages.calls[2:] == [
+        "on_training_start 0", "name metrics", "on_trial_shutdown 0", "finish"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("names", [None, ["accuracy"]])
+def test_a_run_whose_metric_may_be_reported_trains(tmp_path: Path, names: list[str] | None) -> None:
+    """Some trials' metrics are known only after a whole validation."""
+    stages = RecordedStages(tmp_path)
+    stages.metric, stages.names = "accuracy", names
+    assert follow_schedule(stages).batches_trained == 6
+
+
+@pytest.mark.parametrize("case", ["no metric", "reported before", "validates first", "is over"])
+def test_the_metrics_names_are_not_looked_for_in_vain(tmp_path: Path, case: str) -> None:
+    """Without a searcher metric, or where a validation has told or tells them first."""
+    stages = RecordedStages(tmp_path, step_zero_validation=case == "validates first")
+    stages.metric = None if case == "no metric" else "loss"
+    reported = {"validation": {"loss": 0.5}} if case == "reported before" else {}
+    batches = 6 if case == "is over" else 4
+    stages.points = [ResumePoint.continuing(new_manifest(batches, metrics=reported))]
+    if case in ("no metric", "validates first"):
+        stages.points = [ResumePoint()]
+    follow_schedule(stages)
+    assert "name metrics" not in stages.calls
 
 
 @pytest.mark.parametrize(("skips", "saved"), [(True, [2, 6]), (False, [2, 4, 6])])
