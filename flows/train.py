@@ -220,6 +220,12 @@ def stopping_ranks(run: TrialRun) -> Iterator[None]:
         yield
 
 
+HOW_TO_GO_ON = (
+    "to train it further, raise searcher.max_length; to begin a new trial, start a run without "
+    "`trial` (`trialflow train` without --resume)"
+)
+
+
 class TrainStages:
     """The stages of a run as Prefect tasks. See `RunStages` for what each method means."""
 
@@ -233,6 +239,7 @@ class TrainStages:
         self.metrics = run.metrics
         self.metric: str | None = run.config.searcher.metric
         self.skips_when_busy = run.config.checkpointing.when_busy == "skip"
+        self.how_to_go_on = HOW_TO_GO_ON
         self.logger = get_run_logger()
 
     @property

@@ -43,7 +43,7 @@ from trial_core.run.sequencer import (
     next_workload,
 )
 from trial_core.transfer.staged_checkpoint import StagedCheckpoint
-from trial_core.units import EpochLength
+from trial_core.units import EpochLength, in_batches
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ class RunStages(Protocol):
         metric: the name of the searcher metric; None if the run has none.
         skips_when_busy: whether to skip an optional checkpoint during an upload
             (`checkpointing.when_busy`).
+        how_to_go_on: what to do with a trial that has reached its maximum length.
     """
 
     trial: str
@@ -111,6 +112,7 @@ class RunStages(Protocol):
     metrics: dict[str, dict[str, Any]]
     metric: str | None
     skips_when_busy: bool
+    how_to_go_on: str
 
     @property
     def newest_checkpoint(self) -> str | None:
@@ -179,7 +181,14 @@ def follow_schedule(stages: RunStages) -> TrialResult:
     )  # fmt: skip
     epoch = stages.build_loaders(start)
     stages.run_hook("on_training_start", progress.batches_trained)
-    mistake = _missing_metric(stages, next_workload(progress, schedule, epoch))
+    first = next_workload(progress, schedule, epoch)
+    if isinstance(first, Finish):
+        end = in_batches(schedule.max_length, epoch)
+        stages.logger.info(
+            "trial %s is already at %d of %d batches; %s",
+            stages.trial, progress.batches_trained, end, stages.how_to_go_on,
+        )  # fmt: skip
+    mistake = _missing_metric(stages, first)
     if mistake is not None:
         progress = progress.stopping()
 

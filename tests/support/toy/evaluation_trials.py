@@ -79,9 +79,7 @@ class ReadOnce(NamedReducer):
     def build_validation_data_loader(self) -> Any:
         dataset = samples(self.hparams["validation_samples"])
         rank, size = self.context.distributed.get_rank(), self.context.distributed.get_size()
-        return (
-            [part.unsqueeze(0) for part in dataset[i]] for i in range(rank, len(dataset), size)
-        )
+        return ([part.unsqueeze(0) for part in dataset[i]] for i in range(rank, len(dataset), size))
 
 
 class WithoutLength(Indices):

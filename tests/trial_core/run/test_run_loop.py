@@ -41,6 +41,7 @@ class RecordedStages:
         self.newest_checkpoint: str | None = None
         self.is_uploading = False
         self.skips_when_busy = False
+        self.how_to_go_on = "give a greater length"
         self.upload_is_slow = False
         self.stops_at = 10**6
         self.interrupted_at: int | None = None
@@ -260,6 +261,20 @@ def test_a_run_with_nothing_left_to_do_gives_its_own_checkpoint(tmp_path: Path) 
     stages.stops_at = 0
     stages.points = [ResumePoint.warm(done, weights_only=True)]
     assert follow_schedule(stages).checkpoint_uuid is None
+
+
+def test_a_trial_that_is_already_at_its_end_says_how_to_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise a second start of a script ends without a word."""
+    stages = RecordedStages(tmp_path)
+    done = Progress(6, validated_at=6, checkpointed_at=6)
+    stages.points = [ResumePoint.continuing(new_manifest(progress=done))]
+    with caplog.at_level(logging.INFO, "recorded"):
+        follow_schedule(stages)
+    assert caplog.messages[-1] == (
+        "trial toy-0000beef is already at 6 of 6 batches; give a greater length"
+    )
 
 
 def test_nothing_begins_where_every_checkpoint_is_damaged(tmp_path: Path) -> None:
