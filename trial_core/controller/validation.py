@@ -27,8 +27,13 @@ from trial_core.controller.training import ProgressReporter
 from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
+from trial_core.pytorch.callback import overridden_hooks
 from trial_core.pytorch.metric_reduction import BatchMetrics, Reducer
 from trial_core.slots.stop_barrier import StopBarrier
+
+PREPARING_HOOKS = {
+    "on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end"
+}  # fmt: skip
 
 
 class _Interrupted(Exception):
@@ -97,12 +102,17 @@ def metric_names(
 
     Returns:
         None if one batch does not tell: the trial evaluates the whole set at once, or a reducer was
-        wrapped without a name, or the validation loader can be read only once, or has no batch.
+        wrapped without a name, or the validation loader can be read only once, or has no batch. Or
+        if callbacks prepare or conclude a validation: `evaluate_batch` may depend on that.
     """
     of_reducers = engine.reducers.names("validation")
-    # All ranks decide alike: evaluating may need all of them.
-    is_read_once = any(distributed.allgather(isinstance(loaders.validation.loader, Iterator)))
-    if engine.evaluates_full_dataset or of_reducers is None or is_read_once:
+    is_unclear = (
+        of_reducers is None
+        or engine.evaluates_full_dataset
+        or isinstance(loaders.validation.loader, Iterator)
+        or not PREPARING_HOOKS.isdisjoint(overridden_hooks(engine.callbacks))
+    )
+    if any(distributed.allgather(is_unclear)):  # all ranks decide alike
         return None
     one_batch = replace(loaders.validation, limit=1)
     silent, rng = ProgressReporter(lambda _: None), capture_rng(engine)
@@ -117,7 +127,7 @@ def metric_names(
     restore_rng(rng, engine)
     partials = distributed.allgather(metrics.partials() if engine.reports_metrics else {})
     evaluated = [part["metrics"] for part in partials if part.get("batches")]
-    return sorted({*of_reducers, *evaluated[0]}) if evaluated else None
+    return sorted({*(of_reducers or ()), *evaluated[0]}) if evaluated else None
 
 
 def _evaluate_full_dataset(

@@ -148,8 +148,8 @@ class Trainer:
         config = script_config(experiment, None, type(self._trial), schedule.max_length)
         distributed = self._context.distributed
         schedule = replace(schedule, smaller_is_better=config.searcher.smaller_is_better)
-        is_chief = distributed.get_rank() == 0
-        if metric is None and checkpoint_policy == "best" and is_chief and not test_mode:
+        is_first_rank = distributed.get_rank() == 0
+        if metric is None and checkpoint_policy == "best" and is_first_rank and not test_mode:
             logger.warning(NO_METRIC_FOR_BEST)
         store = self._open_store(config, test_mode)
         points = run_on_rank_0(

@@ -1,8 +1,8 @@
 """Shows an error of ours that ends a script: once for all ranks, and without a traceback.
 
 Most refusals are raised on every rank: a misspelt field, a missing argument, a storage that cannot
-be written. The chief (rank 0) shows its error. Another rank shows its own only if the chief does
-not show the same within seconds. They compare in torch.distributed's store, without a collective:
+be written. Rank 0 shows its error. Another rank shows its own only if rank 0 does not show the same
+within seconds. They compare in torch.distributed's store, without a collective:
 the other ranks may be anywhere.
 """
 
@@ -51,7 +51,7 @@ def install() -> None:
 
 
 def show(text: str) -> None:
-    """Print an error on stderr, unless the chief prints the same."""
+    """Print an error on stderr, unless rank 0 prints the same."""
     rank, size = _rank_and_size()
     store = _get_default_store() if dist.is_initialized() else None
     try:

@@ -82,6 +82,29 @@ class ReadOnce(NamedReducer):
         return ([part.unsqueeze(0) for part in dataset[i]] for i in range(rank, len(dataset), size))
 
 
+class Prepares(PyTorchCallback):
+    """Sets what the evaluation needs."""
+
+    def __init__(self, trial: Prepared) -> None:
+        self.trial = trial
+
+    def on_validation_start(self) -> None:
+        self.trial.is_prepared = True
+
+
+class Prepared(NamedReducer):
+    """Its evaluation needs its callback."""
+
+    is_prepared = False
+
+    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+        assert self.is_prepared
+        return super().evaluate_batch(dataloader_iter, batch_idx)
+
+    def build_callbacks(self) -> dict[str, PyTorchCallback]:
+        return {"prepares": Prepares(self)}
+
+
 class WithoutLength(Indices):
     """The validation set has no length."""
 

@@ -69,9 +69,13 @@ def test_training_does_not_notice(
         ("evaluation_trials:Indices", None),
         ("evaluation_trials:FullDataset", None),
         ("evaluation_trials:ReadOnce", None),
+        ("evaluation_trials:Prepared", None),
     ],
-    ids=["a reducer with a name", "a reducer without", "the whole set", "a loader of one pass"],
-)
+    ids=[
+        "a reducer with a name", "a reducer without", "the whole set", "a loader of one pass",
+        "a callback that prepares the validation",
+    ],
+)  # fmt: skip
 def test_the_names_that_one_batch_tells(
     warm_slots: Warm, tmp_path: Path, trial: str, names: list[str] | None
 ) -> None:

@@ -48,7 +48,7 @@ def show_on(rank: int, text: str, patch: pytest.MonkeyPatch) -> None:
         ("the disk is full", "error: no max_length\nerror on rank 1: the disk is full\n"),
     ],
 )
-def test_the_chief_shows_what_all_ranks_raise(
+def test_rank_0_shows_what_all_ranks_raise(
     ranks: Store, other: str, expected: str, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -61,7 +61,7 @@ def test_the_chief_shows_what_all_ranks_raise(
 def test_the_error_of_one_rank_is_shown(
     ranks: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The chief may wait in a collective, and shows nothing."""
+    """Rank 0 may wait in a collective, and shows nothing."""
     show_on(1, "the disk is full", monkeypatch)
     assert capsys.readouterr().err == "error on rank 1: the disk is full\n"
 
