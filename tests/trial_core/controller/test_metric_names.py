@@ -29,9 +29,9 @@ def run(slots: SlotGroup, folder: Path, trial: str, names_metrics: bool, **hpara
 @pytest.mark.parametrize(
     ("trial", "hparams"),
     [
-        ("evaluation_trials:Drawing", {"validation_samples": 14, "zero_stage": 3}),
+        ("evaluation_trials:DrawingAlone", {"validation_samples": 14, "zero_stage": 3}),
         pytest.param(
-            "evaluation_trials:Drawing", {"validation_samples": 14}, marks=pytest.mark.long
+            "evaluation_trials:DrawingAlone", {"validation_samples": 14}, marks=pytest.mark.long
         ),
         pytest.param("toy_trial:ToyTrial", {"zero_stage": 2}, marks=pytest.mark.long),
         pytest.param(
