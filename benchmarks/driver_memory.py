@@ -32,6 +32,8 @@ from trial_core.messages import (
     FinishRunFiles,
     HookDone,
     LoadersBuilt,
+    MetricsNamed,
+    NameMetrics,
     PersistCheckpoint,
     Persisted,
     Result,
@@ -102,6 +104,8 @@ class InstantSlots:
                 batches_trained=request.until, metrics={"loss": 1.0, **metrics},
                 seconds=0.001, stop_requested=False,
             )  # fmt: skip
+        if isinstance(request, NameMetrics):
+            return MetricsNamed(names=["seconds"])
         if isinstance(request, RunValidation):
             return Validated(metrics={"seconds": 1.0}, seconds=0.001, stop_requested=False)
         if isinstance(request, SaveCheckpoint):

@@ -51,10 +51,11 @@ from trialflow.tasks.build import build_loaders, build_trial, fetch_checkpoint
 from trialflow.tasks.callbacks import run_callbacks
 from trialflow.tasks.checkpoint import checkpoint_save, checkpoint_upload, sweep_leftovers
 from trialflow.tasks.report import Report
+from trialflow.tasks.report.artifact import ReportArtifact
 from trialflow.tasks.train_workload import train_workload
 from trialflow.tasks.trial_run import TrialRun
 from trialflow.tasks.upload_run_files import upload_run_files
-from trialflow.tasks.validate import validate
+from trialflow.tasks.validate import name_metrics, validate
 
 
 @flow(name="train", flow_run_name="{config.name}", validate_parameters=True)
@@ -76,6 +77,8 @@ def train(
     """
     flow_run_id = str(runtime.flow_run.id)
     trial = checked_trial(trial or trial_id(config.name, flow_run_id))
+    page = ReportArtifact(trial).url
+    get_run_logger().info("trial %s%s", trial, f"; its report is at {page}" if page else "")
     settings = config.stopping
     check_crash_limit(config.max_restarts)
     refuse_missing_code(config)
@@ -217,6 +220,12 @@ def stopping_ranks(run: TrialRun) -> Iterator[None]:
         yield
 
 
+HOW_TO_GO_ON = (
+    "to train it further, raise searcher.max_length; to begin a new trial, start a run without "
+    "`trial` (`trialflow train` without --resume)"
+)
+
+
 class TrainStages:
     """The stages of a run as Prefect tasks. See `RunStages` for what each method means."""
 
@@ -228,7 +237,9 @@ class TrainStages:
         self.trial = run.trial
         self.store = run.store
         self.metrics = run.metrics
+        self.metric: str | None = run.config.searcher.metric
         self.skips_when_busy = run.config.checkpointing.when_busy == "skip"
+        self.how_to_go_on = HOW_TO_GO_ON
         self.logger = get_run_logger()
 
     @property
@@ -259,6 +270,9 @@ class TrainStages:
         run_callbacks(self._run, hook, batches_trained, **arguments)
         if hook == "on_training_start":  # from here on a stop request saves first
             self._run.can_save = True
+
+    def metric_names(self) -> list[str] | None:
+        return name_metrics(self._run)
 
     def train(self, begin: int, until: int) -> int:
         return train_workload(self._run, begin, until)

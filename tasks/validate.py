@@ -1,4 +1,4 @@
-"""validate: validates on the whole set, each rank on its shard."""
+"""validate: validates on the whole set, each rank on its shard. name-metrics precedes training."""
 
 from __future__ import annotations
 
@@ -6,9 +6,18 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
-from trial_core.messages import RunValidation, Validated
+from trial_core.messages import MetricsNamed, NameMetrics, RunValidation, Validated
 from trial_core.run.searcher_metric import searcher_metric
 from trialflow.tasks.trial_run import TrialRun
+
+
+@task(name="name-metrics", task_run_name="name-metrics", cache_policy=NO_CACHE)
+def name_metrics(run: TrialRun) -> list[str] | None:
+    """The names of the validation metrics; None if one batch does not tell them."""
+    with run.stage("name-metrics", ""):
+        stall_seconds = run.config.stopping.idle_timeout_seconds
+        results = run.slots.request(NameMetrics(), MetricsNamed, stall_seconds=stall_seconds)
+    return results[0].names
 
 
 @task(name="validate", task_run_name="validate @{batches_trained}", cache_policy=NO_CACHE)

@@ -137,6 +137,7 @@ class RankFailed(SlotsError):
         is_ours: whether that exception is a `TrialflowError`; users may reuse the name.
         error_message: that exception's message.
         rank_traceback: that exception's traceback, as text.
+        batches_trained: how many batches the rank had trained when it raised.
         log_tail: the last lines of the rank's log.
         log_path: the path of the whole log on ``host``.
     """
@@ -153,6 +154,7 @@ class RankFailed(SlotsError):
         is_ours: bool = False,
         error_message: str | None = None,
         rank_traceback: str | None = None,
+        batches_trained: int | None = None,
         log_tail: str = "",
         log_path: str = "",
     ) -> None:
@@ -165,6 +167,7 @@ class RankFailed(SlotsError):
         self.is_ours = is_ours
         self.error_message = error_message
         self.rank_traceback = rank_traceback
+        self.batches_trained = batches_trained
         self.log_tail = log_tail
         self.log_path = log_path
         super().__init__(self.headline)

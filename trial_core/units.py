@@ -104,6 +104,14 @@ class _TrainUnit:
         candidates: Iterable[int] = range(batches_trained + 1, until + 1)
         return next((b for b in candidates if self.is_due(b, epoch)), None)
 
+    def last_due(self, batches_trained: int, epoch: EpochLength | None = None) -> int:
+        """The last due batch up to `batches_trained`; 0 if there is none, and for a container."""
+        return 0
+
+    def times_due(self, batches_trained: int, epoch: EpochLength | None = None) -> int:
+        """How often it was due after `batches_trained` batches; 0 for a container."""
+        return 0
+
 
 class Batch(_TrainUnit):
     """A number of batches: ``Batch(100)`` is every 100, ``Batch([5, 30])`` after 5 and after 30."""
@@ -120,6 +128,16 @@ class Batch(_TrainUnit):
             return super().next_due(batches_trained, until, epoch)
         due = (batches_trained // self.value + 1) * self.value
         return due if due <= until else None
+
+    def last_due(self, batches_trained: int, epoch: EpochLength | None = None) -> int:
+        if not isinstance(self.value, int):
+            return super().last_due(batches_trained, epoch)
+        return batches_trained // self.value * self.value
+
+    def times_due(self, batches_trained: int, epoch: EpochLength | None = None) -> int:
+        if not isinstance(self.value, int):
+            return super().times_due(batches_trained, epoch)
+        return batches_trained // self.value
 
 
 class Epoch(_TrainUnit):
@@ -142,6 +160,18 @@ class Epoch(_TrainUnit):
         done = epoch.epochs_completed(batches_trained)
         due = epoch.batches_until((done // self.value + 1) * self.value)
         return due if due <= until else None
+
+    def last_due(self, batches_trained: int, epoch: EpochLength | None = None) -> int:
+        if not isinstance(self.value, int):
+            return super().last_due(batches_trained, epoch)
+        epoch = _require(epoch, self)
+        done = epoch.epochs_completed(batches_trained)
+        return epoch.batches_until(done // self.value * self.value)
+
+    def times_due(self, batches_trained: int, epoch: EpochLength | None = None) -> int:
+        if not isinstance(self.value, int):
+            return super().times_due(batches_trained, epoch)
+        return _require(epoch, self).epochs_completed(batches_trained) // self.value
 
 
 TrainUnit = Batch | Epoch

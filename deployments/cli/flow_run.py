@@ -127,7 +127,6 @@ def _page(ui_url: str, flow_run_id: str) -> str:
 
 
 def _newer_ui(ui_url: str) -> str:
-    """The UI that draws a report's curves, if this installation of Prefect has it."""
-    import prefect
+    from trialflow.tasks.report.artifact import newer_ui  # imports Prefect
 
-    return f"{ui_url.rstrip('/')}/v2" if hasattr(prefect, "__ui_v2_static_path__") else ui_url
+    return newer_ui(ui_url)

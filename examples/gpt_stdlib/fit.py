@@ -34,7 +34,7 @@ def main() -> None:
         trial = GPTTrial(context)
         result = Trainer(trial, context).fit(
             max_length=config.searcher.max_length,
-            reporting_period=Batch(config.scheduling_unit),
+            reporting_period=Batch(50),
             validation_period=config.min_validation_period,
             checkpoint_period=config.min_checkpoint_period,
             latest_checkpoint="latest" if given.resume else None,

@@ -41,7 +41,9 @@ def _can_help(failure: RankFailed | Stalled, run: TrialRun) -> bool:
     if isinstance(failure, Stalled):
         return True
     has_raised = failure.error_type is not None
-    return not failure.is_trial_mistake and (run.has_trained or not has_raised)
+    # A workload may be long: its batches count before it ends.
+    has_trained = run.has_trained or (failure.batches_trained or 0) > run.batches_trained
+    return not failure.is_trial_mistake and (has_trained or not has_raised)
 
 
 def _cause(failure: RankFailed | Stalled, run: TrialRun) -> tuple[object, ...]:
@@ -52,7 +54,8 @@ def _cause(failure: RankFailed | Stalled, run: TrialRun) -> tuple[object, ...]:
     """
     if isinstance(failure, Stalled) or failure.error_type is None:
         return (failure,)
+    trained = failure.batches_trained
     return (
         failure.rank, failure.error_type, failure.error_message, failure.during,
-        run.batches_trained,
+        run.batches_trained if trained is None else trained,
     )  # fmt: skip

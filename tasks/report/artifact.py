@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from uuid import UUID
 
+import prefect
 from prefect import runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
@@ -13,7 +14,11 @@ from prefect.client.schemas.filters import (
     ArtifactFilterFlowRunId,
     ArtifactFilterKey,
 )
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.settings import (
+    PREFECT_CLIENT_MAX_RETRIES,
+    get_current_settings,
+    temporary_settings,
+)
 
 from trial_core.text_format import unique_slug
 
@@ -32,6 +37,12 @@ class MarkdownArtifact:
         self._description = description
         self._flow_run_id = _this_flow_run()
         self._id: UUID | None = None
+
+    @property
+    def url(self) -> str | None:
+        """The page of the newest artifact under this key; None if no UI is known."""
+        ui_url = get_current_settings().ui_url
+        return f"{newer_ui(ui_url)}/artifacts/key/{self.key}" if ui_url else None
 
     def write(self, text: str) -> None:
         """Create or update the artifact. One thread at a time; at most every few seconds.
@@ -112,6 +123,12 @@ class ReportArtifact(MarkdownArtifact):
 
     def __init__(self, trial: str) -> None:
         super().__init__(f"trial-{trial}", f"Trial {trial}")
+
+
+def newer_ui(ui_url: str) -> str:
+    """The UI that draws a report's curves, if this installation of Prefect has it."""
+    ui_url = ui_url.rstrip("/")
+    return f"{ui_url}/v2" if hasattr(prefect, "__ui_v2_static_path__") else ui_url
 
 
 def _this_flow_run() -> UUID | None:

@@ -93,8 +93,12 @@ def test_hung_ranks_are_replaced_and_their_stacks_logged(
 
 @pytest.mark.long
 def test_a_repeated_exception_is_not_retried(here: Path) -> None:
-    """The same exception at the same batch after a restart ends the run."""
-    config = one_slot(here, 16, max_restarts=5, hyperparameters={"at_batch": 5, "do": "raise"})
+    """The same exception at the same batch after a restart ends the run, also in the middle of the
+    first workload."""
+    config = one_slot(
+        here, 16, max_restarts=5, scheduling_unit=16, min_checkpoint_period=None,
+        hyperparameters={"at_batch": 5, "do": "raise"},
+    )  # fmt: skip
     with pytest.raises(RankFailed, match="RuntimeError: the toy was told to break"):
         train(config)
     logs = (next((here / "home").glob("toy-*")) / "logs" / "rank-0.log").read_text()

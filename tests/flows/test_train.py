@@ -71,6 +71,7 @@ def test_the_stages_of_a_run(
         "callbacks on_trial_startup @0",
         "build-loaders @0",
         "callbacks on_training_start @0",
+        "name-metrics",
         "train-workload [0→10]",
         "callbacks on_training_workload_end @10",
         "validate @10",
@@ -116,6 +117,11 @@ def test_the_stages_of_a_run(
         "artifacts/filter", {"artifacts": {"key": {"any_": [f"trial-{result.trial}"]}}}
     )
     assert artifact["data"] == report
+    of_this_run = {"logs": {"flow_run_id": {"any_": [result.flow_run_id]}}, "limit": 10}
+    log = prefect_server.query("logs/filter", {**of_this_run, "sort": "TIMESTAMP_ASC"})
+    page = f"{prefect_server.ui_url}/v2/artifacts/key/{artifact['key']}"
+    lines_of_ours = [each["message"] for each in log if each["name"] == "prefect.flow_runs"]
+    assert f"trial {result.trial}; its report is at {page}" in lines_of_ours[:2]
     assert ranks() <= before
 
 

@@ -91,17 +91,20 @@ def test_the_form_rejects_invalid_values(form: Form) -> None:
     text = form.browser.text
     assert {title for title in titles if title not in text} == set()
 
-    form.put("Scheduling unit (Optional)", "0")
+    form.put("Restarts (Optional)", "-1")
     form.submit()
-    assert "greater than or equal to 1" in form.problem("Scheduling unit (Optional)")
-    form.put("Scheduling unit (Optional)", "7")
-    assert form.problem("Scheduling unit (Optional)") == ""
+    assert "greater than or equal to 0" in form.problem("Restarts (Optional)")
+    form.put("Restarts (Optional)", "7")
+    assert form.problem("Restarts (Optional)") == ""
     assert form.runs() == []
 
 
 def test_the_form_creates_a_run(form: Form) -> None:
     """The run has the values of the fields."""
-    form.put("Scheduling unit (Optional)", "7")
+    form.put("Restarts (Optional)", "7")
     form.submit()
     form.browser.wait_for(lambda: bool(form.runs()), "a run")
-    assert [run["config"]["scheduling_unit"] for run in form.runs()] == [7]
+    (run,) = form.runs()
+    assert run["config"]["max_restarts"] == 7
+    # Of several types: one is chosen first, and only then has it a field.
+    assert run["config"]["scheduling_unit"] == "auto"

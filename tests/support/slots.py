@@ -26,6 +26,8 @@ from trial_core.messages import (
     Fetched,
     HookDone,
     LoadersBuilt,
+    MetricsNamed,
+    NameMetrics,
     PersistCheckpoint,
     Persisted,
     ReleaseStaging,
@@ -75,10 +77,14 @@ def toy_config(folder: Path, batches: int = 10, **changes: Any) -> ExperimentCon
 
 @dataclass
 class Driven:
-    """The progress, stages, metrics and checkpoints of a run."""
+    """The progress, stages, metrics and checkpoints of a run.
+
+    `metric_names`: those found before training.
+    """
 
     progress: Progress
     topology: Topology | None = None
+    metric_names: list[str] | None = None
     stages: list[str] = field(default_factory=list)
     training: list[dict[str, Any]] = field(default_factory=list)
     validation: list[dict[str, Any]] = field(default_factory=list)
@@ -106,6 +112,7 @@ def drive(
     *,
     resume: Driven | None = None,
     persist: bool = False,
+    names_metrics: bool = False,
 ) -> Driven:
     """Run a whole schedule with all hooks like the flow, but without Prefect and manifests.
 
@@ -114,12 +121,15 @@ def drive(
     Args:
         resume: an earlier run; continue from its last checkpoint, which must be persisted.
         persist: whether to upload checkpoints.
+        names_metrics: whether to look for the names of the validation metrics before training.
     """
     built = build(slots, config, run_dir)
     driver = _Driver(slots, config, built.hooks, persist)
     driver.run.topology = built.topology
     driver.run.progress = resume.progress.stopping(False) if resume else Progress()
     schedule, epoch = config.schedule(), driver.start(resume)
+    if names_metrics:
+        driver.run.metric_names = slots.request(NameMetrics(), MetricsNamed)[0].names
     while not isinstance(work := next_workload(driver.run.progress, schedule, epoch), Finish):
         if isinstance(work, Train):
             driver.train(work.until)

@@ -54,6 +54,20 @@ def test_an_empty_epoch_is_refused(sizes: tuple[int, int]) -> None:
         EpochLength(*sizes)
 
 
+@given(
+    st.one_of(st.builds(Batch, numbers), st.builds(Epoch, numbers)),
+    epoch_lengths,
+    st.integers(0, 100),
+)
+def test_last_due_and_times_due_agree_with_is_due(
+    period: TrainUnit, epoch: EpochLength, trained: int
+) -> None:
+    """Several epochs may end in one batch, so `times_due` may be more than the due batches."""
+    due = [batch for batch in range(1, trained + 1) if period.is_due(batch, epoch)]
+    assert period.last_due(trained, epoch) == (due[-1] if due else 0)
+    assert period.times_due(trained, epoch) >= len(due)
+
+
 @given(periods, epoch_lengths, st.integers(0, 100), st.integers(0, 60))
 def test_next_due_agrees_with_is_due(
     period: TrainUnit, epoch: EpochLength, trained: int, ahead: int

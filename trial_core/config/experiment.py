@@ -27,7 +27,7 @@ from trial_core.config.sections import (
     SearcherConfig,
 )
 from trial_core.config.stopping_section import StoppingConfig
-from trial_core.config.values import Count, Flag, PlainMapping, Positive, Text
+from trial_core.config.values import Count, Flag, PlainMapping, PositiveOrAuto, Text
 from trial_core.errors import ConfigError
 from trial_core.retention.policy import RetentionPolicy
 from trial_core.run.sequencer import CheckpointPolicy, Schedule
@@ -94,10 +94,12 @@ class ExperimentConfig(Section):
     )
     resources: ResourcesConfig = Field(default_factory=ResourcesConfig, title="Resources")
     searcher: SearcherConfig = Field(title="Searcher")
-    scheduling_unit: Positive = Field(
-        default=100,
+    scheduling_unit: PositiveOrAuto = Field(
+        default="auto",
         title="Scheduling unit",
-        description="Batches in one train-workload; each one reports training metrics.",
+        description="Batches in one train-workload; each one reports training metrics. "
+        '"auto": by the length of training, so that a run has about 50 tasks at most, unless its '
+        "periods ask for more.",
     )
     min_validation_period: Period = Field(
         default=None,
@@ -189,9 +191,10 @@ class ExperimentConfig(Section):
 
     def schedule(self) -> Schedule:
         """When a run of this experiment reports, validates, saves and ends."""
+        unit = self.scheduling_unit
         return Schedule(
             max_length=self.searcher.max_length,
-            reporting_period=Batch(self.scheduling_unit),
+            reporting_period=None if unit == "auto" else Batch(unit),
             validation_period=self.min_validation_period,
             checkpoint_period=self.min_checkpoint_period,
             checkpoint_policy=self.checkpoint_policy,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
-from pydantic import BeforeValidator, Strict, StringConstraints
+from pydantic import BeforeValidator, PlainValidator, Strict, StringConstraints, WithJsonSchema
 
 from trial_core.config.error_text import (
     Location,
@@ -34,27 +34,42 @@ MAX_LEVELS = 100
 _STORED_INTEGERS = range(-(2**63), 2**64)
 
 
-def _integer(expected: str, at_least: int, at_most: int = MAX_COUNT) -> BeforeValidator:
-    def check(value: Any) -> int:
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
-        if is_integer and value > at_most == MAX_COUNT:
-            raise validation_error(f"expected at most {at_most}, got {format_value(value)}")
-        if not is_integer or not at_least <= value <= at_most:
-            raise validation_error(f"expected {expected}, got {format_value(value)}")
-        return int(value)
+def _integer(value: Any, expected: str, at_least: int, at_most: int = MAX_COUNT) -> int:
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if is_integer and value > at_most == MAX_COUNT:
+        raise validation_error(f"expected at most {at_most}, got {format_value(value)}")
+    if not is_integer or not at_least <= value <= at_most:
+        raise validation_error(f"expected {expected}, got {format_value(value)}")
+    return int(value)
 
-    return BeforeValidator(check)
+
+def _count(value: Any) -> int:
+    return _integer(value, "an integer of at least 0", 0)
+
+
+def _seed(value: Any) -> int:
+    return _integer(value, f"an integer from 0 to {MAX_SEED}", 0, MAX_SEED)
+
+
+def _positive_or_auto(value: Any) -> int | str:
+    return "auto" if value == "auto" else _integer(value, 'a positive integer or "auto"', 1)
 
 
 # No `Field` in a type that several fields share: before pydantic 2.11, the default of one field
 # leaks into the others.
-Positive = Annotated[int, Ge(1), Le(MAX_COUNT), _integer("a positive integer", 1)]
-Count = Annotated[int, Ge(0), Le(MAX_COUNT), _integer("an integer of at least 0", 0)]
-Seed = Annotated[
-    int,
-    Ge(0),
-    Le(MAX_SEED),
-    _integer(f"an integer from 0 to {MAX_SEED}", 0, MAX_SEED),
+Count = Annotated[int, Ge(0), Le(MAX_COUNT), BeforeValidator(_count)]
+Seed = Annotated[int, Ge(0), Le(MAX_SEED), BeforeValidator(_seed)]
+PositiveOrAuto = Annotated[
+    int | Literal["auto"],
+    PlainValidator(_positive_or_auto),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 1, "maximum": MAX_COUNT},
+                {"type": "string", "const": "auto"},
+            ]
+        }
+    ),
 ]
 Text = Annotated[str, StringConstraints(strict=True, min_length=1)]
 Flag = Annotated[bool, Strict()]

@@ -26,7 +26,7 @@ from trial_core.controller.reshard_rank_state import RankRemap
 from trial_core.controller.run_file_upload import RunFileUpload, instruments_in
 from trial_core.controller.training import ProgressReporter, train_batches
 from trial_core.controller.trial_engine import TrialEngine
-from trial_core.controller.validation import validate
+from trial_core.controller.validation import metric_names, validate
 from trial_core.distributed import DistributedContext
 from trial_core.errors import CheckpointDamaged, CheckpointError, SlotsError, StorageError
 from trial_core.messages import (
@@ -42,6 +42,8 @@ from trial_core.messages import (
     FinishRunFiles,
     HookDone,
     LoadersBuilt,
+    MetricsNamed,
+    NameMetrics,
     PersistCheckpoint,
     Persisted,
     ReleaseStaging,
@@ -114,6 +116,7 @@ class Controller:
             FetchCheckpoint: self.fetch_checkpoint,
             BuildLoaders: self.build_loaders,
             TrainBatches: self.train,
+            NameMetrics: self.name_metrics,
             RunValidation: self.validate,
             SaveCheckpoint: self.save_checkpoint,
             PersistCheckpoint: self.persist_checkpoint,
@@ -125,6 +128,11 @@ class Controller:
     def carry_out(self, request: AnyRequest) -> AnyResult:
         """Carry out one request. The caller runs it in the lane that the request names."""
         return self._handlers[type(request)](request)
+
+    @property
+    def batches_trained(self) -> int | None:
+        """How many batches the trial has been trained; None before it is built."""
+        return None if self._attached is None else self._attached.info.batches_trained
 
     def close(self) -> None:
         """Release the trial's loaders, instruments and snapshots."""
@@ -247,6 +255,11 @@ class Controller:
             stop_requested=info.stop_requested or self._has_requested_stop,
             data_seconds=loaders.waited_seconds - waited,
         )
+
+    def name_metrics(self, request: NameMetrics) -> MetricsNamed:
+        """Find the names of the validation metrics. Collective."""
+        engine, loaders = self._trial.engine, self._built_loaders
+        return MetricsNamed(names=metric_names(engine, loaders, self._distributed))
 
     def validate(self, request: RunValidation) -> Validated:
         """Validate. Collective."""

@@ -14,19 +14,26 @@ One validation, with every hook inside it::
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from trial_core.controller.data.loaders import Loaders
 from trial_core.controller.data.validation_set import ValidationSet
+from trial_core.controller.rank_state import capture_rng, restore_rng
 from trial_core.controller.reduction import reduce_metrics
 from trial_core.controller.training import ProgressReporter
 from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
+from trial_core.pytorch.callback import overridden_hooks
 from trial_core.pytorch.metric_reduction import BatchMetrics, Reducer
 from trial_core.slots.stop_barrier import StopBarrier
+
+PREPARING_HOOKS = {
+    "on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end"
+}  # fmt: skip
 
 
 class _Interrupted(Exception):
@@ -83,6 +90,44 @@ def validate(
     for callback in engine.callbacks.values():
         callback.on_validation_epoch_end(outputs)
     return reduce_metrics("validation", metrics, engine, distributed, reducers, contribution)
+
+
+def metric_names(
+    engine: TrialEngine, loaders: Loaders, distributed: DistributedContext
+) -> list[str] | None:
+    """The names of the validation metrics, found by evaluating one batch. Collective.
+
+    Calls `evaluate_batch` once on every rank that validates, and no callback. Training does not
+    notice: random state is restored, and a validation always begins with the first batch.
+
+    Returns:
+        None if one batch does not tell: the trial evaluates the whole set at once, or a reducer was
+        wrapped without a name, or the validation loader can be read only once, or has no batch. Or
+        if callbacks prepare or conclude a validation: `evaluate_batch` may depend on that.
+    """
+    of_reducers = engine.reducers.names("validation")
+    is_unclear = (
+        of_reducers is None
+        or engine.evaluates_full_dataset
+        or isinstance(loaders.validation.loader, Iterator)
+        or not PREPARING_HOOKS.isdisjoint(overridden_hooks(engine.callbacks))
+    )
+    if any(distributed.allgather(is_unclear)):  # all ranks decide alike
+        return None
+    one_batch = replace(loaders.validation, limit=1)
+    silent, rng = ProgressReporter(lambda _: None), capture_rng(engine)
+    engine.reducers.reset(for_validation=True)
+    engine.set_training(False)
+    try:
+        with torch.no_grad():
+            metrics, _ = _evaluate_batches(engine, one_batch, distributed, silent, StopBarrier())
+    finally:
+        engine.set_training(True)
+    engine.reducers.reset(for_validation=True)
+    restore_rng(rng, engine)
+    partials = distributed.allgather(metrics.partials() if engine.reports_metrics else {})
+    evaluated = [part["metrics"] for part in partials if part.get("batches")]
+    return sorted({*(of_reducers or ()), *evaluated[0]}) if evaluated else None
 
 
 def _evaluate_full_dataset(

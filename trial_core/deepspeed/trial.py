@@ -112,6 +112,10 @@ class DeepSpeedTrial(ABC):
         ranks (ZeRO-3, model parallelism), all ranks make the same number of calls. A rank whose
         shard has ended then gets a batch whose metrics do not count.
 
+        Called once before training as well, only for the names of the metrics (unless a callback
+        overrides ``on_validation_start`` or one of the ``on_validation_epoch_`` hooks). So reset
+        values that the trial collects itself in ``on_validation_start``.
+
         Args:
             dataloader_iter: micro-batches of this rank's shard; None on ranks that need no data.
             batch_idx: counts the calls of this validation from 0. The parameter is optional.

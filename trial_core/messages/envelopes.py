@@ -32,12 +32,14 @@ class RankError(Message):
         error_type: the name of its class.
         is_ours: whether it is a `TrialflowError`; a user's class may have the same name.
         message, traceback: of the exception, as text.
+        batches_trained: how many batches the rank had trained; None before the trial was built.
     """
 
     error_type: str
     is_ours: bool
     message: str
     traceback: str
+    batches_trained: int | None = None
 
 
 class Answer(Message):

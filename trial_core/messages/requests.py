@@ -169,6 +169,16 @@ class Trained(Result):
     data_seconds: float = 0.0
 
 
+class NameMetrics(Request):
+    """Find the names of the validation metrics, without a validation."""
+
+
+class MetricsNamed(Result):
+    """The names of the validation metrics; None if one batch does not tell them."""
+
+    names: list[str] | None
+
+
 class RunValidation(Request):
     """Validate on the whole validation set."""
 
@@ -296,6 +306,7 @@ AnyRequest = (
     | FetchCheckpoint
     | BuildLoaders
     | TrainBatches
+    | NameMetrics
     | RunValidation
     | SaveCheckpoint
     | PersistCheckpoint
@@ -310,6 +321,7 @@ AnyResult = (
     | Fetched
     | LoadersBuilt
     | Trained
+    | MetricsNamed
     | Validated
     | Saved
     | Persisted

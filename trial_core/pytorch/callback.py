@@ -43,6 +43,7 @@ class PyTorchCallback:
             restore the trial
             load_state_dict(state_dict)
         on_training_start()
+        evaluate_batch(...)                         once, for the names of the metrics, if needed
         restore the random generators               if the trial resumes
 
         until max_length is reached or a stop is requested:

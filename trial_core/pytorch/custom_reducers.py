@@ -156,6 +156,12 @@ class ReducerRegistry:
             ):
                 wrapped.reducer.reset()
 
+    def names(self, kind: MetricsKind) -> list[str] | None:
+        """The names of such workloads' metrics; None if a reducer was wrapped without a name."""
+        names = [wrapped.name for wrapped in self._wrapped if wrapped.serves(kind)]
+        known = [name for name in names if name is not None]
+        return known if len(known) == len(names) else None
+
     def contribution(self, kind: MetricsKind) -> list[Any]:
         """A copy of the present values of this rank's reducers, for `reduce`."""
         return [

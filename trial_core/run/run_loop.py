@@ -7,6 +7,7 @@ Prefect tasks, the trainer on every rank. The hooks in their places::
     on_trial_startup
     build the loaders
     on_training_start
+    find the names of the validation metrics, if the searcher metric may be missing
     until the sequencer says that the run is finished:
         train           on_training_workload_end
         validate        on_validation_end
@@ -29,6 +30,7 @@ from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import TrialError
 from trial_core.run.choose_resume_point import fetch_first_intact
+from trial_core.run.searcher_metric import not_reported
 from trial_core.run.sequencer import (
     Checkpoint,
     Finish,
@@ -36,11 +38,12 @@ from trial_core.run.sequencer import (
     Schedule,
     Train,
     Validate,
+    Workload,
     has_more_to_do,
     next_workload,
 )
 from trial_core.transfer.staged_checkpoint import StagedCheckpoint
-from trial_core.units import EpochLength
+from trial_core.units import EpochLength, in_batches
 
 
 @dataclass(frozen=True)
@@ -99,15 +102,19 @@ class RunStages(Protocol):
         store: the trial's checkpoint storage.
         logger: the run's log.
         metrics: the last metrics of each kind.
+        metric: the name of the searcher metric; None if the run has none.
         skips_when_busy: whether to skip an optional checkpoint during an upload
             (`checkpointing.when_busy`).
+        how_to_go_on: what to do with a trial that has reached its maximum length.
     """
 
     trial: str
     store: CheckpointStore
     logger: Logger | LoggerAdapter[Any]
     metrics: dict[str, dict[str, Any]]
+    metric: str | None
     skips_when_busy: bool
+    how_to_go_on: str
 
     @property
     def newest_checkpoint(self) -> str | None:
@@ -131,6 +138,9 @@ class RunStages(Protocol):
 
     def run_hook(self, hook: str, batches_trained: int, **arguments: Any) -> None:
         """Call one hook of every callback, if any callback overrides it."""
+
+    def metric_names(self) -> list[str] | None:
+        """The names of the validation metrics; None if only a validation can tell."""
 
     def train(self, begin: int, until: int) -> int:
         """Train from batch `begin` to `until`. Return how many batches are trained in all."""
@@ -158,7 +168,8 @@ def follow_schedule(stages: RunStages) -> TrialResult:
     """Execute a run.
 
     Raises:
-        TrialError: the trial does not report the searcher metric. What it has learnt is saved.
+        TrialError: the trial does not report the searcher metric. Found before training, if one
+            batch of the validation set tells; else what the trial has learnt is saved.
     """
     start = fetch_first_intact(stages.resume_points(), stages.fetch)
     if start.checkpoint is not None:
@@ -173,7 +184,16 @@ def follow_schedule(stages: RunStages) -> TrialResult:
     )  # fmt: skip
     epoch = stages.build_loaders(start)
     stages.run_hook("on_training_start", progress.batches_trained)
-    mistake: TrialError | None = None
+    first = next_workload(progress, schedule, epoch)
+    if isinstance(first, Finish):
+        end = in_batches(schedule.max_length, epoch)
+        stages.logger.info(
+            "trial %s is already at %d of %d batches; %s",
+            stages.trial, progress.batches_trained, end, stages.how_to_go_on,
+        )  # fmt: skip
+    mistake = _missing_metric(stages, first)
+    if mistake is not None:
+        progress = progress.stopping()
 
     while not isinstance(work := next_workload(progress, schedule, epoch), Finish):
         trained = progress.batches_trained
@@ -217,6 +237,16 @@ def follow_schedule(stages: RunStages) -> TrialResult:
         checkpoint_uuid=newest,
         checkpoint_url=stages.store.files_url(newest) if newest else None,
     )
+
+
+def _missing_metric(stages: RunStages, first: Workload) -> TrialError | None:
+    """The error, if it is certain before the first workload that the searcher metric is missing."""
+    metric = stages.metric
+    is_known = metric in stages.metrics.get("validation", {})
+    if metric is None or is_known or not isinstance(first, Train):
+        return None
+    names = stages.metric_names()
+    return None if names is None or metric in names else not_reported(metric, names)
 
 
 def _has_room(stages: RunStages, checkpoint: Checkpoint, batches_trained: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trial_core.errors import TrialError
@@ -16,13 +16,18 @@ def searcher_metric(metrics: Mapping[str, Any], name: str) -> float:
     """
     value = metrics.get(name)
     if name not in metrics:
-        reported = ", ".join(sorted(metrics)) or "none"
-        raise TrialError(
-            f'searcher.metric "{name}" is not among the validation metrics that the trial reports: '
-            f"{reported}"
-        )
+        raise not_reported(name, metrics)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TrialError(
             f'searcher.metric "{name}" must be a number, but the trial reports {value!r}'
         )
     return float(value)
+
+
+def not_reported(name: str, reported: Iterable[str]) -> TrialError:
+    """The error of a trial that reports other validation metrics than `name`."""
+    return TrialError(
+        f'searcher.metric "{name}" is not among the validation metrics that the trial reports: '
+        f"{', '.join(sorted(reported)) or 'none'}. Set searcher.metric to one of these, or report "
+        f'"{name}" in the trial\'s validation'
+    )

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from trial_core.run.workload_length import automatic_stop
 from trial_core.units import EpochLength, TrainUnit, in_batches
 
 CheckpointPolicy = Literal["best", "all", "none"]
@@ -23,7 +24,8 @@ class Schedule:
 
     Attributes:
         max_length: training ends exactly here.
-        reporting_period: maximum length of a train-workload, which reports training metrics.
+        reporting_period: maximum length of a train-workload, which reports training metrics. None:
+            automatic, see `trial_core/run/workload_length.py`.
         validation_period: when to validate, in addition to the end.
         checkpoint_period: when to save, in addition to the end.
         checkpoint_policy: which validations lead to a checkpoint: the ``best`` so far, ``all``, or
@@ -33,7 +35,7 @@ class Schedule:
     """
 
     max_length: TrainUnit
-    reporting_period: TrainUnit
+    reporting_period: TrainUnit | None = None
     validation_period: TrainUnit | None = None
     checkpoint_period: TrainUnit | None = None
     checkpoint_policy: CheckpointPolicy = "best"
@@ -192,10 +194,11 @@ def _may_checkpoint(progress: Progress, schedule: Schedule, epoch: EpochLength |
 
 
 def _next_stop(trained: int, schedule: Schedule, epoch: EpochLength | None, end: int) -> int:
-    periods = (schedule.reporting_period, schedule.validation_period, schedule.checkpoint_period)
+    reports = schedule.reporting_period
+    asked_for = (schedule.validation_period, schedule.checkpoint_period)
+    due = [period for period in asked_for if period is not None]
     stop = end
-    for period in periods:
-        if period is not None:
-            # Only up to the nearest stop so far: containers are searched batch by batch.
-            stop = period.next_due(trained, stop, epoch) or stop
-    return stop
+    for period in due if reports is None else [reports, *due]:
+        # Only up to the nearest stop so far: containers are searched batch by batch.
+        stop = period.next_due(trained, stop, epoch) or stop
+    return automatic_stop(trained, stop, end, due, epoch) if reports is None else stop

@@ -70,6 +70,7 @@ class RankFailures:
             is_ours=error.is_ours if error else False,
             error_message=error.message if error else None,
             rank_traceback=error.traceback if error else None,
+            batches_trained=error.batches_trained if error else None,
         )
 
     def note_disconnected(self, rank: int, protocol_error: str | None) -> None:

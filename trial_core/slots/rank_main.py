@@ -115,7 +115,8 @@ class Rank:
             answer = Answer(number=number, result=self._carry_out(envelope))
         except (Exception, SystemExit) as error:  # the lane's top frame: the driver reports it
             logger.exception("%s failed", name)
-            answer = Answer(number=number, error=to_rank_error(error))
+            trained = None if self._controller is None else self._controller.batches_trained
+            answer = Answer(number=number, error=to_rank_error(error, trained))
         try:
             self.send(answer)
         except (TypeError, ValueError, OverflowError, ProtocolError) as error:
@@ -147,7 +148,7 @@ class Rank:
         return self._controller
 
 
-def to_rank_error(error: BaseException) -> RankError:
+def to_rank_error(error: BaseException, batches_trained: int | None = None) -> RankError:
     """An exception as plain data; its traceback begins with the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     library = str(Path(__file__).resolve().parents[1])
@@ -161,6 +162,7 @@ def to_rank_error(error: BaseException) -> RankError:
         is_ours=isinstance(error, TrialflowError),
         message=_encodable(str(error)),
         traceback=_encodable("".join(report.format())),
+        batches_trained=batches_trained,
     )
 
 

@@ -33,6 +33,7 @@ from trial_core.messages import (
     FetchCheckpoint,
     Fetched,
     FinishRunFiles,
+    NameMetrics,
     PersistCheckpoint,
     ReleaseStaging,
     RunHook,
@@ -51,6 +52,10 @@ from trial_core.trainer.commit_rendezvous import CommitRendezvous
 from trial_core.transfer.staged_checkpoint import StagedCheckpoint
 from trial_core.units import Batch, EpochLength
 
+HOW_TO_GO_ON = (
+    "to train it further, give fit a greater max_length; to begin a new trial, leave out "
+    "latest_checkpoint"
+)
 # How often ranks that wait for an upload exchange its state: well within a collective's timeout.
 POLL_SECONDS = 30.0
 
@@ -94,6 +99,7 @@ class FitStages:
         self.trial = self.info.trial
         self.logger: Logger | LoggerAdapter[Any] = _logger_of(self.distributed.get_rank())
         self.skips_when_busy = self.config.checkpointing.when_busy == "skip"
+        self.how_to_go_on = HOW_TO_GO_ON
         self._attempt = uuids.uuid4().hex if self.fence is None else self.fence.attempt
         self._should_stop = False
         self._epoch: EpochLength | None = None
@@ -138,6 +144,11 @@ class FitStages:
     def run_hook(self, hook: str, batches_trained: int, **arguments: Any) -> None:
         if hook in self.built.hooks:
             self.controller.run_hook(RunHook(hook=hook, arguments=arguments))
+
+    def metric_names(self) -> list[str] | None:
+        if self.test_mode:  # which validates after a single batch
+            return None
+        return self.controller.name_metrics(NameMetrics()).names
 
     def train(self, begin: int, until: int) -> int:
         trained = self.controller.train(TrainBatches(until=until))

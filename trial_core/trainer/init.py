@@ -32,6 +32,7 @@ from trial_core.deepspeed.op_builds import prepare_op_builds
 from trial_core.distributed import SINGLE_RANK_ENVIRONMENT, DistributedContext, is_launched
 from trial_core.entrypoint import initialises_torch_distributed
 from trial_core.run.run_dirs import run_dir_of, trial_id
+from trial_core.trainer import uncaught_errors
 
 _INITIALISED_HERE: list[bool] = []
 """Not empty if `init`, not the script, initialised torch.distributed."""
@@ -60,8 +61,10 @@ def init(
     Raises:
         ConfigError: `exp_conf` or `hparams` is invalid; lists every mistake.
     """
-    config = script_config(exp_conf, hparams)
+    uncaught_errors.install()
     with _visible_logs(), _rank_environment(), _initialised():
+        # Within, so that the ranks can agree on who shows a mistake.
+        config = script_config(exp_conf, hparams)
         ranks = distributed or DistributedContext.from_environment()
         unique = uuid.uuid4().hex
         if dist.is_initialized():

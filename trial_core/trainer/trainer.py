@@ -86,7 +86,7 @@ class Trainer:
         validation_period: TrainUnit | None = None,
         max_length: TrainUnit | None = None,
         reporting_period: TrainUnit = Batch(100),  # noqa: B008 - never changed
-        checkpoint_policy: CheckpointPolicy = "best",
+        checkpoint_policy: CheckpointPolicy | None = None,
         latest_checkpoint: str | None = None,
         step_zero_validation: bool = False,
         test_mode: bool = False,
@@ -107,7 +107,8 @@ class Trainer:
             reporting_period: when to report training metrics.
             checkpoint_policy: which validations are also saved: the ``best`` so far, ``all``, or
                 ``none``. ``best`` needs ``searcher.metric`` in ``exp_conf``; without it every
-                validation is saved, with a warning.
+                validation is saved, with a warning. Default: ``best`` with that metric, ``all``
+                without.
             latest_checkpoint: the checkpoint to resume from: its uuid, or the first characters of
                 it. This continues the trial that saved it, bit for bit. ``"latest"`` is the newest
                 undamaged checkpoint of this experiment's newest trial, or a new trial if there is
@@ -133,24 +134,23 @@ class Trainer:
                 "fit was called twice; to continue training, construct a new trial and give fit "
                 "latest_checkpoint=result.checkpoint_uuid"
             )
+        experiment = self._context.get_experiment_config()
+        metric = named_metric(experiment)
         schedule = _schedule(
             checkpoint_period, validation_period, max_length, reporting_period,
-            checkpoint_policy, step_zero_validation, test_mode,
+            _policy(checkpoint_policy, metric), step_zero_validation, test_mode,
         )  # fmt: skip
         if latest_checkpoint is not None and not isinstance(latest_checkpoint, str):
             raise ConfigError(
                 f'fit: latest_checkpoint is a checkpoint\'s uuid or "{LATEST}", as text, got '
                 f"{latest_checkpoint!r}"
             )
-        experiment = self._context.get_experiment_config()
         config = script_config(experiment, None, type(self._trial), schedule.max_length)
-        metric = named_metric(experiment)
         distributed = self._context.distributed
         schedule = replace(schedule, smaller_is_better=config.searcher.smaller_is_better)
-        if metric is None and schedule.checkpoint_policy == "best":
-            schedule = replace(schedule, checkpoint_policy="all")
-            if not test_mode and distributed.get_rank() == 0:
-                logger.warning(NO_METRIC_FOR_BEST)
+        is_first_rank = distributed.get_rank() == 0
+        if metric is None and checkpoint_policy == "best" and is_first_rank and not test_mode:
+            logger.warning(NO_METRIC_FOR_BEST)
         store = self._open_store(config, test_mode)
         points = run_on_rank_0(
             distributed, lambda: _resume_points(store, config, latest_checkpoint)
@@ -286,6 +286,13 @@ def _resume_points(
         return [ResumePoint.continuing(store.open(latest_checkpoint))]
     trial = store.newest_trial(config.name) if latest_checkpoint == LATEST else None
     return resume_points(store, config, trial)
+
+
+def _policy(given: CheckpointPolicy | None, metric: str | None) -> CheckpointPolicy:
+    """The checkpoint policy of a fit; any validation might be the best if no metric decides."""
+    if given in (None, "best"):
+        return "all" if metric is None else "best"
+    return given
 
 
 def _schedule(

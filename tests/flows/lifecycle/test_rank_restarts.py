@@ -15,10 +15,10 @@ def killed() -> RankFailed:
     return RankFailed(rank=1, host="here", during="train-workload", signal_name="SIGKILL")
 
 
-def raised(message: str = "out of luck") -> RankFailed:
+def raised(message: str = "out of luck", at: int | None = None) -> RankFailed:
     return RankFailed(
         rank=1, host="here", during="train-workload", error_type="RuntimeError",
-        error_message=message,
+        error_message=message, batches_trained=at,
     )  # fmt: skip
 
 
@@ -55,6 +55,15 @@ def test_a_repeated_exception_is_not_retried(again: Any, is_granted: bool) -> No
     assert restarts.grant(raised(), a_run(8))
     failure, batches_trained = again()
     assert restarts.grant(failure, a_run(batches_trained)) == is_granted
+
+
+def test_the_batches_of_an_unfinished_workload_count() -> None:
+    """A workload may be long. A restart helps after its first batch, and again at another batch."""
+    restarts, begun_at_0 = Restarts(5), a_run(0)
+    assert not restarts.grant(raised(at=0), begun_at_0)
+    assert restarts.grant(raised(at=700), begun_at_0)
+    assert restarts.grant(raised(at=800), begun_at_0)
+    assert not restarts.grant(raised(at=800), begun_at_0)
 
 
 def test_the_pause_before_a_restart_grows() -> None:

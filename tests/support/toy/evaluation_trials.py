@@ -55,6 +55,56 @@ class Indices(ToyTrial):
         return {"loss": self._loss(inputs, index), "mean_index": index.mean()}
 
 
+class NamedReducer(ToyTrial):
+    """Reports the indices by a custom reducer with a name."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        self.sorted = context.wrap_reducer(sorted, name="indices", for_training=False)
+
+    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+        inputs, index = self.context.to_device(next(dataloader_iter))
+        for one in index.flatten().tolist():
+            self.sorted.update(one)
+        return {"loss": self._loss(inputs, index)}
+
+
+class ReadOnce(NamedReducer):
+    """Its validation loader can be read only once."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        context.disable_dataset_reproducibility_checks()
+
+    def build_validation_data_loader(self) -> Any:
+        dataset = samples(self.hparams["validation_samples"])
+        rank, size = self.context.distributed.get_rank(), self.context.distributed.get_size()
+        return ([part.unsqueeze(0) for part in dataset[i]] for i in range(rank, len(dataset), size))
+
+
+class Prepares(PyTorchCallback):
+    """Sets what the evaluation needs."""
+
+    def __init__(self, trial: Prepared) -> None:
+        self.trial = trial
+
+    def on_validation_start(self) -> None:
+        self.trial.is_prepared = True
+
+
+class Prepared(NamedReducer):
+    """Its evaluation needs its callback."""
+
+    is_prepared = False
+
+    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+        assert self.is_prepared
+        return super().evaluate_batch(dataloader_iter, batch_idx)
+
+    def build_callbacks(self) -> dict[str, PyTorchCallback]:
+        return {"prepares": Prepares(self)}
+
+
 class WithoutLength(Indices):
     """The validation set has no length."""
 
@@ -210,3 +260,9 @@ class Drawing(ToyTrial):
         if self.hparams["zero_stage"] == 3:
             self.context.distributed.allgather(batch_idx)
         return {**metrics, "drawn": torch.rand(())}
+
+
+class DrawingAlone(Drawing):
+    """The same, without the callback."""
+
+    build_callbacks = ToyTrial.build_callbacks

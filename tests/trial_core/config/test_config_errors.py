@@ -74,7 +74,10 @@ def problems(**fields: Any) -> list[str]:
             "searcher.source_checkpoint_uuid: expected a checkpoint's uuid or its beginning "
             '(letters, digits and dashes), got "../a"',
         ),
-        ({"scheduling_unit": True}, "scheduling_unit: expected a positive integer, got true"),
+        (
+            {"scheduling_unit": True},
+            'scheduling_unit: expected a positive integer or "auto", got true',
+        ),
         (
             {"scheduling_unit": 10**30},
             f"scheduling_unit: expected at most 9999999999, got {10**30}",
@@ -175,7 +178,7 @@ def test_all_mistakes_are_listed(tmp_path: Path) -> None:
         f"{path}: entrypoint: missing; for example entrypoint: model_def:MyTrial",
         f"{path}: searcher.metric: missing; for example metric: validation_loss",
         f"{path}: searcher.max_length: missing; for example max_length: {{batches: 1000}}",
-        f'{path}: scheduling_unit: expected a positive integer, got "many"',
+        f'{path}: scheduling_unit: expected a positive integer or "auto", got "many"',
         f'{path}: max_restarts: expected an integer of at least 0, got "none"',
         f'{path}: nme: unknown field; did you mean "name"?',
     ]

@@ -48,7 +48,7 @@ def test_missing_fields_have_defaults(tmp_path: Path, monkeypatch: pytest.Monkey
     assert config.max_restarts == 5
     assert config.environment.environment_variables == {}
     assert config.schedule() == Schedule(
-        max_length=Batch(100), reporting_period=Batch(100), checkpoint_policy="best"
+        max_length=Batch(100), reporting_period=None, checkpoint_policy="best"
     )
 
 

@@ -27,6 +27,7 @@ class RecordedStages:
         upload_is_slow: whether an upload ends only when it is waited for.
         stops_at: the run should stop once so many batches are trained.
         mistake: raised in place of the searcher metric.
+        metric, names: of the searcher metric, and of all validation metrics.
         interrupted_at: the validation after so many batches ends early, and the run should stop.
         points: what the run may resume from.
         damage: of checkpoints, by uuid.
@@ -40,10 +41,13 @@ class RecordedStages:
         self.newest_checkpoint: str | None = None
         self.is_uploading = False
         self.skips_when_busy = False
+        self.how_to_go_on = "give a greater length"
         self.upload_is_slow = False
         self.stops_at = 10**6
         self.interrupted_at: int | None = None
         self.mistake: TrialError | None = None
+        self.metric: str | None = None
+        self.names: list[str] | None = None
         self.points: list[ResumePoint] = [ResumePoint()]
         self.damage: dict[str | None, str] = {}
         self.calls: list[str] = []
@@ -68,6 +72,10 @@ class RecordedStages:
 
     def run_hook(self, hook: str, batches_trained: int, **arguments: Any) -> None:
         self.calls.append(" ".join([hook, str(batches_trained), *map(str, arguments.values())]))
+
+    def metric_names(self) -> list[str] | None:
+        self.calls.append("name metrics")
+        return self.names
 
     def train(self, begin: int, until: int) -> int:
         self._trained = min(until, max(begin, self.stops_at))
@@ -173,6 +181,44 @@ def test_a_missing_searcher_metric_costs_no_training(
     assert stages.calls[-2].startswith("on_trial_shutdown")
 
 
+def test_a_metric_that_no_validation_reports_is_found_before_training(tmp_path: Path) -> None:
+    """The trial is shut down; there is nothing to save."""
+    stages = RecordedStages(tmp_path)
+    stages.metric, stages.names = "accuracy", ["loss", "mean"]
+    with pytest.raises(TrialError) as error:
+        follow_schedule(stages)
+    assert str(error.value) == (
+        'searcher.metric "accuracy" is not among the validation metrics that the trial reports: '
+        'loss, mean. Set searcher.metric to one of these, or report "accuracy" in the trial\'s '
+        "validation"
+    )
+    assert stages.calls[2:] == [
+        "on_training_start 0", "name metrics", "on_trial_shutdown 0", "finish"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("names", [None, ["accuracy"]])
+def test_a_run_whose_metric_may_be_reported_trains(tmp_path: Path, names: list[str] | None) -> None:
+    """Some trials' metrics are known only after a whole validation."""
+    stages = RecordedStages(tmp_path)
+    stages.metric, stages.names = "accuracy", names
+    assert follow_schedule(stages).batches_trained == 6
+
+
+@pytest.mark.parametrize("case", ["no metric", "reported before", "validates first", "is over"])
+def test_the_metrics_names_are_not_looked_for_in_vain(tmp_path: Path, case: str) -> None:
+    """Without a searcher metric, or where a validation has told or tells them first."""
+    stages = RecordedStages(tmp_path, step_zero_validation=case == "validates first")
+    stages.metric = None if case == "no metric" else "loss"
+    reported = {"validation": {"loss": 0.5}} if case == "reported before" else {}
+    batches = 6 if case == "is over" else 4
+    stages.points = [ResumePoint.continuing(new_manifest(batches, metrics=reported))]
+    if case in ("no metric", "validates first"):
+        stages.points = [ResumePoint()]
+    follow_schedule(stages)
+    assert "name metrics" not in stages.calls
+
+
 @pytest.mark.parametrize(("skips", "saved"), [(True, [2, 6]), (False, [2, 4, 6])])
 def test_only_optional_checkpoints_are_skipped_during_an_upload(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, skips: bool, saved: list[int]
@@ -228,6 +274,20 @@ def test_a_run_with_nothing_left_to_do_gives_its_own_checkpoint(tmp_path: Path) 
     stages.stops_at = 0
     stages.points = [ResumePoint.warm(done, weights_only=True)]
     assert follow_schedule(stages).checkpoint_uuid is None
+
+
+def test_a_trial_that_is_already_at_its_end_says_how_to_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise a second start of a script ends without a word."""
+    stages = RecordedStages(tmp_path)
+    done = Progress(6, validated_at=6, checkpointed_at=6)
+    stages.points = [ResumePoint.continuing(new_manifest(progress=done))]
+    with caplog.at_level(logging.INFO, "recorded"):
+        follow_schedule(stages)
+    assert caplog.messages[-1] == (
+        "trial toy-0000beef is already at 6 of 6 batches; give a greater length"
+    )
 
 
 def test_nothing_begins_where_every_checkpoint_is_damaged(tmp_path: Path) -> None:

@@ -122,11 +122,13 @@ def test_a_fit_resumes_from_the_newest_intact_checkpoint_and_claims_it(
 
 
 def test_a_missing_searcher_metric(alone: dict[str, Any]) -> None:
-    """The message lists the metrics that the trial reports."""
+    """It is found before the first batch. The message lists the metrics that the trial reports."""
     assert alone["metric"]["error"] == (
         'TrialError: searcher.metric "accuracy" is not among the validation metrics that the trial '
-        "reports: loss, mean_index"
+        'reports: loss, mean_index. Set searcher.metric to one of these, or report "accuracy" in '
+        "the trial's validation"
     )
+    assert lines(alone["folder"] / "metric", "samples", 0) == []
 
 
 def test_without_a_searcher_metric_every_validation_is_saved(alone: dict[str, Any]) -> None:

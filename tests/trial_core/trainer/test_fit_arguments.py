@@ -80,6 +80,21 @@ def test_an_invalid_argument(arguments: dict[str, Any], message: str) -> None:
     assert str(refusal.value) == message
 
 
+@pytest.mark.parametrize(("policy", "warns"), [(None, False), ("best", True), ("all", False)])
+def test_only_a_policy_that_was_asked_for_is_warned_of(
+    policy: Any, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A script that names neither a policy nor a metric has every validation saved, silently."""
+
+    def reached(*_: Any) -> None:
+        raise TrialflowError("the storage is reached")
+
+    monkeypatch.setattr(Trainer, "_open_store", reached)
+    with pytest.raises(TrialflowError, match="the storage is reached"):
+        trainer().fit(max_length=Batch(1), checkpoint_policy=policy)
+    assert any("needs a metric" in message for message in caplog.messages) is warns
+
+
 def test_trainer_takes_a_constructed_trial_and_its_context() -> None:
     """Nothing else."""
     with pytest.raises(TrialError, match=r"takes a constructed trial, .* the class Trial"):

@@ -21,6 +21,7 @@ from trial_core.messages import (
     Fetched,
     HookDone,
     LoadersBuilt,
+    MetricsNamed,
     Persisted,
     Saved,
     Trained,
@@ -68,6 +69,9 @@ class FakeController:
 
     def build_loaders(self, request: Any) -> LoadersBuilt:
         return LoadersBuilt(epoch=None)
+
+    def name_metrics(self, request: Any) -> MetricsNamed:
+        return MetricsNamed(names=None)
 
     def train(self, request: Any) -> Trained:
         self.calls.append(f"train until {request.until}")
@@ -134,7 +138,7 @@ def saved(batches: int) -> Manifest:
 def test_a_missing_searcher_metric_costs_no_training(store: CheckpointStore) -> None:
     """The fit saves, shuts the trial down, and then raises the error."""
     controller = FakeController(store)
-    with pytest.raises(TrialError, match=r'searcher.metric "accuracy" is not among .*: loss$'):
+    with pytest.raises(TrialError, match=r'searcher.metric "accuracy" is not among .*: loss\.'):
         follow_schedule(new_fit(controller, "accuracy"))
     assert controller.calls == [
         "train until 3", "validate", "on_validation_end", "save", "on_checkpoint_upload_end",
