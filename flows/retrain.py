@@ -42,11 +42,13 @@ from trial_core.run.searcher_metric import searcher_metric
 from trial_core.run.stop_requests import StopHandler
 from trialflow.flows.evaluate import EvaluateResult, evaluate_checkpoint
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
+from trialflow.flows.lifecycle.run_log import readable_task_log
 from trialflow.flows.lifecycle.shared_gpus import gpu_slots
 from trialflow.flows.lifecycle.stop_monitor import StopMonitor
 from trialflow.flows.retraining.model_lock import FLOW, AlreadyRetraining, model_lock
 from trialflow.flows.retraining.outcome import (
     RetrainResult,
+    describe_decision,
     ending_at_time_budget,
     notify,
     publish_report,
@@ -101,10 +103,13 @@ def retrain(
             plan = make_plan(retraining, scheduled_time, data)
         else:
             plan = renew_plan(retraining, existing_plan)
+        stack.enter_context(readable_task_log())
         devices = stack.enter_context(gpu_slots(config))
         stopping = stack.enter_context(StopHandler(config.stopping.grace_seconds))
         watch = stack.enter_context(StopMonitor(stopping, config.stopping))
-        return watch.run(lambda: retrain_model(retraining, plan, stopping, devices))
+        return watch.run(
+            lambda: retrain_model(retraining, plan, stopping, devices), describe_decision
+        )
 
 
 # flow.serve() pickles the flow without this module's names, which the annotations need.
@@ -170,7 +175,7 @@ def retrain_model(
         claim_run(
             retraining.store, f"{plan.trial}-retraining", champion.checkpoint if champion else None
         ) as claim,
-        report_failure(facts, retraining),
+        report_failure(facts, retraining, stopping),
     ):
         with ending_at_time_budget(stopping):
             facts.champion_result = validated_champion(attempt)
@@ -179,7 +184,7 @@ def retrain_model(
                 claim_challenger(claim, retraining, facts.challenger)
                 facts.outcome = decide(attempt, facts.champion_result, facts.challenger)
         if facts.outcome is None:
-            facts.ended = f"stopped: {stopping.request}"
+            facts.ended = f"stopped: {stopping.final_request()}"
         report = publish_report(facts, retraining)
         result = retrain_result(facts, retraining.run_id, report, stopping)
         if facts.outcome is not None:

@@ -25,7 +25,7 @@ from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines as seen
 from trial_core.errors import ConfigError
 from trialflow.deployments.cli.train import train
-from trialflow.flows.lifecycle.stop_monitor import SAME_REQUEST_SECONDS
+from trialflow.flows.lifecycle.stop_signals import SAME_REQUEST_SECONDS
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
