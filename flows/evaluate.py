@@ -35,6 +35,7 @@ from trial_core.run.stop_requests import StopHandler
 from trial_core.text_format import unique_slug
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.run_log import readable_task_log
+from trialflow.flows.lifecycle.run_names import evaluate_name
 from trialflow.flows.lifecycle.shared_gpus import gpu_slots
 from trialflow.flows.lifecycle.stop_monitor import StopMonitor
 from trialflow.flows.train import (
@@ -70,7 +71,7 @@ class EvaluateResult:
     flow_run_id: str | None = None
 
 
-@flow(name="evaluate", flow_run_name="evaluate {config.name}", validate_parameters=True)
+@flow(name="evaluate", flow_run_name=evaluate_name, validate_parameters=True)
 def evaluate(
     config: ExperimentConfig, checkpoint: str | None = None
 ) -> EvaluateResult | State[Any]:

@@ -42,7 +42,8 @@ from trial_core.run.searcher_metric import searcher_metric
 from trial_core.run.stop_requests import StopHandler
 from trialflow.flows.evaluate import EvaluateResult, evaluate_checkpoint
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
-from trialflow.flows.lifecycle.run_log import readable_task_log
+from trialflow.flows.lifecycle.run_log import about, readable_task_log
+from trialflow.flows.lifecycle.run_names import retrain_name
 from trialflow.flows.lifecycle.shared_gpus import gpu_slots
 from trialflow.flows.lifecycle.stop_monitor import StopMonitor
 from trialflow.flows.retraining.model_lock import FLOW, AlreadyRetraining, model_lock
@@ -69,7 +70,7 @@ from trialflow.tasks.retrain import (
 SKIPPED = "Skipped"
 
 
-@flow(name=FLOW, flow_run_name="retrain {config.name}", validate_parameters=True)
+@flow(name=FLOW, flow_run_name=retrain_name, validate_parameters=True)
 def retrain(
     config: ExperimentConfig, data: dict[str, Any] | None = None
 ) -> RetrainResult | State[Any]:
@@ -211,7 +212,8 @@ def validate_champion(attempt: RetrainingAttempt, champion: Version) -> Champion
     retraining = attempt.retraining
     try:
         config = retraining.champion_config(attempt.plan, champion)
-        result = evaluate_with_restarts(attempt, config, champion.checkpoint)
+        with about(f"champion (version {champion.number})"):
+            result = evaluate_with_restarts(attempt, config, champion.checkpoint)
     except (CheckpointDamaged, CheckpointNotFound) as error:
         raise type(error)(
             f"the champion, {champion}, cannot be validated, so nothing was trained: {error}; "
@@ -263,7 +265,8 @@ def trained_challenger(attempt: RetrainingAttempt) -> Challenger | None:
     if change := describe_champion_change(retraining, plan):
         return journal.write("challenger", Challenger(why_none=f"{change}; nothing was trained"))
     config = retraining.challenger_config(plan, attempt.champion)
-    result = train_trial(config, plan.trial, attempt.stopping, attempt.devices)
+    with about("challenger"):
+        result = train_trial(config, plan.trial, attempt.stopping, attempt.devices)
     # A trial may also end its training early by itself.
     if result.stopped_early and attempt.stopping.request is not None:
         return None

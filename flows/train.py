@@ -45,6 +45,7 @@ from trial_core.units import EpochLength, in_batches
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.rank_restarts import Restarts
 from trialflow.flows.lifecycle.run_log import readable_task_log
+from trialflow.flows.lifecycle.run_names import train_name
 from trialflow.flows.lifecycle.shared_gpus import gpu_slots
 from trialflow.flows.lifecycle.stop_monitor import POLL_SECONDS, StopMonitor
 from trialflow.flows.uploads import Uploads
@@ -58,7 +59,7 @@ from trialflow.tasks.upload_run_files import upload_run_files
 from trialflow.tasks.validate import validate
 
 
-@flow(name="train", flow_run_name="{config.name}", validate_parameters=True)
+@flow(name="train", flow_run_name=train_name, validate_parameters=True)
 def train(
     config: ExperimentConfig, trial: str | None = None, take_over: bool = False
 ) -> TrialResult | State[Any]:
@@ -210,6 +211,7 @@ def launch_slots(run: TrialRun) -> SlotGroup:
         environment=variables,
         on_batches=run.observer.batches_trained,
         on_log=run.observer.rank_logged,
+        on_activity=run.note_activity,
         should_abort=lambda: run.stopping.request is not None,
     )
 

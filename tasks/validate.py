@@ -8,6 +8,7 @@ from prefect.logging import get_run_logger
 
 from trial_core.messages import RunValidation, Validated
 from trial_core.run.searcher_metric import searcher_metric
+from trial_core.text_format import metrics_line
 from trialflow.tasks.trial_run import TrialRun
 
 
@@ -29,6 +30,6 @@ def validate(run: TrialRun, batches_trained: int) -> float | None:
         return None
     metrics = results[0].metrics
     run.metrics["validation"] = metrics
-    get_run_logger().info("validation at %d: %s", batches_trained, metrics)
+    get_run_logger().info("validated at %d: %s", batches_trained, metrics_line(metrics))
     run.observer.metrics_reported("validation", batches_trained, metrics)
     return searcher_metric(metrics, run.config.searcher.metric)

@@ -1,4 +1,4 @@
-"""Sets the state of this flow run on the server, where Prefect would set another or log an error."""
+"""Sets this flow run's state, where Prefect would set another one or log an error."""
 
 from __future__ import annotations
 

@@ -9,19 +9,23 @@ from contextlib import contextmanager
 from prefect.logging.handlers import APILogHandler
 
 from trial_core.errors import Stopped
+from trial_core.run.observer import current_observer
 
-_TASKS = "prefect.task_runs"
+_TASKS, _FLOWS = "prefect.task_runs", "prefect.flow_runs"
 # The state of a task that a stop has ended, as Prefect writes it.
 _ENDED_BY_STOP = f"Finished in state Failed('Task run encountered an exception {Stopped.__name__}: "
 
 
-class _NamedTask(logging.Formatter):
-    """Puts the task's name before its line. Prefect's console does so by itself."""
+class _Named(logging.Formatter):
+    """Puts the subject and the task's name before a line. Prefect's console names the task too."""
+
+    def __init__(self, subject: str = "") -> None:
+        super().__init__()
+        self._subject = f"{subject}: " if subject else ""
 
     def format(self, record: logging.LogRecord) -> str:
         task = getattr(record, "task_run_name", None)
-        line = super().format(record)
-        return f"{task}: {line}" if task else line
+        return f"{self._subject}{f'{task}: ' if task else ''}{super().format(record)}"
 
 
 def _calm(record: logging.LogRecord) -> bool:
@@ -39,17 +43,37 @@ def _calm(record: logging.LogRecord) -> bool:
 def readable_task_log() -> Iterator[None]:
     """Change how this process logs its tasks, for the block."""
     logger = logging.getLogger(_TASKS)
-    before = {
-        handler: handler.formatter
-        for handler in logger.handlers
-        if isinstance(handler, APILogHandler)
-    }
-    for handler in before:
-        handler.setFormatter(_NamedTask())
     logger.addFilter(_calm)
+    try:
+        with _formatted(_Named()):
+            yield
+    finally:
+        logger.removeFilter(_calm)
+
+
+@contextmanager
+def about(subject: str) -> Iterator[None]:
+    """Name the model that the block is about on each line of the log and of the terminal."""
+    current_observer().subject_changed(subject)
+    try:
+        with _formatted(_Named(subject)):
+            yield
+    finally:
+        current_observer().subject_changed("")
+
+
+@contextmanager
+def _formatted(formatter: logging.Formatter) -> Iterator[None]:
+    """Format what this process sends to the server, for the block."""
+    loggers = map(logging.getLogger, (_TASKS, _FLOWS))
+    handlers = {
+        each for logger in loggers for each in logger.handlers if isinstance(each, APILogHandler)
+    }
+    before = {handler: handler.formatter for handler in handlers}
+    for handler in handlers:
+        handler.setFormatter(formatter)
     try:
         yield
     finally:
-        logger.removeFilter(_calm)
-        for handler, formatter in before.items():
-            handler.setFormatter(formatter)
+        for handler, previous in before.items():
+            handler.setFormatter(previous)

@@ -159,9 +159,7 @@ class StopMonitor:
         state = self.final_state(describe(result))
         return result if state is None else state
 
-    def final_state(
-        self, outcome: str, failure: BaseException | None = None
-    ) -> State[Any] | None:
+    def final_state(self, outcome: str, failure: BaseException | None = None) -> State[Any] | None:
         """The state for the flow run of a stopped run; None: the state that Prefect gives it.
 
         One line of the log says who has asked for the stop, and what was saved.

@@ -12,7 +12,7 @@ from typing import Any
 from prefect.exceptions import Abort
 
 from trial_core.run.observer import current_observer
-from trial_core.run.stop_requests import StopHandler
+from trial_core.run.stop_requests import StopHandler, StopReason
 
 # One Ctrl-C may arrive twice: from the terminal, and from a parent that forwards it.
 SAME_REQUEST_SECONDS = 1.0
@@ -67,7 +67,7 @@ class StopSignals:
             self.received, self._received_at = signal.Signals(number), now
             name = _NAMES[self.received]
             # At once: whether a Cancel has sent it is asked afterwards, and may take a while.
-            reason = "preempted" if self._has_queue else "interrupted"
+            reason: StopReason = "preempted" if self._has_queue else "interrupted"
             self._stopping.ask(reason, name, is_clear=False)
             self._wake()
             current_observer().stopping(name)

@@ -144,7 +144,11 @@ def report_failure(
         yield
     except Exception as error:
         if not isinstance(error, CallbackFailed):
-            how = f"stopped: {stopping.final_request()}; " if isinstance(error, Stopped) else "failed: "
+            how = (
+                f"stopped: {stopping.final_request()}; "
+                if isinstance(error, Stopped)
+                else "failed: "
+            )
             facts.ended = f"{how}{error or type(error).__name__}"
         if not isinstance(error, Superseded):  # the newer attempt writes the report
             publish_report(facts, retraining)

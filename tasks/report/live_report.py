@@ -119,6 +119,11 @@ class Report(Observer):
             facts.run_status.stage_started(stage, detail)
         self._observer.stage_started(stage, detail)
 
+    def stage_takes_long(self, activity: str) -> None:
+        with self._update() as facts:
+            facts.run_status.stage_takes_long(activity)
+        self._observer.stage_takes_long(activity)
+
     def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
         with self._update() as facts:
             facts.run_status.stage_ended(stage, detail, seconds)

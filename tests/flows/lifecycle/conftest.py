@@ -56,7 +56,9 @@ class Stage:
         """The stand-in for `trialflow.flows.train.train_trial`."""
         self.training = UUID(str(runtime.flow_run.id))
         self.act(self.training, stopping)
-        return TrialResult(trial, batches_trained=10, stopped_early=True, checkpoint_uuid="4f0c21aa")
+        return TrialResult(
+            trial, batches_trained=10, stopped_early=True, checkpoint_uuid="4f0c21aa"
+        )
 
     def create_run(self, what: Any) -> UUID:
         """A deployment's flow run, pending on a worker."""
@@ -81,7 +83,9 @@ class Stage:
         """The flow run's log on the server: level and text of each line."""
         flush()
         wanted = {"logs": {"flow_run_id": {"any_": [str(run)]}}, "sort": "TIMESTAMP_ASC"}
-        return [(line["level"], line["message"]) for line in self.server.query("logs/filter", wanted)]
+        return [
+            (line["level"], line["message"]) for line in self.server.query("logs/filter", wanted)
+        ]
 
     def set_stopping(self, **settings: Any) -> None:
         """Change the experiment's section `stopping`."""

@@ -11,7 +11,8 @@ from prefect.logging import get_run_logger
 
 from tests.flows.lifecycle.conftest import Stage
 from trial_core.errors import Stopped, StorageError
-from trialflow.flows.lifecycle.run_log import readable_task_log
+from trial_core.run.observer import Observer, observing
+from trialflow.flows.lifecycle.run_log import about, readable_task_log
 
 pytestmark = pytest.mark.server
 
@@ -50,3 +51,33 @@ def test_a_task_that_fails(stage: Stage) -> None:
     assert errors[0].startswith("fails @7: Task run failed with exception: ")
     assert "Traceback" in errors[0]
     assert errors[1].startswith("fails @7: Finished in state Failed(")
+
+
+@flow(name="comparing")
+def comparing() -> str:
+    with readable_task_log(), about("challenger"):
+        get_run_logger().info("its ranks start")
+        succeeds()
+    get_run_logger().info("compared")
+    return str(runtime.flow_run.id)
+
+
+@task(name="succeeds", task_run_name="succeeds")
+def succeeds() -> None:
+    get_run_logger().info("began")
+
+
+def test_lines_about_one_of_two_models(stage: Stage) -> None:
+    """They name the model, on the server and to the observer of the run."""
+    subjects: list[str] = []
+
+    class Subjects(Observer):
+        def subject_changed(self, subject: str) -> None:
+            subjects.append(subject)
+
+    with observing(Subjects()):
+        lines = [text for _, text in stage.log(UUID(comparing()))]
+    assert "challenger: its ranks start" in lines
+    assert "challenger: succeeds: began" in lines
+    assert "compared" in lines
+    assert subjects == ["challenger", ""]

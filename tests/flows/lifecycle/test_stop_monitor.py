@@ -23,7 +23,7 @@ import trialflow.flows.lifecycle.flow_run_reader
 import trialflow.flows.lifecycle.stop_monitor
 import trialflow.flows.train
 from tests.flows.lifecycle.conftest import TIMEOUT_SECONDS, Stage, set_state, state_of
-from trial_core.errors import StorageError, Stopped
+from trial_core.errors import Stopped, StorageError
 from trial_core.run.stop_requests import StopHandler
 from trialflow.flows.train import TrialResult
 
@@ -127,8 +127,16 @@ def stopped_too_early(flow_run: UUID, stopping: StopHandler) -> None:
             stopped_too_early,
             "stopped: cancelled (in Prefect); nothing to save: training had not begun",
         ),
-        (preempted, "stopped: preempted (SIGTERM); saved at batch 10, checkpoint 4f0c21aa"),
-        (suspended, "stopped: suspended (in Prefect); saved at batch 10, checkpoint 4f0c21aa"),
+        pytest.param(
+            preempted,
+            "stopped: preempted (SIGTERM); saved at batch 10, checkpoint 4f0c21aa",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            suspended,
+            "stopped: suspended (in Prefect); saved at batch 10, checkpoint 4f0c21aa",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_the_log_of_a_stopped_run(
@@ -148,7 +156,10 @@ def test_the_log_of_a_stopped_run(
 
 @pytest.mark.parametrize(
     ("number", "error"),
-    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, TerminationSignal)],
+    [
+        (signal.SIGINT, KeyboardInterrupt),
+        pytest.param(signal.SIGTERM, TerminationSignal, marks=pytest.mark.long),
+    ],
 )
 def test_a_signal_to_a_run_without_a_queue(
     stage: Stage, number: signal.Signals, error: type[BaseException]
