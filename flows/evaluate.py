@@ -35,6 +35,8 @@ from trial_core.run.run_dirs import locked_run_dir, trial_id
 from trial_core.run.stop_requests import StopHandler
 from trial_core.text_format import unique_slug
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
+from trialflow.flows.lifecycle.run_log import readable_task_log
+from trialflow.flows.lifecycle.run_names import evaluate_name
 from trialflow.flows.lifecycle.shared_gpus import gpu_slots
 from trialflow.flows.lifecycle.stop_monitor import StopMonitor
 from trialflow.flows.train import (
@@ -70,7 +72,7 @@ class EvaluateResult:
     flow_run_id: str | None = None
 
 
-@flow(name="evaluate", flow_run_name="evaluate {config.name}", validate_parameters=True)
+@flow(name="evaluate", flow_run_name=evaluate_name, validate_parameters=True)
 def evaluate(
     config: ExperimentConfig, checkpoint: str | None = None
 ) -> EvaluateResult | State[Any]:
@@ -95,6 +97,7 @@ def evaluate(
     check_crash_limit(config.max_restarts)
     refuse_missing_code(config)
     with (
+        readable_task_log(),
         gpu_slots(config) as devices,
         StopHandler(settings.grace_seconds) as stopping,
         StopMonitor(stopping, settings) as watch,
@@ -141,7 +144,7 @@ def evaluate_checkpoint(
                 manifest = _fetch_first_intact(run, candidates, checkpoint)
                 build_loaders(run, ResumePoint.warm(manifest, weights_only=True))
                 if validate(run, manifest.progress.batches_trained) is None:
-                    raise Stopped(f"{stopping.request}, before the validation had ended")
+                    raise Stopped("the validation had not ended")
         except (RankFailed, Stalled) as failure:
             get_run_logger().error("%s", failure.report())
             raise

@@ -42,11 +42,14 @@ from trial_core.run.searcher_metric import searcher_metric
 from trial_core.run.stop_requests import StopHandler
 from trialflow.flows.evaluate import EvaluateResult, evaluate_checkpoint
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
+from trialflow.flows.lifecycle.run_log import about, readable_task_log
+from trialflow.flows.lifecycle.run_names import retrain_name
 from trialflow.flows.lifecycle.shared_gpus import gpu_slots
 from trialflow.flows.lifecycle.stop_monitor import StopMonitor
 from trialflow.flows.retraining.model_lock import FLOW, AlreadyRetraining, model_lock
 from trialflow.flows.retraining.outcome import (
     RetrainResult,
+    describe_decision,
     ending_at_time_budget,
     notify,
     publish_report,
@@ -67,7 +70,7 @@ from trialflow.tasks.retrain import (
 SKIPPED = "Skipped"
 
 
-@flow(name=FLOW, flow_run_name="retrain {config.name}", validate_parameters=True)
+@flow(name=FLOW, flow_run_name=retrain_name, validate_parameters=True)
 def retrain(
     config: ExperimentConfig, data: dict[str, Any] | None = None
 ) -> RetrainResult | State[Any]:
@@ -101,11 +104,13 @@ def retrain(
             plan = make_plan(retraining, scheduled_time, data)
         else:
             plan = renew_plan(retraining, existing_plan)
+        stack.enter_context(readable_task_log())
         devices = stack.enter_context(gpu_slots(config))
         stopping = stack.enter_context(StopHandler(config.stopping.grace_seconds))
         watch = stack.enter_context(StopMonitor(stopping, config.stopping))
         return watch.run(
-            lambda: retrain_model(retraining, plan, stopping, devices, watch.await_server)
+            lambda: retrain_model(retraining, plan, stopping, devices, watch.await_server),
+            describe_decision,
         )
 
 
@@ -174,7 +179,7 @@ def retrain_model(
         claim_run(
             retraining.store, f"{plan.trial}-retraining", champion.checkpoint if champion else None
         ) as claim,
-        report_failure(facts, retraining),
+        report_failure(facts, retraining, stopping),
     ):
         with ending_at_time_budget(stopping):
             facts.champion_result = validated_champion(attempt)
@@ -183,7 +188,7 @@ def retrain_model(
                 claim_challenger(claim, retraining, facts.challenger)
                 facts.outcome = decide(attempt, facts.champion_result, facts.challenger)
         if facts.outcome is None:
-            facts.ended = f"stopped: {stopping.request}"
+            facts.ended = f"stopped: {stopping.final_request()}"
         report = publish_report(facts, retraining)
         result = retrain_result(facts, retraining.run_id, report, stopping)
         if facts.outcome is not None:
@@ -211,7 +216,8 @@ def validate_champion(attempt: RetrainingAttempt, champion: Version) -> Champion
     retraining = attempt.retraining
     try:
         config = retraining.champion_config(attempt.plan, champion)
-        result = evaluate_with_restarts(attempt, config, champion.checkpoint)
+        with about(f"champion (version {champion.number})"):
+            result = evaluate_with_restarts(attempt, config, champion.checkpoint)
     except (CheckpointDamaged, CheckpointNotFound) as error:
         raise type(error)(
             f"the champion, {champion}, cannot be validated, so nothing was trained: {error}; "
@@ -263,7 +269,8 @@ def trained_challenger(attempt: RetrainingAttempt) -> Challenger | None:
     if change := describe_champion_change(retraining, plan):
         return journal.write("challenger", Challenger(why_none=f"{change}; nothing was trained"))
     config = retraining.challenger_config(plan, attempt.champion)
-    result = train_trial(config, plan.trial, attempt.stopping, attempt.devices)
+    with about("challenger"):
+        result = train_trial(config, plan.trial, attempt.stopping, attempt.devices)
     # A trial may also end its training early by itself.
     if result.stopped_early and attempt.stopping.request is not None:
         return None

@@ -37,13 +37,15 @@ from trial_core.run.run_dirs import clear_kept, clear_rank_files, locked_run_dir
 from trial_core.run.run_loop import TrialResult as TrialResult  # part of the flow's interface
 from trial_core.run.run_loop import Validation, follow_schedule
 from trial_core.run.sequencer import Progress, Schedule
-from trial_core.run.stop_requests import StopHandler
+from trial_core.run.stop_requests import StopHandler, StopRequest
 from trial_core.slots.accelerators import resolve_slot_count
 from trial_core.slots.slot_group import SlotGroup
 from trial_core.transfer.staged_checkpoint import StagedCheckpoint
 from trial_core.units import EpochLength, in_batches
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.rank_restarts import Restarts
+from trialflow.flows.lifecycle.run_log import readable_task_log
+from trialflow.flows.lifecycle.run_names import train_name
 from trialflow.flows.lifecycle.shared_gpus import gpu_slots
 from trialflow.flows.lifecycle.stop_monitor import POLL_SECONDS, StopMonitor
 from trialflow.flows.uploads import Uploads
@@ -58,7 +60,7 @@ from trialflow.tasks.upload_run_files import upload_run_files
 from trialflow.tasks.validate import name_metrics, validate
 
 
-@flow(name="train", flow_run_name="{config.name}", validate_parameters=True)
+@flow(name="train", flow_run_name=train_name, validate_parameters=True)
 def train(
     config: ExperimentConfig, trial: str | None = None, take_over: bool = False
 ) -> TrialResult | State[Any]:
@@ -83,11 +85,14 @@ def train(
     check_crash_limit(config.max_restarts)
     refuse_missing_code(config)
     with (
+        readable_task_log(),
         gpu_slots(config) as devices,
         StopHandler(settings.grace_seconds) as stopping,
         StopMonitor(stopping, settings) as watch,
     ):
-        result = watch.run(lambda: train_trial(config, trial, stopping, devices, take_over))
+        result = watch.run(
+            lambda: train_trial(config, trial, stopping, devices, take_over), describe_saved
+        )
     if isinstance(result, State):
         return result
     return replace(result, flow_run_id=flow_run_id)
@@ -149,34 +154,44 @@ def train_trial(
                 with Uploads(run) as uploads, launch_slots(run) as run.slots, stopping_ranks(run):
                     build_trial(run)
                     result = follow_schedule(TrainStages(run, uploads))
-                    stop_reason = str(stopping.request) if stopping.request else None
             except (RankFailed, Stalled) as failure:
                 get_run_logger().error("%s", failure.report())
                 if stopping.request is not None:
-                    raise Stopped(f"{stopping.request}, and while it saved: {failure}") from failure
+                    raise Stopped(f"not saved: {failure}{report.last_checkpoint}") from failure
                 if not restarts.grant(failure, run):
                     raise
                 report.restarting(str(failure), restarts.count, restarts.limit)
                 clear_rank_files(run_dir)
                 if stopping.wait(restarts.pause_seconds):
-                    raise Stopped(f"{stopping.request}, and no ranks ran") from failure
+                    raise Stopped(f"no ranks ran{report.last_checkpoint}") from failure
+            except Stopped as stopped:
+                raise Stopped(f"{stopped}{report.last_checkpoint}") from stopped
             else:
                 if not result.stopped_early:
                     clear_kept(run_dir)
-                report.ended(_ending(result.stopped_early, stop_reason), run.tensorboard_url)
+                request = stopping.final_request()
+                report.ended(_ending(result, request), run.tensorboard_url)
                 return replace(
                     result,
-                    stop_reason=stop_reason,
+                    stop_reason=str(request) if request else None,
                     tensorboard_url=run.tensorboard_url,
                     report_path=str(report.path),
                     run_dir=str(run_dir),
                 )
 
 
-def _ending(stopped_early: bool, stop_reason: str | None) -> str:
-    if not stopped_early:
+def describe_saved(result: TrialResult) -> str:
+    """What a stopped run has saved, for people."""
+    if result.checkpoint_uuid is None:
+        return "nothing to save: no batch was trained"
+    return f"saved at batch {result.batches_trained}, checkpoint {result.checkpoint_uuid}"
+
+
+def _ending(result: TrialResult, request: StopRequest | None) -> str:
+    if not result.stopped_early:
         return "completed"
-    return f"stopped: {stop_reason}" if stop_reason else "stopped"
+    why = f"stopped: {request}" if request else "stopped: as the trial asked"
+    return f"{why}; {describe_saved(result)}"
 
 
 def takeover_wait_seconds(config: ExperimentConfig) -> float:
@@ -199,6 +214,7 @@ def launch_slots(run: TrialRun) -> SlotGroup:
         environment=variables,
         on_batches=run.observer.batches_trained,
         on_log=run.observer.rank_logged,
+        on_activity=run.note_activity,
         should_abort=lambda: run.stopping.request is not None,
     )
 
@@ -211,10 +227,10 @@ def stopping_ranks(run: TrialRun) -> Iterator[None]:
         if run.can_save:
             run.slots.stop()
         else:
-            run.slots.abort(f"{run.stopping.request}, before there was anything to save")
+            run.slots.abort("nothing to save: training had not begun")
 
     def end() -> None:
-        run.slots.abort(f"{run.stopping.request}, and ended before all was saved")
+        run.slots.abort("not saved: the grace period was over, or a second signal came")
 
     with run.stopping.subscribed(stop, end):
         yield

@@ -17,6 +17,7 @@ from trial_core.messages import (
     LoadersBuilt,
     TrialBuilt,
 )
+from trial_core.text_format import plural
 from trial_core.transfer.fetch import fetch_files
 from trial_core.units import EpochLength
 from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
@@ -26,6 +27,7 @@ from trialflow.tasks.trial_run import TrialRun
 @task(name="build-trial", task_run_name="build-trial", cache_policy=NO_CACHE)
 def build_trial(run: TrialRun) -> None:
     """Construct the user's trial, with its engines, on every rank."""
+    run.logger = get_run_logger()
     with run.stage("build-trial", ""):
         built = run.slots.request(
             BuildTrial(
@@ -41,7 +43,22 @@ def build_trial(run: TrialRun) -> None:
     run.topology = built.topology
     run.versions = built.versions
     run.batch_samples = built.batch_samples
-    get_run_logger().info("trial %s on %s", run.trial, built.topology)
+    run.logger.info("trial %s on %s", run.trial, _describe(built))
+
+
+def _describe(built: TrialBuilt) -> str:
+    """``4 ranks (2 data-parallel, 2 pipeline stages, ZeRO 1), 16 samples a batch``."""
+    topology = built.topology
+    parts = [
+        f"{topology.data_parallel_size} data-parallel",
+        f"{topology.pipeline_parallel_size} pipeline stages",
+        f"{topology.model_parallel_size} model-parallel",
+    ]
+    shown = ", ".join([part for part in parts if not part.startswith("1 ")])
+    zero = f"ZeRO {topology.zero_stage}"
+    samples = plural(built.batch_samples, "sample")
+    ranks = plural(topology.world_size, "rank")
+    return f"{ranks} ({f'{shown}, ' if shown else ''}{zero}), {samples} a batch"
 
 
 @task(

@@ -24,6 +24,7 @@ from trial_core.messages import (
     Saved,
 )
 from trial_core.run.sequencer import Progress
+from trial_core.text_format import plural, size
 from trial_core.transfer.staged_checkpoint import StagedCheckpoint
 from trial_core.transfer.upload import prefix_rank, upload_files
 from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
@@ -100,11 +101,9 @@ def checkpoint_upload(run: TrialRun, staged: StagedCheckpoint) -> Manifest:
         )
         run.slots.request(ReleaseStaging(uuid=staged.uuid), Done)
     get_run_logger().info(
-        "checkpoint %s committed: %d files, %d bytes",
-        manifest.uuid,
-        len(manifest.files),
-        manifest.total_bytes,
-    )
+        "checkpoint %s committed: %s, %s",
+        manifest.uuid, plural(len(manifest.files), "file"), size(manifest.total_bytes),
+    )  # fmt: skip
     return manifest
 
 

@@ -226,6 +226,7 @@ def compare(
     if challenger.value is None:
         return PromotionDecision(promoted=False, why=challenger.why_none)
     verdict = retraining.rule.compare(champion.value if champion else None, challenger.value)
+    get_run_logger().info("%s", verdict.why)
     return PromotionDecision(promoted=verdict.is_better, why=verdict.why)
 
 

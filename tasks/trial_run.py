@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from logging import Logger, LoggerAdapter
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ class TrialRun:
         run_dir: the trial's folder on this machine: logs, staged checkpoints, the report.
         store: the trial's checkpoint storage.
         slots: the ranks, once they are launched.
+        logger: of the task that runs, for what its ranks do.
         observer: gets the run's events.
         stopping: stop requests to this run.
         claim: announces which checkpoints this run needs, so that they are not pruned.
@@ -72,6 +75,7 @@ class TrialRun:
         self.claim = claim or RunClaim(store, trial)
         self.fence = fence
         self.devices = devices or {}
+        self.logger: Logger | LoggerAdapter[Any] = logging.getLogger(__name__)
         self.metrics: dict[str, dict[str, Any]] = {}
         self.hooks: frozenset[str] = frozenset()
         self.topology: Topology | None = None
@@ -89,6 +93,11 @@ class TrialRun:
     def should_stop(self) -> bool:
         """Whether to save and end, because the trial or a stop request asks for it."""
         return self.stop_requested or self.stopping.request is not None
+
+    def note_activity(self, text: str) -> None:
+        """Tell people what a stage does that takes long. Called in the channel's thread."""
+        self.logger.info("%s", text)
+        self.observer.stage_takes_long(text)
 
     @contextmanager
     def stage(self, name: str, detail: str) -> Iterator[None]:

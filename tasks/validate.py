@@ -8,6 +8,7 @@ from prefect.logging import get_run_logger
 
 from trial_core.messages import MetricsNamed, NameMetrics, RunValidation, Validated
 from trial_core.run.searcher_metric import searcher_metric
+from trial_core.text_format import metrics_line
 from trialflow.tasks.trial_run import TrialRun
 
 
@@ -37,7 +38,7 @@ def validate(run: TrialRun, batches_trained: int) -> float | None:
         )
         return None
     metrics = results[0].metrics
-    get_run_logger().info("validation at %d: %s", batches_trained, metrics)
+    get_run_logger().info("validated at %d: %s", batches_trained, metrics_line(metrics))
     run.observer.metrics_reported("validation", batches_trained, metrics)
     metric = searcher_metric(metrics, run.config.searcher.metric)
     run.metrics["validation"] = metrics  # only now: without its metric it counts as no validation

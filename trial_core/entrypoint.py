@@ -8,8 +8,10 @@ import importlib.util
 import inspect
 import os
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from trial_core.context import RunInfo
 from trial_core.controller.rank_state import seed_everything
@@ -18,7 +20,7 @@ from trial_core.deepspeed.accelerator import claim_accelerator
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.deepspeed_engine import DeepSpeedTrialEngine
 from trial_core.deepspeed.mpu import forget_model_parallelism
-from trial_core.deepspeed.op_builds import prepare_op_builds
+from trial_core.deepspeed.op_builds import op_being_built, prepare_op_builds
 from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
@@ -51,7 +53,23 @@ def load_trial_class(entrypoint: str) -> type[DeepSpeedTrial]:
     return found
 
 
-def build_engine(info: RunInfo, distributed: DistributedContext) -> TrialEngine:
+class Doing(Protocol):
+    """Told what this rank does, in case that it takes long. See `slots/announcer.py`."""
+
+    def __call__(
+        self, what: str, special: Callable[[], str | None] = lambda: None
+    ) -> AbstractContextManager[None]: ...
+
+
+def _not_told(
+    what: str, special: Callable[[], str | None] = lambda: None
+) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def build_engine(
+    info: RunInfo, distributed: DistributedContext, doing: Doing = _not_told
+) -> TrialEngine:
     """Construct the trial that the experiment names. Collective: every rank calls this.
 
     Raises:
@@ -59,18 +77,22 @@ def build_engine(info: RunInfo, distributed: DistributedContext) -> TrialEngine:
     """
     host_store()
     prepare_op_builds(distributed.get_local_rank())
-    trial_class = load_trial_class(str(info.experiment["entrypoint"]))
+    entrypoint = str(info.experiment["entrypoint"])
+    with doing(f"importing {entrypoint}", op_being_built):
+        trial_class = load_trial_class(entrypoint)
     seed = info.experiment_seed
     claim_accelerator(distributed.get_local_rank())
     if not initialises_torch_distributed():
-        _init_distributed()
-        distributed.connect()
+        with doing("connecting the ranks", op_being_built):
+            _init_distributed()
+            distributed.connect()
     forget_model_parallelism()
     # The same seed on every rank: all must build the same weights.
     seed_everything(seed)
     context = trial_class.trial_context_class(info, distributed)
     try:
-        trial = trial_class(context)
+        with doing(f"constructing {entrypoint}", op_being_built):
+            trial = trial_class(context)
     except (AssertionError, ValueError) as error:
         if not _was_raised_by_deepspeed(error):
             raise

@@ -58,6 +58,10 @@ class FlowRun(Generic[Result]):
             return self._stopped("Ctrl-C", console.INTERRUPTED)
         except Terminated:
             return self._stopped("SIGTERM", console.TERMINATED)
+        except Stopped as stop:
+            self.failure = stop
+            console.note(str(stop))
+            return console.exit_code(stop, self._display.has_trained)
         except TrialflowError as failure:
             self.failure = failure
             console.report(failure, code_folder=self._code_folder)
@@ -80,8 +84,10 @@ class FlowRun(Generic[Result]):
             try:
                 with observing(self._display):
                     return call(self._announcing(api))
+            except KeyboardInterrupt:  # also as an Abort
+                raise
             except (Abort, CancelledRun, Pause) as stop:
-                raise Stopped("the run was stopped in Prefect") from stop
+                raise Stopped(str(stop) or "the run was stopped in Prefect") from stop
             except httpx.HTTPError as error:  # in this process only Prefect's client raises these
                 log = f"; its log: {api.server_log}" if api.server_log else ""
                 raise PrefectServerError(
@@ -108,7 +114,7 @@ class FlowRun(Generic[Result]):
         self.stopped_by = signal_name
         batches = self._display.batches
         after = f" after {text_format.plural(batches, 'batch')}" if batches else ""
-        console.error(f"stopped by {signal_name}{after}")
+        console.note(f"stopped by {signal_name}{after}")
         return exit_code
 
 

@@ -56,9 +56,11 @@ def retrain(
     render_data(experiment.data, datetime.now(timezone.utc))  # report errors before the start
     display = display_for_stdout(quiet or json_, (experiment.searcher.metric, "loss"))
     run = _RetrainRun(experiment, run_data)
-    exit_code = FlowRun[None](display, experiment.code).run(run.run)
+    flow_run = FlowRun[None](display, experiment.code)
+    exit_code = flow_run.run(run.run)
     if exit_code == 0:
-        print(run.json() if json_ else "\n".join(run.summary_lines()), flush=True)
+        text = run.json() if json_ else "\n".join(run.summary_lines(flow_run.later_ui))
+        print(text, flush=True)
     return exit_code
 
 
@@ -92,8 +94,12 @@ class _RetrainRun:
         elif self._skip_message is None:
             raise Stopped(f"the run ended without a result: {result}")
 
-    def summary_lines(self) -> list[str]:
-        """The outcome for people."""
+    def summary_lines(self, later_ui: str | None) -> list[str]:
+        """The outcome for people.
+
+        Args:
+            later_ui: where the run's page is from now on.
+        """
         result = self._result
         if result is None:
             return [str(self._skip_message)]
@@ -106,10 +112,11 @@ class _RetrainRun:
             headline = f"model {result.model}: {kept}"
         facts = [
             ("why", result.why),
-            ("champion", _metric(result.metric, result.champion_value)),
-            ("challenger", _metric(result.metric, result.challenger_value)),
+            ("champion", _model(result.champion, result.metric, result.champion_value)),
+            ("challenger", _model(result.challenger, result.metric, result.challenger_value)),
             ("checkpoint", result.checkpoint_uuid),
             ("report", result.report_path),
+            ("UI", later_ui),
         ]
         width = max(len(name) for name, _ in facts)
         lines = [f"  {name:<{width}}  {text_format.one_line(fact)}" for name, fact in facts if fact]
@@ -132,5 +139,7 @@ class _RetrainRun:
         return msgspec.json.format(msgspec.json.encode(outcome), indent=2).decode()
 
 
-def _metric(name: str, value: float | None) -> str | None:
-    return None if value is None else f"{text_format.clean(name)} {text_format.number(value)}"
+def _model(version: int | None, metric: str, value: float | None) -> str | None:
+    if version is None or value is None:
+        return None
+    return f"version {version}, {text_format.clean(metric)} {text_format.number(value)}"

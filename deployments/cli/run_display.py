@@ -43,6 +43,7 @@ class Display(RunStatus):
         super().__init__(**options)
         self.preferred = preferred
         self._stop_note: str | None = None
+        self._subject = ""
 
     def __enter__(self) -> Self:
         return self
@@ -61,6 +62,9 @@ class Display(RunStatus):
     def stopping(self, why: str) -> None:
         """Note a stop request. Called in a signal handler, so it must not print."""
         self._stop_note = f"{why}: saving, then stopping; repeat to stop at once"
+
+    def subject_changed(self, subject: str) -> None:
+        self._subject = f"{subject}: " if subject else ""
 
     def run_started(
         self, trial: str, total_batches: int, begins_at: int, batch_samples: int
@@ -89,7 +93,7 @@ class PlainLines(Display):
         self._ended: dict[str, tuple[str, float]] = {}
 
     def say(self, line: str) -> None:
-        print(text_format.clean(line), file=self._file, flush=True)
+        print(text_format.clean(self._subject + line), file=self._file, flush=True)
 
     def stopping(self, why: str) -> None:
         is_known = self._stop_note is not None
@@ -106,6 +110,10 @@ class PlainLines(Display):
         super().stage_started(stage, detail)
         if stage == TRAINING:
             self._workload_begins_at = self.batches
+
+    def stage_takes_long(self, activity: str) -> None:
+        super().stage_takes_long(activity)
+        self.say(f"{self.stage}: {activity}")
 
     def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
         super().stage_ended(stage, detail, seconds)
@@ -167,7 +175,8 @@ class LiveDisplay(Display):
         self._live.stop()
 
     def say(self, line: str) -> None:
-        self._console.print(text_format.clean(line), markup=False, highlight=False, soft_wrap=True)
+        text = text_format.clean(self._subject + line)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
         super().metrics_reported(kind, batches, metrics)
@@ -192,7 +201,7 @@ class LiveDisplay(Display):
             width = self._bar_width()
             after.insert(0, ProgressBar(self.total_batches, self.batches, width=width))
             room -= width + 1
-        name = Text(text_format.clean(str(stage)))
+        name = Text(text_format.clean(f"{self._subject}{stage}"))
         # On a narrow terminal the stage's name is cut, never the progress.
         name.truncate(max(1, room), overflow="ellipsis")
         head = Table.grid(padding=(0, 1))
@@ -204,7 +213,7 @@ class LiveDisplay(Display):
         return min(WIDEST_BAR, max(NARROWEST_BAR, self._console.width - 60))
 
     def _facts(self) -> list[str]:
-        facts = [self._stop_note] if self._stop_note else []
+        facts = [note for note in (self._stop_note, text_format.clean(self.activity)) if note]
         if self.samples_per_second is not None:
             facts.append(text_format.speed(self.samples_per_second))
         if training := text_format.main_metric(self.training, ("loss", *self.preferred)):

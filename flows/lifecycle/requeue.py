@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from uuid import UUID
 
 import httpx
-from prefect import runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.context import FlowRunContext
 from prefect.exceptions import Abort, PrefectException, TerminationSignal
-from prefect.logging import get_run_logger
 from prefect.states import AwaitingRetry
+
+from trialflow.flows.lifecycle.flow_run_state import set_state
 
 
 def has_queue(run: FlowRun | None) -> bool:
@@ -23,15 +22,7 @@ def has_queue(run: FlowRun | None) -> bool:
 
 def requeue(reason: str) -> bool:
     """Put this flow run back into its queue; return whether the server accepted it."""
-    try:
-        with get_client(sync_client=True) as client:
-            client.set_flow_run_state(
-                UUID(str(runtime.flow_run.id)), AwaitingRetry(message=reason), force=True
-            )
-    except (httpx.HTTPError, PrefectException) as error:
-        get_run_logger().error("the run cannot be put back into its queue: %s", error)
-        return False
-    return True
+    return set_state(AwaitingRetry(message=reason))
 
 
 @contextmanager

@@ -10,13 +10,16 @@ The whole route of a stop: `trial_core/run/stop_requests.py`.
 from __future__ import annotations
 
 import contextvars
+import logging
 import os
+import queue
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from contextlib import suppress
+from types import TracebackType
 from typing import Any, TypeVar
 from uuid import UUID
 
@@ -32,12 +35,13 @@ from prefect.states import Cancelled, Running
 
 from trial_core.config.stopping_section import StoppingConfig
 from trial_core.errors import Stopped, Superseded
-from trial_core.run.observer import current_observer
-from trial_core.run.stop_requests import StopHandler, StopReason
+from trial_core.run.stop_requests import StopHandler, StopRequest
 from trialflow.flows.lifecycle.detached_engine import has_lost_supervisor, ignore_broken_output
 from trialflow.flows.lifecycle.flow_run_reader import FlowRunReader
+from trialflow.flows.lifecycle.flow_run_state import set_state
 from trialflow.flows.lifecycle.requeue import has_queue, requeue
 from trialflow.flows.lifecycle.server_outage import ServerOutage, reports_kept
+from trialflow.flows.lifecycle.stop_signals import Interrupted, StopSignals
 from trialflow.tasks.report.artifact import send_unsent
 
 T = TypeVar("T")
@@ -48,10 +52,7 @@ AWAIT_SECONDS = 1.0
 UNANSWERED_READS = 2
 SILENT = "No heartbeat for"
 """The message of the automation that marks silent runs as crashed begins so."""
-# One Ctrl-C may arrive twice: from the terminal, and from a parent that forwards it.
-SAME_REQUEST_SECONDS = 1.0
 
-_SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 _CANCEL_STATES = (StateType.CANCELLING, StateType.CANCELLED)
 _REQUEUED = ("preempted", "server lost")
 # The server did not answer, or something else did in its place.
@@ -85,6 +86,7 @@ class StopMonitor:
         # Read here: in a signal handler, `runtime` would call the server.
         self._is_subflow = run is not None and run.parent_task_run_id is not None
         self._has_queue = has_queue(run)
+        self._is_deployed = run is not None and run.deployment_id is not None
         # Not part of Prefect's public API. Releases without it suspend by state alone.
         self._suspension = getattr(context, "flow_run_suspension_request", None)
         self._attempt: int | None = None
@@ -93,10 +95,10 @@ class StopMonitor:
             f"(process {os.getpid()} on {socket.gethostname()})"
         )
         self._logger = get_run_logger()
-        self._previous_handlers: dict[int, Any] = {}
-        self._signal: int | None = None
-        self._signalled_at = 0.0
         self._has_ended = threading.Event()
+        # Wakes the polling thread. A queue, because a signal handler may not set an event.
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._signals = StopSignals(stopping, self._has_queue, lambda: self._wakes.put(None))
         # The thread needs this context's Prefect settings and client.
         here = contextvars.copy_context()
         self._thread = threading.Thread(
@@ -108,8 +110,7 @@ class StopMonitor:
 
     def __enter__(self) -> StopMonitor:
         self._reports.__enter__()
-        if threading.current_thread() is threading.main_thread():
-            self._install_handlers()
+        self._signals.install()
         if self._suspension is not None:
             # Prefect would end a suspended run, unsaved, at its next task. `final_state` ends it.
             self._suspension.raise_if_requested = lambda: None
@@ -126,15 +127,21 @@ class StopMonitor:
         traceback: TracebackType | None,
     ) -> None:
         self._has_ended.set()
+        self._wakes.put(None)
         self._budget.cancel()
         self._thread.join()
-        self._restore_handlers()
+        self._signals.restore()
         self._reports.__exit__(None, None, None)
         if self._suspension is not None:
             vars(self._suspension).pop("raise_if_requested", None)
 
-    def run(self, work: Callable[[], T]) -> T | State[Any]:
+    def run(
+        self, work: Callable[[], T], describe: Callable[[T], str] = lambda result: ""
+    ) -> T | State[Any]:
         """Call `work`; its result, or the final state of a run that was stopped.
+
+        Args:
+            describe: what a stopped run has saved, from its result.
 
         Raises:
             BaseException: what `work` raises, or what `final_state` raises.
@@ -144,14 +151,15 @@ class StopMonitor:
         except Exception as failure:
             self.await_server()
             self._send_reports()
-            if self._stopping.request is not None:
-                self._logger.error("%s, and saving failed: %s", self._stopping.request, failure)
-            if (state := self.final_state(failure)) is not None:
+            outcome = str(failure) if isinstance(failure, Stopped) else f"not saved: {failure}"
+            if (state := self.final_state(outcome, failure)) is not None:
                 return state
+            if isinstance(failure, Stopped) and self._stopping.request is not None:
+                raise Stopped(f"{self._stopping.request}; {outcome}") from failure
             raise
         self.await_server()
         self._send_reports()
-        state = self.final_state()
+        state = self.final_state(describe(result))
         return result if state is None else state
 
     def await_server(self) -> None:
@@ -168,28 +176,36 @@ class StopMonitor:
             else:
                 return
 
-    def final_state(self, failure: BaseException | None = None) -> State[Any] | None:
+    def final_state(self, outcome: str, failure: BaseException | None = None) -> State[Any] | None:
         """The state for the flow run of a stopped run; None: the state that Prefect gives it.
 
+        One line of the log says who has asked for the stop, and what was saved.
+
         Args:
+            outcome: what was saved, for people.
             failure: what the run ended with, if it could not save.
 
         Raises:
             Pause: the run was suspended, and stays so until it is resumed.
             Abort: the run was preempted, and is back in its queue; or another party has set its
                 final state, or started another attempt. The server's state stays.
+            Interrupted: Ctrl-C ended a run without a queue, which is now Cancelled.
             Stopped: as Abort, in a subflow.
             BaseException: what Prefect raises for the signal that stopped the run.
         """
-        request = self._stopping.request
+        request = self._stopping.final_request()
         if request is None:
             run = self._try_read_run() if isinstance(failure, Superseded) else None
             if run is not None and self._is_other_attempt(run):
                 raise self._keep_state(str(failure))
             return None
-        reason = str(request) if failure is None else f"{request}; not saved: {failure}"
         run = self._try_read_run()
         state = None if run is None else run.state
+        if state is not None and state.type in _CANCEL_STATES and request.is_signal:
+            request = StopRequest("cancelled", "in Prefect")  # after the signal
+        reason = f"{request}; {outcome}" if outcome else str(request)
+        is_error = failure is not None and not isinstance(failure, Stopped)
+        self._logger.log(logging.ERROR if is_error else logging.INFO, "stopped: %s", reason)
         if run is not None and self._is_other_attempt(run):
             raise self._keep_state(f"{reason}: another attempt has started")
         if self._suspension is not None and (suspended := self._suspension.get_state()):
@@ -197,7 +213,7 @@ class StopMonitor:
         if state is not None and state.type == StateType.PAUSED:
             raise Pause(f"suspended: {reason}", state=state)
         if state is not None and state.type in _CANCEL_STATES:
-            return Cancelled(message=f"Stopped: {reason}")
+            return self._cancelled(reason)
         if request.reason == "time budget":
             return None
         if state is not None and state.type != StateType.RUNNING:
@@ -206,25 +222,34 @@ class StopMonitor:
         if can_requeue and requeue(reason):
             raise Abort(f"{reason}: scheduled again")
         if state is not None and request.reason == "server lost":  # it is back
-            return Cancelled(message=f"Stopped: {reason}")
-        if self._signal is not None:
-            self._restore_handlers()
-            signal.raise_signal(self._signal)
+            return self._cancelled(reason)
+        if self._signals.received is not None:
+            self._end_by_signal(self._signals.received, reason)
         raise self._keep_state(reason)
 
-    # ----------------------------------------------------------------------- stop requests
+    def _cancelled(self, reason: str) -> State[Any]:
+        """The state Cancelled. In a deployment's run it is set here.
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self._signal is None:
-            self._signal, self._signalled_at = number, now
-            why: StopReason = "preempted" if self._has_queue else "interrupted"
-            self._stopping.ask(why, _SIGNALS[signal.Signals(number)])
-            current_observer().stopping(_SIGNALS[signal.Signals(number)])
-        elif now - self._signalled_at >= SAME_REQUEST_SECONDS:
-            self._stopping.kill_now()
-            # If the run still does not end, its ranks are not the cause: a third is Prefect's.
-            self._restore_handlers()
+        Raises:
+            Abort: it is set. Prefect would log the traceback of a cancelled run as an error.
+        """
+        cancelled: State[Any] = Cancelled(message=f"Stopped: {reason}")
+        if self._is_deployed and set_state(cancelled):
+            raise Abort(reason)
+        return cancelled
+
+    def _end_by_signal(self, number: signal.Signals, reason: str) -> None:
+        """End a run without a queue as Cancelled, and raise what its caller expects.
+
+        Prefect would show a crash. Prefect ends a subflow together with its parent.
+        """
+        self._signals.restore()
+        is_set = not self._is_subflow and set_state(Cancelled(message=f"Stopped: {reason}"))
+        if is_set and number == signal.SIGINT:
+            raise Interrupted(reason)
+        signal.raise_signal(number)
+
+    # ----------------------------------------------------------------------- stop requests
 
     def _budget_exceeded(self) -> None:
         self._stopping.ask("time budget", f"{self._budget_seconds:g} s are over")
@@ -232,8 +257,13 @@ class StopMonitor:
     def _poll(self) -> None:
         failures, has_lost_worker = 0, False
         pause = 0.0  # the first request learns which attempt this is
-        while not self._has_ended.wait(pause):
+        while True:
+            with suppress(queue.Empty):
+                self._wakes.get(timeout=pause)
+            if self._has_ended.is_set():
+                return
             pause = POLL_SECONDS
+            had_signal = self._signals.received is not None
             if has_lost_supervisor() and not has_lost_worker:
                 has_lost_worker = True
                 if self._stopping.request is not None:  # the second request, as with signals
@@ -252,6 +282,8 @@ class StopMonitor:
                 if self._outage.is_too_long:
                     limit = self._outage.limit_seconds
                     self._stopping.ask("server lost", f"it has not answered for {limit:g} s")
+            if had_signal:  # the state was read after it, and tells whether it was a Cancel
+                self._stopping.clarified()
 
     def _check_state(self) -> None:
         if self._suspension is not None and self._suspension.is_requested():
@@ -326,18 +358,6 @@ class StopMonitor:
     def _keep_state(self, reason: str) -> BaseException:
         """An exception that leaves the flow run in its present state."""
         return Stopped(reason) if self._is_subflow else Abort(reason)
-
-    def _install_handlers(self) -> None:
-        for number in _SIGNALS:
-            previous = signal.getsignal(number)
-            if previous not in (None, signal.SIG_IGN):  # set by C code, or ignored
-                self._previous_handlers[number] = previous
-                signal.signal(number, self._on_signal)
-
-    def _restore_handlers(self) -> None:
-        for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)
-        self._previous_handlers = {}
 
 
 def _is_called_silent(state: State[Any]) -> bool:

@@ -65,6 +65,13 @@ class RetrainResult:
         }
 
 
+def describe_decision(result: RetrainResult) -> str:
+    """What a stopped run has decided, for people."""
+    if result.stop_reason is None:
+        return result.why
+    return f"nothing was decided about model {result.model}; the challenger is {result.trial}"
+
+
 def retrain_result(
     facts: RetrainingFacts, run_id: str, report: Path, stopping: StopHandler
 ) -> RetrainResult:
@@ -83,7 +90,7 @@ def retrain_result(
         trial=facts.plan.trial,
         scheduled_time=facts.plan.scheduled_at,
         data=facts.plan.data,
-        stop_reason=str(stopping.request) if outcome is None else None,
+        stop_reason=str(stopping.final_request()) if outcome is None else None,
         report_path=str(report),
         flow_run_id=run_id,
     )
@@ -129,14 +136,20 @@ def notify(
 
 
 @contextmanager
-def report_failure(facts: RetrainingFacts, retraining: RetrainingRun) -> Iterator[None]:
+def report_failure(
+    facts: RetrainingFacts, retraining: RetrainingRun, stopping: StopHandler
+) -> Iterator[None]:
     """If the block fails, publish a report that says why."""
     try:
         yield
     except Exception as error:
         if not isinstance(error, CallbackFailed):
-            how = "stopped" if isinstance(error, Stopped) else "failed"
-            facts.ended = f"{how}: {error or type(error).__name__}"
+            how = (
+                f"stopped: {stopping.final_request()}; "
+                if isinstance(error, Stopped)
+                else "failed: "
+            )
+            facts.ended = f"{how}{error or type(error).__name__}"
         if not isinstance(error, Superseded):  # the newer attempt writes the report
             publish_report(facts, retraining)
         raise

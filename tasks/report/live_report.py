@@ -119,6 +119,11 @@ class Report(Observer):
             facts.run_status.stage_started(stage, detail)
         self._observer.stage_started(stage, detail)
 
+    def stage_takes_long(self, activity: str) -> None:
+        with self._update() as facts:
+            facts.run_status.stage_takes_long(activity)
+        self._observer.stage_takes_long(activity)
+
     def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
         with self._update() as facts:
             facts.run_status.stage_ended(stage, detail, seconds)
@@ -191,6 +196,12 @@ class Report(Observer):
             facts.run_status.restarting(reason, attempt, max_restarts)
         self._observer.restarting(reason, attempt, max_restarts)
 
+    @property
+    def last_checkpoint(self) -> str:
+        """Where the newest checkpoint is, to be appended to a sentence; empty if there is none."""
+        at = self._facts.run_status.committed_at
+        return "" if at is None else f"; the last checkpoint is at batch {at}"
+
     def ended(self, status: str, tensorboard_url: str | None = None) -> None:
         """Set the final status, and where the trial's TensorBoard files are, if it has any."""
         with self._update() as facts:
@@ -215,6 +226,9 @@ class Report(Observer):
         if error is not None:
             is_stop = isinstance(error, Stopped) or not isinstance(error, Exception)
             reason = str(error) or type(error).__name__
+            request = self._stopping.final_request() if self._stopping is not None else None
+            if is_stop and request is not None:
+                reason = f"{request}; {reason}"
             self.ended(f"{'stopped' if is_stop else 'failed'}: {reason}")
         self._has_ended.set()
         self._has_changed.set()

@@ -96,7 +96,7 @@ class Scene:
         """Find the run that a script has started, by the experiment's name."""
 
         def runs() -> list[dict[str, Any]]:
-            named = {"flow_runs": {"name": {"any_": [self.config.name]}}}
+            named = {"flow_runs": {"name": {"like_": self.config.name}}}
             found: list[dict[str, Any]] = ask(self.server, "flow_runs/filter", named)
             return found
 

@@ -81,6 +81,20 @@ def clear_interrupted_builds() -> None:
             time.sleep(POLL_SECONDS)
 
 
+def op_being_built() -> str | None:
+    """What a process builds in this environment's folder, for people; None: nothing.
+
+    Any process that loads an extension holds the lock for a moment, also if nothing is compiled.
+    """
+    names = sorted({lock.parent.name for lock in _locks()})
+    if not names:
+        return None
+    return (
+        f"compiling DeepSpeed's operator {', '.join(names)} "
+        "(once in this environment, usually 1 to 4 minutes)"
+    )
+
+
 def _prefer_own_ninja() -> None:
     """Put the environment's folder of commands first on PATH, as in an activated environment.
 

@@ -10,6 +10,7 @@ receiver refuses a message that does not match its type.
 from __future__ import annotations
 
 from trial_core.messages.envelopes import (
+    Activity,
     Answer,
     BatchesTrained,
     BatchesValidated,
@@ -63,6 +64,7 @@ from trial_core.messages.requests import (
 )
 
 __all__ = [
+    "Activity",
     "Answer",
     "AnyRequest",
     "AnyResult",

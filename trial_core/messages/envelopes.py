@@ -85,13 +85,21 @@ class StopRequested(Message):
     on the last one."""
 
 
+class Activity(Message):
+    """What rank 0 is doing in a stage that takes long, for people."""
+
+    text: str
+
+
 class LogLines(Message):
     """New lines of a rank's log."""
 
     lines: list[str]
 
 
-FromRank = Answer | BatchesTrained | BatchesValidated | StepsPaused | StopRequested | LogLines
+FromRank = (
+    Answer | BatchesTrained | BatchesValidated | StepsPaused | StopRequested | LogLines | Activity
+)
 FromDriver = Envelope | PauseSteps | ResumeUntil
 
 

@@ -76,12 +76,12 @@ class PromotionRule:
         """
         if not math.isfinite(challenger):
             return Verdict(False, f"the challenger's {self.metric} is {challenger}, not finite")
-        seen = f"{self.metric} {challenger!r}"
+        seen = f"the challenger's {self.metric} {_shown(challenger, champion)}"
         if champion is None:
             return Verdict(True, f"{seen}, and there was no champion")
         if math.isnan(champion):
             return Verdict(True, f"{seen}, and the champion's is not a number")
-        values = f"{seen} against the champion's {champion!r}"
+        values = f"{seen} against the champion's {_shown(champion, challenger)}"
         decrease = Decimal(repr(champion)) - Decimal(repr(challenger))
         gain = decrease if self.smaller_is_better else -decrease
         if gain > Decimal(repr(self.margin)):
@@ -95,6 +95,13 @@ class PromotionRule:
             f"better by {_short(gain)}, which is not more than the margin of {self.margin!r}: "
             f"{values}",
         )
+
+
+def _shown(value: float, other: float | None) -> str:
+    """A metric with 6 significant digits, or all of them if the other would look the same."""
+    text = f"{value:.6g}"
+    looks_equal = other is not None and value != other and text == f"{other:.6g}"
+    return repr(value) if looks_equal else text
 
 
 def _short(number: Decimal) -> str:

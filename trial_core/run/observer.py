@@ -29,11 +29,17 @@ class Observer:
             batch_samples: samples in one batch on all ranks.
         """
 
+    def subject_changed(self, subject: str) -> None:
+        """The next stages are of one model of several: ``challenger``; empty: of the run."""
+
     def stage_started(self, stage: str, detail: str) -> None:
         """A stage has begun: ``("train-workload", "[100→200]")``."""
 
     def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
         """A stage has succeeded."""
+
+    def stage_takes_long(self, activity: str) -> None:
+        """What rank 0 is doing in a stage that takes long, and for how long it has."""
 
     def batches_trained(self, batches: int) -> None:
         """Training has reached `batches`; called a few times a second."""

@@ -45,6 +45,7 @@ class RunStatus(Observer):
         validated_at: batches trained at the last validation.
         committed_at: batches trained at the last committed checkpoint; None before any.
         has_trained: whether this run has trained a batch.
+        activity: what the present stage is doing, if it takes long; empty if not.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -58,6 +59,7 @@ class RunStatus(Observer):
         self.validated_at: int | None = None
         self.committed_at: int | None = None
         self.has_trained = False
+        self.activity = ""
         self._begins_at = 0
         self._began = clock()
         self._running: dict[tuple[str, str], Stage] = {}
@@ -83,14 +85,19 @@ class RunStatus(Observer):
         self._began = self._clock()
         self._speed_points = deque([(self._trained_seconds, begins_at)])
 
+    def stage_takes_long(self, activity: str) -> None:
+        self.activity = activity
+
     def stage_started(self, stage: str, detail: str) -> None:
         now = self._clock()
+        self.activity = ""
         self._running[stage, detail] = Stage(stage, detail, now)
         if stage == TRAINING:
             self._workload_began = now
 
     def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
         self._running.pop((stage, detail), None)
+        self.activity = ""
         is_over = bool(self.total_batches) and self.batches >= self.total_batches
         self._waiting = Stage("ending" if is_over else "waiting", "", self._clock())
         if stage == TRAINING:
@@ -118,6 +125,7 @@ class RunStatus(Observer):
 
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
         self._running.clear()
+        self.activity = ""
         self.waiting_for("starting the ranks again")
 
     # ------------------------------------------------------------------------ derived status

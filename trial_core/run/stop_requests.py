@@ -41,6 +41,10 @@ from typing import Literal
 StopReason = Literal[
     "cancelled", "suspended", "preempted", "interrupted", "time budget", "server lost"
 ]
+# How long the end of a run waits to learn who sent a signal.
+CLARIFY_SECONDS = 5.0
+
+_Event = Literal["kill", "unclear", "clear", "close"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,11 @@ class StopRequest:
         return f"{self.reason} ({self.detail})" if self.detail else self.reason
 
     @property
+    def is_signal(self) -> bool:
+        """Whether a signal asked, which does not tell who sent it."""
+        return self.reason in ("preempted", "interrupted")
+
+    @property
     def is_urgent(self) -> bool:
         """Whether the run will be killed if it does not end within its grace period."""
         return self.reason not in ("suspended", "time budget", "server lost")
@@ -66,6 +75,9 @@ class StopRequest:
 
 class StopHandler:
     """Keeps a run's first stop request and its deadline, and notifies one subscriber.
+
+    A Cancel may arrive as a signal, which stops the run at once. The Cancel itself, which is seen
+    in Prefect a moment later, then replaces the signal as the reason.
 
     A context manager; its thread ends with the block. `ask` and `kill_now` only put an item into a
     reentrant queue, so a signal handler and any thread may call them.
@@ -77,12 +89,14 @@ class StopHandler:
 
     def __init__(self, grace_seconds: float) -> None:
         self._grace_seconds = grace_seconds
-        self._queue: queue.SimpleQueue[StopRequest | Literal["kill", "close"]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[StopRequest | _Event] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._request: StopRequest | None = None
         self._deadline: float | None = None
         self._has_expired = False
         self._was_asked = threading.Event()
+        self._is_clear = threading.Event()
+        self._is_clear.set()
         self._subscriber: tuple[Callable[[], None], Callable[[], None]] | None = None
         self._thread = threading.Thread(target=self._serve, name="stop-handler", daemon=True)
 
@@ -101,7 +115,12 @@ class StopHandler:
 
     @property
     def request(self) -> StopRequest | None:
-        """The first request; later requests do not replace it."""
+        """The first request. Only a Cancel or a Suspend replaces it, if it is a signal."""
+        return self._request
+
+    def final_request(self) -> StopRequest | None:
+        """The request, once it is known who asked. For what people read at the end of a run."""
+        self._is_clear.wait(CLARIFY_SECONDS)
         return self._request
 
     @property
@@ -117,9 +136,19 @@ class StopHandler:
         deadline = self._deadline
         return None if deadline is None else max(0.0, deadline - time.monotonic())
 
-    def ask(self, reason: StopReason, detail: str = "") -> None:
-        """Ask the run to save and end. Returns at once."""
+    def ask(self, reason: StopReason, detail: str = "", is_clear: bool = True) -> None:
+        """Ask the run to save and end. Returns at once.
+
+        Args:
+            is_clear: whether it is known who asked. If not, `clarified` follows.
+        """
+        if not is_clear:
+            self._queue.put("unclear")
         self._queue.put(StopRequest(reason, detail))
+
+    def clarified(self) -> None:
+        """All requests so far have told who asked. Returns at once."""
+        self._queue.put("clear")
 
     def kill_now(self) -> None:
         """End the grace period now: the ranks are killed without saving. Returns at once."""
@@ -158,18 +187,24 @@ class StopHandler:
                 item = self._queue.get(timeout=None if self._has_expired else self.seconds_left)
             except queue.Empty:
                 item = "kill"
-            if item == "close":
-                return
             with self._lock:
                 if isinstance(item, StopRequest):
                     self._note(item)
-                else:
+                elif item == "kill":
                     self._expire()
+                elif item == "unclear":
+                    self._is_clear.clear()
+                else:
+                    self._is_clear.set()
+            if item == "close":
+                return
 
     def _note(self, request: StopRequest) -> None:
         if request.is_urgent and self._deadline is None:
             self._deadline = time.monotonic() + self._grace_seconds
         if self._request is not None:
+            if self._request.is_signal and request.reason in ("cancelled", "suspended"):
+                self._request = request
             return
         self._request = request
         self._was_asked.set()

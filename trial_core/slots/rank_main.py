@@ -22,6 +22,7 @@ import socket
 import sys
 import threading
 import traceback
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -46,6 +47,7 @@ from trial_core.messages import (
     StopRequested,
     decode_from_driver,
 )
+from trial_core.slots.announcer import Announcer
 from trial_core.slots.connection import RankConnection
 from trial_core.slots.framing import ProtocolError
 from trial_core.slots.log_pump import LogPump
@@ -61,8 +63,9 @@ logger = logging.getLogger(__name__)
 class Rank:
     """One rank: its connection, its two lanes and its controller."""
 
-    def __init__(self, connection: RankConnection) -> None:
+    def __init__(self, connection: RankConnection, rank: int) -> None:
         self._connection = connection
+        self._announcer = Announcer(self.send, is_silent=rank != 0)
         self._controller: Controller | None = None
         self._stop_barrier = StopBarrier()
         self._lanes: dict[str, queue.SimpleQueue[Envelope]] = {
@@ -136,11 +139,12 @@ class Rank:
     def _get_controller(self) -> Controller:
         if self._controller is None:
             # Late: it imports torch and deepspeed, which takes seconds; the rank must join first.
-            from trial_core.controller.controller import Controller
-            from trial_core.entrypoint import build_engine
+            with self._announcer.doing("importing PyTorch and DeepSpeed"):
+                from trial_core.controller.controller import Controller
+                from trial_core.entrypoint import build_engine
 
             self._controller = Controller(
-                build_engine,
+                partial(build_engine, doing=self._announcer.doing),
                 emit=self.send,
                 stop_barrier=self._stop_barrier,
                 on_stop_requested=lambda: self.send(StopRequested()),
@@ -222,7 +226,7 @@ def main() -> None:
         sys.exit(f"rank {rank} cannot join its driver: {error}")
     # A forked child must not keep the connection open after the rank has ended.
     os.register_at_fork(after_in_child=connection.close)
-    this_rank = Rank(connection)
+    this_rank = Rank(connection, rank)
     log = os.environ.get("TRIALFLOW_LOG")
     pump = LogPump(Path(log), rank, this_rank.send) if log else None
     this_rank.run()

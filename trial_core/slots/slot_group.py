@@ -26,6 +26,7 @@ from typing import TypeVar
 
 from trial_core.errors import LaunchError, SlotsError, Stopped
 from trial_core.messages import (
+    Activity,
     AnyRequest,
     BatchesTrained,
     BatchesValidated,
@@ -70,9 +71,10 @@ class SlotGroup:
         environment: the experiment's environment variables.
         on_batches: called with the number of trained batches, a few times a second.
         on_log: called with new lines of a rank's log, which the rank rate-limits.
+        on_activity: called with what rank 0 is doing, if that takes long.
         should_abort: asked while the ranks start whether to give up.
 
-    `on_batches` and `on_log` are called in the channel's thread and must return at once.
+    The functions `on_…` are called in the channel's thread and must return at once.
 
     Raises:
         LaunchError: a rank does not start, or does not join in time.
@@ -89,11 +91,13 @@ class SlotGroup:
         environment: Mapping[str, str] | None = None,
         on_batches: Callable[[int], None] = lambda batches: None,
         on_log: Callable[[int, str], None] = lambda rank, line: None,
+        on_activity: Callable[[str], None] = lambda text: None,
         should_abort: Callable[[], bool] = lambda: False,
     ) -> None:
         self.world_size = world_size
         self._on_batches = on_batches
         self._on_log = on_log
+        self._on_activity = on_activity
         self._lock = threading.Lock()
         self._peers: dict[int, Peer] = {}
         self._joined_or_failed = threading.Event()
@@ -333,6 +337,8 @@ class SlotGroup:
         elif isinstance(message, LogLines):
             for line in message.lines:
                 self._on_log(rank, line)
+        elif isinstance(message, Activity):
+            self._on_activity(message.text)
         elif message.error is not None:
             self._failures.note_raised(rank, message)
         elif message.result is not None:

@@ -86,7 +86,7 @@ def test_a_signal(
 
     assert run.run(call) == exit_code
     assert (run.result, run.stopped_by) == (None, name)
-    assert f"error: stopped by {name}\n" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"stopped by {name}\n"
 
 
 def test_a_signal_while_the_server_ends(run: FlowRun[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,12 +131,13 @@ def test_an_error(
     assert message in capsys.readouterr().err
 
 
-def test_a_cancelled_flow(run: FlowRun[str]) -> None:
-    """A run that is cancelled in Prefect counts as stopped."""
+def test_a_cancelled_flow(run: FlowRun[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that is cancelled in Prefect counts as stopped. It is no error."""
     from prefect.exceptions import CancelledRun
 
     def call(on_running: StateHook) -> str:
-        raise CancelledRun
+        raise CancelledRun("Stopped: cancelled (in Prefect); saved at batch 4")
 
     assert run.run(call) != 0
     assert isinstance(run.failure, Stopped)
+    assert capsys.readouterr().err == "Stopped: cancelled (in Prefect); saved at batch 4\n"

@@ -59,9 +59,12 @@ def test_retrain_twice(tmp_path: Path, server: Mapping[str, str]) -> None:
     assert second.returncode == 0, second.stderr
     headline, *facts = second.stdout.splitlines()
     assert headline == "model gpt: version 1 kept"
-    assert facts[0].startswith("  why         no better: loss ")
-    assert facts[-1].startswith("  report      ")
-    assert '"day": 3' in Path(facts[-1].split()[-1]).read_text()
+    assert facts[0].startswith("  why         no better: the challenger's loss ")
+    assert facts[1].startswith("  champion    version 1, loss ")
+    assert facts[2].startswith("  challenger  version 2, loss ")
+    assert facts[-1].startswith("  UI          http://")
+    assert facts[-2].startswith("  report      ")
+    assert '"day": 3' in Path(facts[-2].split()[-1]).read_text()
     listed = trialflow(tmp_path, "models", "list", "--json", "--storage", str(tmp_path / "storage"))
     (model,) = json.loads(listed.stdout)
     assert (model["model"], model["champion"], model["versions"]) == ("gpt", 1, 2)

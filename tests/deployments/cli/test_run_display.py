@@ -63,6 +63,36 @@ def rendered(display: LiveDisplay, width: int = 100) -> list[str]:
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
+def test_lines_about_one_of_two_models() -> None:
+    """`retrain` shows the stages of champion and challenger: each line says whose it is."""
+    for display, out, _ in (plain(), live()):
+        display.subject_changed("challenger")
+        display.stage_started("validate", "@10")
+        if isinstance(display, LiveDisplay):
+            assert "challenger: validate @10" in rendered(display)[0]
+        display.stage_ended("validate", "@10", 2.0)
+        display.metrics_reported("validation", 10, {"loss": 48.676})
+        display.subject_changed("")
+        display.say("compared")
+        said = out.getvalue().splitlines()
+        assert said[0].startswith("challenger: validate @10: ")
+        assert said[-1] == "compared"
+
+
+def test_a_stage_that_takes_long() -> None:
+    """Both displays say what it does, until it ends."""
+    compiling = "compiling DeepSpeed's operator cpu_adam, for 15 s"
+    for display, out, _ in (plain(), live()):
+        display.stage_started("build-trial", "")
+        display.stage_takes_long(compiling)
+        if isinstance(display, LiveDisplay):
+            assert compiling in rendered(display)[1]
+            display.stage_ended("build-trial", "", 60.0)
+            assert compiling not in "".join(rendered(display))
+        else:
+            assert out.getvalue() == f"build-trial: {compiling}\n"
+
+
 def test_plain_lines_for_every_stage() -> None:
     """Every stage that ended is a line, with its duration and its metrics."""
     display, out, clock = plain()

@@ -26,7 +26,7 @@ from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines as seen
 from trial_core.errors import ConfigError
 from trialflow.deployments.cli.train import _summary, train
-from trialflow.flows.lifecycle.stop_monitor import SAME_REQUEST_SECONDS
+from trialflow.flows.lifecycle.stop_signals import SAME_REQUEST_SECONDS
 from trialflow.flows.train import TrialResult
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]

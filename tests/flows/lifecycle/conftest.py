@@ -13,12 +13,14 @@ from prefect import runtime
 from prefect.client.orchestration import get_client
 from prefect.exceptions import Abort, CancelledRun, Pause, TerminationSignal
 from prefect.flow_engine import run_flow
+from prefect.logging.loggers import flow_run_logger
 
 import trialflow.flows.lifecycle.stop_monitor
 import trialflow.flows.train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import toy_config
 from trial_core.run.stop_requests import StopHandler
+from trialflow.flows.server.embedded_server import flush
 from trialflow.flows.train import TrialResult
 
 TIMEOUT_SECONDS = 30.0
@@ -54,7 +56,9 @@ class Stage:
         """The stand-in for `trialflow.flows.train.train_trial`."""
         self.training = UUID(str(runtime.flow_run.id))
         self.act(self.training, stopping)
-        return TrialResult(trial, batches_trained=10, stopped_early=True)
+        return TrialResult(
+            trial, batches_trained=10, stopped_early=True, checkpoint_uuid="4f0c21aa"
+        )
 
     def create_run(self, what: Any) -> UUID:
         """A deployment's flow run, pending on a worker."""
@@ -73,7 +77,15 @@ class Stage:
         """As a worker's process does."""
         with get_client(sync_client=True) as client:
             flow_run = client.read_flow_run(run)
-        return run_flow(what, flow_run=flow_run)
+        return run_flow(what, flow_run=flow_run, error_logger=flow_run_logger(flow_run))
+
+    def log(self, run: UUID) -> list[tuple[int, str]]:
+        """The flow run's log on the server: level and text of each line."""
+        flush()
+        wanted = {"logs": {"flow_run_id": {"any_": [str(run)]}}, "sort": "TIMESTAMP_ASC"}
+        return [
+            (line["level"], line["message"]) for line in self.server.query("logs/filter", wanted)
+        ]
 
     def set_stopping(self, **settings: Any) -> None:
         """Change the experiment's section `stopping`."""

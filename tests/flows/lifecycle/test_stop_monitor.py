@@ -5,6 +5,7 @@ On a real server, with a stand-in for training that waits for the stop request.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -22,7 +23,7 @@ import trialflow.flows.lifecycle.flow_run_reader
 import trialflow.flows.lifecycle.stop_monitor
 import trialflow.flows.train
 from tests.flows.lifecycle.conftest import TIMEOUT_SECONDS, Stage, set_state, state_of
-from trial_core.errors import StorageError
+from trial_core.errors import Stopped, StorageError
 from trial_core.run.stop_requests import StopHandler
 from trialflow.flows.train import TrialResult
 
@@ -104,6 +105,82 @@ def test_the_final_state(
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
 
 
+def cancelled_through_a_worker(flow_run: UUID, stopping: StopHandler) -> None:
+    """The worker sees the Cancel, and sends SIGTERM."""
+    set_state(flow_run, Cancelling())
+    preempted(flow_run, stopping)
+
+
+def stopped_too_early(flow_run: UUID, stopping: StopHandler) -> None:
+    cancelled_through_a_worker(flow_run, stopping)
+    raise Stopped("nothing to save: training had not begun")
+
+
+@pytest.mark.parametrize(
+    ("act", "line"),
+    [
+        (
+            cancelled_through_a_worker,
+            "stopped: cancelled (in Prefect); saved at batch 10, checkpoint 4f0c21aa",
+        ),
+        (
+            stopped_too_early,
+            "stopped: cancelled (in Prefect); nothing to save: training had not begun",
+        ),
+        pytest.param(
+            preempted,
+            "stopped: preempted (SIGTERM); saved at batch 10, checkpoint 4f0c21aa",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            suspended,
+            "stopped: suspended (in Prefect); saved at batch 10, checkpoint 4f0c21aa",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_the_log_of_a_stopped_run(
+    stage: Stage, act: Callable[[UUID, StopHandler], None], line: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """It ends with who asked and what was saved, then with Prefect's final state. No error."""
+    if act is not suspended:  # the signal makes the monitor look, not its period
+        monkeypatch.setattr(trialflow.flows.lifecycle.stop_monitor, "POLL_SECONDS", 600.0)
+    stage.act = act
+    run, _ = stage.train()
+    log = stage.log(run)
+    assert [text for level, text in log if level > logging.INFO] == []
+    assert log[-2][1] == line
+    assert log[-1][1].startswith(f"Finished in state {state_of(run)}(")
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [
+        (signal.SIGINT, KeyboardInterrupt),
+        pytest.param(signal.SIGTERM, TerminationSignal, marks=pytest.mark.long),
+    ],
+)
+def test_a_signal_to_a_run_without_a_queue(
+    stage: Stage, number: signal.Signals, error: type[BaseException]
+) -> None:
+    """It is Cancelled, not Crashed, and its caller gets the usual exception."""
+
+    def stopped(flow_run: UUID, stopping: StopHandler) -> None:
+        os.kill(os.getpid(), number)
+        assert stopping.wait(TIMEOUT_SECONDS)
+
+    stage.act = stopped
+    with pytest.raises(error):
+        trialflow.flows.train.train(stage.config)
+    assert stage.training is not None
+    log = stage.log(stage.training)
+    assert state_of(stage.training) == "Cancelled"
+    assert [text for level, text in log if level > logging.INFO] == []
+    assert log[-2][1].startswith("stopped: interrupted (")
+    assert log[-1][1].startswith("Finished in state Cancelled('Stopped: interrupted (")
+
+
 @flow(name="pipeline")
 def pipeline(config: dict[str, Any]) -> None:
     """Trains, then runs another task."""
@@ -163,7 +240,7 @@ def test_a_deleted_run_stops(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> N
     stage.act = deleted
     run, result = stage.train()
     assert isinstance(result, Abort)
-    assert str(result) == "cancelled (its flow run was deleted)"
+    assert str(result).startswith("cancelled (its flow run was deleted); saved at batch 10")
     with pytest.raises(ObjectNotFound):
         state_of(run)
 

@@ -103,7 +103,7 @@ ROWS = {
     "served-cancelled": Row(served_flow, cancelled, "Cancelled"),
     "orphaned-cancelled": Row(orphan, cancelled, "Cancelled"),
     "called-cancelled": Row(called_flow, cancelled, "Cancelled"),
-    "called-terminated": Row(called_flow, terminated, "Crashed"),
+    "called-terminated": Row(called_flow, terminated, "Cancelled"),
     "stuck_batch-cancelled": Row(stuck_batch, cancelled, "Cancelled", saves=False),
     "stuck_upload-cancelled": Row(stuck_upload, cancelled, "Cancelled", saves=False),
     "worker-marked_crashed": Row(worker, marked_crashed, "Crashed"),

@@ -34,7 +34,7 @@ def test_events(harness: RetrainHarness) -> None:
     assert payload["promoted"]
     assert (payload["champion"], payload["challenger"]) == (None, 1)
     assert (payload["data"], payload["checkpoint_uuid"]) == ({"day": 1}, first.checkpoint_uuid)
-    why = "worse by 0.1: loss 0.8 against the champion's 0.7"
+    why = "worse by 0.1: the challenger's loss 0.8 against the champion's 0.7"
     assert events["trialflow.model.kept"]["why"] == why
 
 

@@ -79,7 +79,7 @@ def test_a_killed_run_continues(
 
     result = harness.execute(run)
     assert (result.promoted, result.champion, result.challenger) == (True, 1, 2)
-    assert result.why == "better by 0.2: loss 0.5 against the champion's 0.7"
+    assert result.why == "better by 0.2: the challenger's loss 0.5 against the champion's 0.7"
     assert [(move.champion, move.previous) for move in harness.moves()] == [(1, None), (2, 1)]
     assert len(harness.registry.versions(harness.model)) == 2
     trials = [manifest.trial for manifest in harness.store.list()]

@@ -12,6 +12,7 @@ import trialflow.tasks.report.live_report
 from tests.support.prefect import free_port, isolated
 from tests.support.slots import toy_config
 from trial_core.run.observer import Observer
+from trial_core.run.stop_requests import StopHandler
 from trialflow.flows.server.prefect_settings import environment
 from trialflow.tasks.report import Report
 from trialflow.tasks.report.artifact import ReportArtifact
@@ -26,9 +27,10 @@ def new_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], 
         trialflow.tasks.report.live_report, "get_run_logger", lambda: logging.getLogger(LOGGER)
     )
 
-    def new(run_dir: Path = tmp_path / "run") -> Report:
+    def new(run_dir: Path = tmp_path / "run", stopping: StopHandler | None = None) -> Report:
         run_dir.mkdir(exist_ok=True)
-        return Report(toy_config(tmp_path), "toy-0000beef", run_dir, Observer())
+        config = toy_config(tmp_path)
+        return Report(config, "toy-0000beef", run_dir, Observer(), stopping=stopping)
 
     return new
 

@@ -13,6 +13,7 @@ from tests.support.waiting import until
 from tests.tasks.report.reports import LOGGER
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import RankFailed, Stopped
+from trial_core.run.stop_requests import StopHandler
 from trialflow.tasks.report import Report
 from trialflow.tasks.report.live_report import HISTORY
 
@@ -187,11 +188,14 @@ def test_a_storage_that_fails_at_the_end(
 
 @no_artifact
 def test_a_stopped_run_has_not_failed(new_report: NewReport) -> None:
-    """The report names the stop request."""
-    report = new_report()
-    with pytest.raises(Stopped), report:
-        raise Stopped("cancelled (in Prefect), before there was anything to save")
-    assert "**stopped: cancelled (in Prefect), before" in text(report)
+    """The report says who has asked for the stop, and what was saved."""
+    with StopHandler(60) as stopping:
+        stopping.ask("cancelled", "in Prefect")
+        assert stopping.wait(60)
+        report = new_report(stopping=stopping)
+        with pytest.raises(Stopped), report:
+            raise Stopped("nothing to save")
+    assert "**stopped: cancelled (in Prefect); nothing to save**" in text(report)
 
 
 @no_artifact
@@ -219,3 +223,16 @@ def test_tensorboard_files_are_reported_after_the_first_commit(
         report.checkpoint_committed("uuid-20", 20, 1024)
         line = f"TensorBoard: `{store.url}/runs/toy-0000beef/tensorboard`"
         until(lambda: report.path.exists() and line in text(report), line, 20)
+
+
+@no_artifact
+def test_a_stage_that_takes_long_is_explained(new_report: NewReport) -> None:
+    """A build of minutes does not look like a hang."""
+    report = new_report()
+    report.stage_started("build-trial", "")
+    report.stage_takes_long("compiling DeepSpeed's operator cpu_adam, for 15 s")
+    report.write()
+    assert "build-trial: compiling DeepSpeed's operator cpu_adam, for 15 s …" in text(report)
+    report.stage_ended("build-trial", "", 60.0)
+    report.write()
+    assert "compiling" not in text(report)

@@ -116,6 +116,16 @@ def test_a_builder_elsewhere_is_waited_for(
     assert not lock.exists()
 
 
+def test_a_build_is_named(lock: Path) -> None:
+    """While its lock exists, the operator that is compiled, and how long that usually takes."""
+    assert op_builds.op_being_built() is None
+    lock.touch()
+    assert op_builds.op_being_built() == (
+        "compiling DeepSpeed's operator deepspeed_shm_comm "
+        "(once in this environment, usually 1 to 4 minutes)"
+    )
+
+
 def test_without_a_lock_no_process_is_examined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from tests.support.manifests import entry
 from tests.support.strategies import changed, fuzz, spoilt
 from trial_core.checkpoint.manifest import Topology
 from trial_core.messages import (
+    Activity,
     Answer,
     BatchesTrained,
     Done,
@@ -49,6 +50,7 @@ MESSAGES = [
     ),
     BatchesTrained(batches=7),
     LogLines(lines=["one", "two"]),
+    Activity(text="compiling, for 15 s"),
     StepsPaused(workload=1, steps=2),
     ResumeUntil(workload=1, steps=2),
     Envelope(

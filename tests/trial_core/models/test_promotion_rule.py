@@ -20,30 +20,54 @@ finite = st.floats(allow_nan=False, allow_infinity=False)
 @pytest.mark.parametrize(
     ("champion", "challenger", "margin", "is_better", "why"),
     [
-        (None, 0.5, 0.0, True, "loss 0.5, and there was no champion"),
-        (0.7, 0.5, 0.1, True, "better by 0.2: loss 0.5 against the champion's 0.7"),
+        (None, 0.5, 0.0, True, "the challenger's loss 0.5, and there was no champion"),
+        (
+            0.7, 0.5, 0.1, True,
+            "better by 0.2: the challenger's loss 0.5 against the champion's 0.7",
+        ),
         (
             0.7, 0.65, 0.1, False,
             "better by 0.05, which is not more than the margin of 0.1: "
-            "loss 0.65 against the champion's 0.7",
+            "the challenger's loss 0.65 against the champion's 0.7",
         ),
         # In binary, 0.4 - 0.3 is more than 0.1.
         (
             0.4, 0.3, 0.1, False,
             "better by 0.1, which is not more than the margin of 0.1: "
-            "loss 0.3 against the champion's 0.4",
+            "the challenger's loss 0.3 against the champion's 0.4",
         ),
-        (0.4, 0.29999, 0.1, True, "better by 0.10001: loss 0.29999 against the champion's 0.4"),
-        (0.0, -0.0, 0.0, False, "no better: loss -0.0 against the champion's 0.0"),
-        (0.5, 0.7, 1.0, False, "worse by 0.2: loss 0.7 against the champion's 0.5"),
+        (
+            0.4, 0.29999, 0.1, True,
+            "better by 0.10001: the challenger's loss 0.29999 against the champion's 0.4",
+        ),
+        (0.0, -0.0, 0.0, False, "no better: the challenger's loss -0 against the champion's 0"),
+        (
+            0.5, 0.7, 1.0, False,
+            "worse by 0.2: the challenger's loss 0.7 against the champion's 0.5",
+        ),
         (0.5, NAN, 0.0, False, "the challenger's loss is nan, not finite"),
         (0.5, -INF, 0.0, False, "the challenger's loss is -inf, not finite"),
         (None, -INF, 0.0, False, "the challenger's loss is -inf, not finite"),
         (NAN, NAN, 0.0, False, "the challenger's loss is nan, not finite"),
-        (NAN, 0.5, 9.0, True, "loss 0.5, and the champion's is not a number"),
-        (INF, 0.5, 9.0, True, "better by inf: loss 0.5 against the champion's inf"),
-        (-INF, 0.5, 0.0, False, "worse by inf: loss 0.5 against the champion's -inf"),
-        (1, 0, 0.5, True, "better by 1: loss 0 against the champion's 1"),
+        (NAN, 0.5, 9.0, True, "the challenger's loss 0.5, and the champion's is not a number"),
+        (
+            INF, 0.5, 9.0, True,
+            "better by inf: the challenger's loss 0.5 against the champion's inf",
+        ),
+        (
+            -INF, 0.5, 0.0, False,
+            "worse by inf: the challenger's loss 0.5 against the champion's -inf",
+        ),
+        (
+            0.11505917956431706, 0.115, 0.0, True,
+            "better by 0.0000591796: the challenger's loss 0.115 against the champion's 0.115059",
+        ),
+        (
+            0.11505917956431706, 0.115059179, 0.0, True,
+            "better by 5.64317e-10: the challenger's loss 0.115059179 against the champion's "
+            "0.11505917956431706",
+        ),
+        (1, 0, 0.5, True, "better by 1: the challenger's loss 0 against the champion's 1"),
     ],
 )  # fmt: skip
 def test_smaller_is_better(
@@ -58,10 +82,13 @@ def test_larger_is_better() -> None:
     """The direction is reversed."""
     rule = PromotionRule("accuracy", smaller_is_better=False, margin=0.01)
     assert rule.compare(0.9, 0.92).why == (
-        "better by 0.02: accuracy 0.92 against the champion's 0.9"
+        "better by 0.02: the challenger's accuracy 0.92 against the champion's 0.9"
     )
     assert not rule.compare(0.9, 0.91).is_better
-    assert rule.compare(0.9, 0.88).why == "worse by 0.02: accuracy 0.88 against the champion's 0.9"
+    assert (
+        rule.compare(0.9, 0.88).why
+        == "worse by 0.02: the challenger's accuracy 0.88 against the champion's 0.9"
+    )
 
 
 @given(finite, finite, st.floats(0, 1e6))

@@ -109,3 +109,31 @@ def test_a_subscriber_is_not_notified_after_its_block(
     stopping.ask("cancelled")
     assert stopping.wait(WAIT_SECONDS)
     assert subscriber.is_empty
+
+
+def test_a_person_replaces_a_signal(started: Callable[[float], StopHandler]) -> None:
+    """A Cancel may arrive as SIGTERM: the run stops at once, and then names the Cancel.
+
+    The end of the run waits until it is known who asked.
+    """
+    stopping, subscriber = started(60), Subscriber()
+    with stopping.subscribed(subscriber.stop, subscriber.expired):
+        stopping.ask("preempted", "SIGTERM", is_clear=False)
+        assert subscriber.next() == "stop"
+        assert str(stopping.request) == "preempted (SIGTERM)"
+        stopping.ask("server lost")
+        stopping.ask("cancelled", "in Prefect")
+        stopping.clarified()
+        assert str(stopping.final_request()) == "cancelled (in Prefect)"
+        assert subscriber.is_empty
+
+
+def test_a_signal_that_nobody_explains(
+    started: Callable[[float], StopHandler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server may not answer: the end of the run waits for a limited time."""
+    monkeypatch.setattr("trial_core.run.stop_requests.CLARIFY_SECONDS", 0.01)
+    stopping = started(60)
+    stopping.ask("preempted", "SIGTERM", is_clear=False)
+    assert stopping.wait(WAIT_SECONDS)
+    assert str(stopping.final_request()) == "preempted (SIGTERM)"

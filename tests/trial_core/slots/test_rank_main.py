@@ -56,5 +56,5 @@ def test_a_rank_without_a_driver_ends(error: Exception, why: str) -> None:
     connection = mock.Mock()
     connection.receive.side_effect = error
     with mock.patch.object(rank_main, "end_rank") as end_rank:
-        Rank(connection)._receive()
+        Rank(connection, 0)._receive()
     end_rank.assert_called_once_with(why)

@@ -1,0 +1,77 @@
+"""SIGINT and SIGTERM to a flow: the first asks the run to stop, the second kills its ranks."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from prefect.exceptions import Abort
+
+from trial_core.run.observer import current_observer
+from trial_core.run.stop_requests import StopHandler, StopReason
+
+# One Ctrl-C may arrive twice: from the terminal, and from a parent that forwards it.
+SAME_REQUEST_SECONDS = 1.0
+_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+
+
+class Interrupted(Abort, KeyboardInterrupt):
+    """Ctrl-C ended the run, and its final state is set.
+
+    Prefect shows a KeyboardInterrupt as a crash, and leaves an Abort alone.
+    """
+
+
+class StopSignals:
+    """Takes the signals while a run can save. A third signal is Prefect's.
+
+    Args:
+        has_queue: whether the run goes back into a queue after a signal.
+        wake: called in the signal handler; must be reentrant.
+
+    Attributes:
+        received: the first signal; None before any.
+    """
+
+    def __init__(self, stopping: StopHandler, has_queue: bool, wake: Callable[[], None]) -> None:
+        self.received: signal.Signals | None = None
+        self._stopping = stopping
+        self._has_queue = has_queue
+        self._wake = wake
+        self._received_at = 0.0
+        self._previous_handlers: dict[int, Any] = {}
+
+    def install(self) -> None:
+        """Handle the signals from now on. Only in the main thread; elsewhere it does nothing."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in _NAMES:
+            previous = signal.getsignal(number)
+            if previous not in (None, signal.SIG_IGN):  # set by C code, or ignored
+                self._previous_handlers[number] = previous
+                signal.signal(number, self._on_signal)
+
+    def restore(self) -> None:
+        """Let the previous handlers have the signals again."""
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+        self._previous_handlers = {}
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.received is None:
+            self.received, self._received_at = signal.Signals(number), now
+            name = _NAMES[self.received]
+            # At once: whether a Cancel has sent it is asked afterwards, and may take a while.
+            reason: StopReason = "preempted" if self._has_queue else "interrupted"
+            self._stopping.ask(reason, name, is_clear=False)
+            self._wake()
+            current_observer().stopping(name)
+        elif now - self._received_at >= SAME_REQUEST_SECONDS:
+            self._stopping.kill_now()
+            # If the run still does not end, its ranks are not the cause: a third is Prefect's.
+            self.restore()
