@@ -40,8 +40,13 @@ def unique_slug(name: str) -> str:
 
 
 def number(value: Any) -> str:
-    """A metric's value with 4 significant digits."""
-    return f"{value:.4g}" if isinstance(value, float) else clean(str(value))
+    """A metric's value with 4 significant digits: ``0.03142``, ``48676``, ``2.5e-07``.
+
+    A whole part has all its digits, up to a billion.
+    """
+    if not isinstance(value, float):
+        return clean(str(value))
+    return f"{value:.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def is_number(value: Any) -> TypeGuard[float]:

@@ -1,0 +1,22 @@
+"""The templates' filters for numbers, times and text, in Markdown and in HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trial_core import text_format
+
+
+def _metric(value: Any) -> str:
+    return "" if value is None else text_format.one_line(text_format.number(value))
+
+
+FILTERS: Mapping[str, Callable[..., str]] = {
+    "clean": lambda value: text_format.one_line(str(value)),
+    "duration": lambda seconds: "" if seconds is None else text_format.duration(seconds),
+    "metric": _metric,
+    "percent": "{:.0%}".format,
+    "size": text_format.size,
+    "speed": text_format.speed,
+}
