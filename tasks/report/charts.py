@@ -26,21 +26,22 @@ def charts(figure: CurveFigure) -> list[str]:
     """The lines of a figure's charts: none if there are fewer than two points."""
     common = set.intersection(*({batches for batches, _ in line.points} for line in figure.lines))
     if len(figure.lines) == 1 or len(common) < 2:
-        return [text for line in figure.lines for text in _chart(figure, [line])]
+        return [text for line in figure.lines for text in _chart(CurveFigure([line]))]
     together = [
-        MeasuredLine(line.name, [point for point in line.points if point[0] in common])
+        MeasuredLine(line.metric, line.name, [point for point in line.points if point[0] in common])
         for line in figure.lines
     ]
     # Points that have none of the other line beside them are not hidden.
     alone = [line for line in figure.lines if len(line.points) >= 2 * len(common)]
     return [
-        *_chart(figure, together),
-        *(text for line in alone for text in _chart(figure, [line])),
+        *_chart(CurveFigure(together)),
+        *(text for line in alone for text in _chart(CurveFigure([line]))),
     ]
 
 
-def _chart(figure: CurveFigure, lines: Sequence[MeasuredLine]) -> list[str]:
+def _chart(figure: CurveFigure) -> list[str]:
     """A chart of lines with the same batches."""
+    lines = figure.lines
     measured = len(lines[0].points)
     if measured < 2:
         return []
@@ -48,7 +49,7 @@ def _chart(figure: CurveFigure, lines: Sequence[MeasuredLine]) -> list[str]:
     batches = ", ".join(str(lines[0].points[place][0]) for place in places)
     palette = ", ".join(COLOURS[line.name][1] for line in lines)
     last = ", ".join(f"{_named(line)}{text_format.number(line.points[-1][1])}" for line in lines)
-    title = text_format.one_line(figure.title).replace('"', "'")
+    title = figure.title.replace('"', "'")
     note = [f"{len(places)} of {measured} points; all are in the HTML report", ""]
     return [
         "```mermaid",

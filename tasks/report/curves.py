@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from trial_core import text_format
 from trialflow.tasks.report.history import Curve, ReportHistory
 
 TRAINING_PREFIXES = ("training_", "train_")
@@ -21,10 +22,12 @@ class MeasuredLine:
     """A line of a figure.
 
     Attributes:
+        metric: what was measured.
         name: ``training``, ``validation``, or empty if the figure has one line that needs no name.
         points: (batches, value), at least one, in the order of batches; finite.
     """
 
+    metric: str
     name: str
     points: Sequence[tuple[int, float]]
 
@@ -33,8 +36,12 @@ class MeasuredLine:
 class CurveFigure:
     """One or two lines over batches."""
 
-    title: str
     lines: Sequence[MeasuredLine]
+
+    @property
+    def title(self) -> str:
+        """What was measured, in text that others may have chosen."""
+        return text_format.one_line(", ".join(dict.fromkeys(line.metric for line in self.lines)))
 
     @property
     def is_log(self) -> bool:
@@ -48,24 +55,25 @@ def figures(history: ReportHistory, searcher_metric: str) -> list[CurveFigure]:
     training = _curves(history, "training")
     validation = _curves(history, "validation")
     partner = _partners(training, validation)
-    # The names of a metric, and its lines.
-    metrics: list[tuple[list[str], list[MeasuredLine]]] = []
+    metrics: list[list[MeasuredLine]] = []
     for name, points in training.items():
-        metrics.append(([name], [MeasuredLine("training", points)]))
+        metrics.append([MeasuredLine(name, "training", points)])
         if (other := partner.get(name)) is not None:
-            names, lines = metrics[-1]
-            names.append(other)
-            lines.append(MeasuredLine("validation", validation[other]))
+            metrics[-1].append(MeasuredLine(other, "validation", validation[other]))
     for name in validation.keys() - set(partner.values()):
-        metrics.append(([name], [MeasuredLine("validation", validation[name])]))
-    metrics.sort(key=lambda it: ("loss" not in it[0], searcher_metric not in it[0], it[0]))
+        metrics.append([MeasuredLine(name, "validation", validation[name])])
+
+    def rank(lines: Sequence[MeasuredLine]) -> tuple[bool, bool, list[str]]:
+        names = [line.metric for line in lines]
+        return "loss" not in names, searcher_metric not in names, names
+
     own = [
         *(("throughput (samples/s)", points) for points in _curves(history, "speed").values()),
         *_curves(history, "learning_rate").items(),
     ]
     return [
-        *(CurveFigure(", ".join(dict.fromkeys(names)), lines) for names, lines in metrics),
-        *(CurveFigure(title, [MeasuredLine("", points)]) for title, points in own),
+        *map(CurveFigure, sorted(metrics, key=rank)),
+        *(CurveFigure([MeasuredLine(title, "", points)]) for title, points in own),
     ]
 
 

@@ -30,7 +30,7 @@ def render_html(facts: TrialFacts) -> str:
     drawn = figures(facts.history, facts.searcher_metric)
     return _TEMPLATE.render(
         facts.template_values(),
-        titles=[text_format.one_line(figure.title) for figure in drawn],
+        titles=[figure.title for figure in drawn],
         figures=[plotly_figure(figure) for figure in drawn],
         plotly_js=get_plotlyjs(),
         nonce=secrets.token_urlsafe(),
@@ -47,7 +47,7 @@ def plotly_figure(figure: CurveFigure) -> dict[str, Any]:
         ],
         "layout": {
             "xaxis": {
-                "title": {"text": "batch"}, "tickformat": "d",
+                "title": {"text": "batch"}, "tickformat": "d", "rangemode": "tozero",
                 # Else ticks between two batches.
                 **({"dtick": 1} if max(batches) - min(batches) < 8 else {}),
             },

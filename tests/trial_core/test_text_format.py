@@ -42,6 +42,7 @@ def test_a_key_has_letters_digits_and_dashes(name: str) -> None:
 def test_numbers_have_the_digits_that_mean_something() -> None:
     """Four significant ones, and never fewer than the whole part has."""
     shown = {0.0: "0", 0.25: "0.25", 0.0314159: "0.03142", 48.676: "48.68", 999.96: "1000",
+             3.7: "3.7", 3.69996: "3.700", 0.99996: "1.000",
              2.5e-07: "2.5e-07", 12345.678: "12346", -48676.2: "-48676",
              3.2e9: "3.2e+09"}  # fmt: skip
     assert {value: number(value) for value in shown} == shown

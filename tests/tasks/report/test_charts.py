@@ -14,7 +14,7 @@ Points = Sequence[tuple[int, float]]
 
 def drawn(title: str, **lines: Points) -> list[tuple[str, list[int], list[list[float]]]]:
     """Title, batches and lines of each chart."""
-    figure = CurveFigure(title, [MeasuredLine(name, points) for name, points in lines.items()])
+    figure = CurveFigure([MeasuredLine(title, name, points) for name, points in lines.items()])
     text = "\n".join(charts(figure))
     found = []
     for chart in re.findall(r"^```mermaid\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
@@ -64,7 +64,7 @@ def test_a_long_curve_is_thinned_to_measured_points() -> None:
     assert (places[0], places[-1]) == (1, 1000)
     assert 20 <= len(places) <= 40
     assert values == [1000.0 + batches for batches in places]
-    figure = CurveFigure("loss", [MeasuredLine("training", curve)])
+    figure = CurveFigure([MeasuredLine("loss", "training", curve)])
     assert f"{len(places)} of 1000 points" in "\n".join(charts(figure))
 
 
@@ -73,7 +73,7 @@ def test_values_over_more_than_two_decades_are_drawn_as_logarithms() -> None:
     curve = [(1, 1000.0), (2, 10.0), (3, 0.1)]
     ((title, _, (values,)),) = drawn("loss", training=curve)
     assert (title, values) == ("loss: training (blue) 0.1", [3, 1, -1])
-    text = "\n".join(charts(CurveFigure("loss", [MeasuredLine("training", curve)])))
+    text = "\n".join(charts(CurveFigure([MeasuredLine("loss", "training", curve)])))
     assert 'y-axis "log10"' in text
 
 
@@ -81,5 +81,5 @@ def test_values_have_no_exponent() -> None:
     """Mermaid's grammar has none."""
     ((_, _, (values,)),) = drawn("loss", training=[(1, 2.5e-07), (2, 2e-07)])
     assert values == [2.5e-07, 2e-07]
-    text = "\n".join(charts(CurveFigure("loss", [MeasuredLine("", [(1, 2.5e-07), (2, 2e-07)])])))
+    text = "\n".join(charts(CurveFigure([MeasuredLine("loss", "", [(1, 2.5e-07), (2, 2e-07)])])))
     assert "line [0.00000025, 0.0000002]" in text

@@ -74,8 +74,8 @@ def test_a_logarithmic_axis() -> None:
     """Where positive values span more than two decades, over both lines; never at zero."""
 
     def is_log(*lines: list[float]) -> bool:
-        named = [MeasuredLine("", list(enumerate(values))) for values in lines]
-        return CurveFigure("loss", named).is_log
+        named = [MeasuredLine("loss", "", list(enumerate(values))) for values in lines]
+        return CurveFigure(named).is_log
 
     assert is_log([500.0, 50.0], [4.0])
     assert not is_log([400.0, 50.0], [4.0])

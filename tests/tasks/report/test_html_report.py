@@ -142,6 +142,13 @@ def test_a_browser_draws_the_page(facts: TrialFacts, tmp_path: Path) -> None:
         count = "return document.querySelectorAll('{}').length"
         browser.wait_for(lambda: bool(run(count.format(".scatter")) == 4), "four lines")
         assert run(count.format(".scatter .point")) == 11
+        buttons = run(
+            "return [...document.querySelectorAll('.modebar-btn')].map(b => b.dataset.title)"
+        )
+        # None of them sends the data to a service of Plotly's.
+        assert set(buttons) == {
+            "Zoom", "Zoom in", "Zoom out", "Reset axes", "Download plot as a PNG"
+        }  # fmt: skip
         assert run("return performance.getEntriesByType('resource').length") == 0
         assert run("return window.injected") is None
         assert browser._driver.get_log("browser") == []
