@@ -6,6 +6,7 @@ its axis for each batch that it draws, and only batches at which each of its lin
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
@@ -47,16 +48,12 @@ def _chart(figure: CurveFigure) -> list[str]:
         return []
     places = _thinned(lines[0].points)
     batches = ", ".join(str(lines[0].points[place][0]) for place in places)
-    palette = ", ".join(COLOURS[line.name][1] for line in lines)
     last = ", ".join(f"{_named(line)}{text_format.number(line.points[-1][1])}" for line in lines)
     title = figure.title.replace('"', "'")
     note = [f"{len(places)} of {measured} points; all are in the HTML report", ""]
     return [
         "```mermaid",
-        # Mermaid's default colour is nearly white on a white page.
-        f'%%{{init: {{"xyChart": {{"width": {WIDTH}, "height": 320, "xAxis": '
-        f'{{"labelFontSize": {FONT_SIZE}}}}}, "themeVariables": '
-        f'{{"xyChart": {{"plotColorPalette": "{palette}"}}}}}}}}%%',
+        f"%%{{init: {_settings(lines)}}}%%",
         "xychart-beta",
         f'  title "{title}: {last}"',
         f'  x-axis "batch" [{batches}]',
@@ -66,6 +63,18 @@ def _chart(figure: CurveFigure) -> list[str]:
         "",
         *(note if len(places) < measured else []),
     ]
+
+
+def _settings(lines: Sequence[MeasuredLine]) -> str:
+    label = {"labelFontSize": FONT_SIZE}
+    # Mermaid's default colour is nearly white on a white page.
+    palette = ", ".join(COLOURS[line.name][1] for line in lines)
+    return json.dumps(
+        {
+            "xyChart": {"width": WIDTH, "height": 320, "xAxis": label, "yAxis": label},
+            "themeVariables": {"xyChart": {"plotColorPalette": palette}},
+        }
+    )
 
 
 def _named(line: MeasuredLine) -> str:

@@ -23,6 +23,8 @@ from trialflow.tasks.report.trial_report import TrialFacts
 COLOURS: Mapping[str, str] = {"training": "#3b82f6", "validation": "#d97706", "": "#3b82f6"}
 # Last values closer than this share of the axis would overlap at the same height.
 CLOSE = 0.1
+# More points than this get smaller dots, which else hide the line.
+MANY_POINTS = 100
 
 
 def render_html(facts: TrialFacts) -> str:
@@ -40,7 +42,7 @@ def render_html(facts: TrialFacts) -> str:
 def plotly_figure(figure: CurveFigure) -> dict[str, Any]:
     """A figure as Plotly reads it: a point per measurement, and the last value at its place."""
     heights = _heights_of_last_values(figure)
-    batches = [batches for line in figure.lines for batches, _ in line.points]
+    last_batch = max(line.points[-1][0] for line in figure.lines)
     return {
         "data": [
             _line(line, height) for line, height in zip(figure.lines, heights, strict=True)
@@ -48,12 +50,14 @@ def plotly_figure(figure: CurveFigure) -> dict[str, Any]:
         "layout": {
             "xaxis": {
                 "title": {"text": "batch"}, "tickformat": "d", "rangemode": "tozero",
-                # Else ticks between two batches.
-                **({"dtick": 1} if max(batches) - min(batches) < 8 else {}),
+                "unifiedhovertitle": {"text": "batch %{x:d}"},
+                # Else there are ticks between two batches.
+                **({"dtick": 1} if last_batch < 8 else {}),
             },
             "yaxis": {
                 "type": "log" if figure.is_log else "linear",
                 "exponentformat": "power", "minexponent": 5,
+                **_range_of_a_constant(figure),
             },
             "showlegend": len(figure.lines) > 1,
         },
@@ -71,11 +75,19 @@ def _line(line: MeasuredLine, height: str) -> dict[str, Any]:
         "text": [*("" for _ in shown[:-1]), shown[-1]],
         "textposition": f"{height} right",
         "cliponaxis": False,  # the last value is written beside the axes
-        "line": {"color": COLOURS[line.name], "width": 2},
-        "marker": {"size": 5},
+        "line": {"color": COLOURS[line.name], "width": 1.5},
+        "marker": {"size": 5 if len(line.points) <= MANY_POINTS else 3},
         "customdata": shown,
         "hovertemplate": f"{line.name} %{{customdata}}<extra></extra>".lstrip(),
     }
+
+
+def _range_of_a_constant(figure: CurveFigure) -> dict[str, Any]:
+    """An axis with zero for a value that never changes: Plotly's reaches from -1 to 1."""
+    values = {value for line in figure.lines for _, value in line.points}
+    if len(values) > 1 or values == {0.0}:
+        return {}
+    return {"range": sorted([0.0, 2 * values.pop()])}
 
 
 def _heights_of_last_values(figure: CurveFigure) -> Sequence[str]:

@@ -7,13 +7,21 @@ from typing import Any
 
 from trial_core import text_format
 
+MAX_CHARACTERS = 300
+
+
+def shortened(text: str) -> str:
+    """The text's first line, cleaned and shortened."""
+    line = text_format.one_line(text)
+    return line if len(line) <= MAX_CHARACTERS else line[:MAX_CHARACTERS] + "…"
+
 
 def _metric(value: Any) -> str:
-    return "" if value is None else text_format.one_line(text_format.number(value))
+    return "" if value is None else shortened(text_format.number(value))
 
 
 FILTERS: Mapping[str, Callable[..., str]] = {
-    "clean": lambda value: text_format.one_line(str(value)),
+    "clean": lambda value: shortened(str(value)),
     "duration": lambda seconds: "" if seconds is None else text_format.duration(seconds),
     "metric": _metric,
     "percent": "{:.0%}".format,

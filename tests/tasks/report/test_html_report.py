@@ -113,6 +113,33 @@ def test_last_values_that_are_close_do_not_overlap(facts: TrialFacts) -> None:
     assert places(300.0) == ["middle right", "middle right"]
 
 
+def test_a_constant_has_an_axis_from_zero(facts: TrialFacts) -> None:
+    """Else a learning rate of 0.0003 lies on an axis from -1 to 1."""
+
+    def range_of(value: float) -> Any:
+        facts.history.curves.clear()
+        facts.history.add_point("learning_rate", 10, {"learning rate": value})
+        facts.history.add_point("learning_rate", 20, {"learning rate": value})
+        (figure,) = Page(render_html(facts)).figures
+        return figure["layout"]["yaxis"].get("range")
+
+    assert (range_of(0.5), range_of(-0.5), range_of(0.0)) == ([0, 1], [-1, 0], None)
+
+
+def test_every_tick_is_a_batch_and_they_are_few(facts: TrialFacts) -> None:
+    """A tick per batch only on a short axis: axes begin at 0, and 150,000 ticks end a browser."""
+
+    def axis(batches: int) -> dict[str, Any]:
+        facts.history.curves.clear()
+        facts.history.add_point("validation", batches, {"loss": 1.0})
+        (figure,) = Page(render_html(facts)).figures
+        return dict(figure["layout"]["xaxis"])
+
+    assert axis(3)["dtick"] == 1
+    assert "dtick" not in axis(150_000)
+    assert axis(150_000)["rangemode"] == "tozero"
+
+
 def test_a_stranger_writes_no_markup(facts: TrialFacts) -> None:
     """Names of metrics, of the experiment, of hosts, and messages are text."""
     clean = Page(render_html(facts))
