@@ -106,13 +106,19 @@ class StoredLogs:
         self._uploaded: dict[Path, tuple[int, int]] = {}
         self._stop = CancelSignal()
 
-    def locations(self) -> dict[str, str]:
-        """Where the logs are, by title: in the storage, and on this machine."""
-        local = {f"Logs on {socket.gethostname()}": str(self._logs)}
+    def locations(self, title: str, name: str) -> dict[str, str]:
+        """Where one of the other files and the logs are: in the storage, and on this machine.
+
+        Args:
+            title: of the file; the result is by title.
+            name: of the file, in `run_dir`.
+        """
+        here = f"on {socket.gethostname()}"
+        local = {f"{title} {here}": str(self._run_dir / name), f"Logs {here}": str(self._logs)}
         if self._store.is_process_local:  # it ends with this process: nothing is stored there
             return local
         run = f"{self._store.url}/{layout.run_folder(self._trial)}"
-        return {"Logs": f"{run}/{self._folder}", **local}
+        return {title: f"{run}/{name}", "Logs": f"{run}/{self._folder}", **local}
 
     def stored(self, name: str) -> bytes | None:
         """The stored content of one of the other files, from this run or an earlier one.
@@ -172,7 +178,8 @@ class StoredLogs:
         if self._store.is_process_local:
             return
         try:
-            for path, key in self._files():
+            # Small ones first: a run that stops has only seconds for them.
+            for path, key in sorted(self._files(), key=lambda file: file[0].stat().st_size):
                 status = path.stat()
                 version = (status.st_size, status.st_mtime_ns)
                 is_uploaded = self._uploaded.get(path) == version

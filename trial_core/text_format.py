@@ -40,8 +40,17 @@ def unique_slug(name: str) -> str:
 
 
 def number(value: Any) -> str:
-    """A metric's value with 4 significant digits."""
-    return f"{value:.4g}" if isinstance(value, float) else clean(str(value))
+    """A metric's value with 4 significant digits: ``0.03142``, ``48676``, ``2.5e-07``.
+
+    A whole part has all its digits, up to a billion. Final zeros mean that digits were left out:
+    3.69996 is ``3.700``, and 3.7 is ``3.7``.
+    """
+    if not isinstance(value, float):
+        return clean(str(value))
+    if 1e3 <= abs(value) < 1e9:
+        return f"{value:.0f}"
+    short = f"{value:.4g}"
+    return short if float(short) == value else f"{value:#.4g}".rstrip(".")
 
 
 def is_number(value: Any) -> TypeGuard[float]:

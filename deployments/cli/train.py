@@ -98,6 +98,8 @@ def train(
             outcome.failed(run.failure, exit_code)
         elif run.stopped_by is not None:
             outcome.stopped(run.stopped_by)
+        if outcome.trial is not None and (page := _report_page(outcome.trial)):
+            console.note(f"report with curves: {page}")
         if display.committed_at is not None:
             console.note(
                 f"the last checkpoint is at batch {display.committed_at}; "
@@ -127,6 +129,14 @@ def _trial_to_resume(store: CheckpointStore, experiment: str, display: Display) 
     return trial
 
 
+def _report_page(trial: str) -> str | None:
+    """The trial's HTML report on this machine, if there is one."""
+    from trial_core.run.run_dirs import run_dir_of
+
+    page = run_dir_of(trial) / "report.html"
+    return str(page) if page.exists() else None
+
+
 def _summary(result: TrialResult, seconds: float, later_ui: str | None) -> list[str]:
     why = result.stop_reason or "as the trial asked"
     how = f"stopped early, {why}," if result.stopped_early else "completed"
@@ -141,6 +151,7 @@ def _summary(result: TrialResult, seconds: float, later_ui: str | None) -> list[
         ("checkpoint", result.checkpoint_url),
         ("continue with", "--resume" if result.stop_reason else None),
         ("report", result.report_path),
+        ("with curves", _report_page(result.trial)),
         ("logs", result.run_dir and str(Path(result.run_dir, "logs"))),
         ("UI", later_ui),
     ]

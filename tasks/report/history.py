@@ -22,7 +22,7 @@ MAX_METRICS = 24
 MAX_CHECKPOINTS = 50
 MAX_EVENTS = 30
 
-Curve = Literal["training", "validation", "speed"]
+Curve = Literal["training", "validation", "speed", "learning_rate"]
 
 
 class Point(msgspec.Struct, frozen=True, array_like=True):
@@ -76,9 +76,7 @@ class ReportHistory(msgspec.Struct, kw_only=True):
 
     written_at: str = ""
     ended: str = ""
-    curves: dict[Curve, list[Point]] = msgspec.field(
-        default_factory=lambda: {"training": [], "validation": [], "speed": []}
-    )
+    curves: dict[Curve, list[Point]] = {}
     checkpoints: list[SavedCheckpoint] = []
     unlisted: int = 0
     deleted: int = 0
@@ -88,7 +86,7 @@ class ReportHistory(msgspec.Struct, kw_only=True):
     def add_point(self, curve: Curve, batches: int, values: Mapping[str, Any]) -> None:
         """Add the finite numbers among `values`; thin the curve where its points are densest."""
         drawable = {name: float(v) for name, v in values.items() if _is_drawable(v)}
-        points = self.curves[curve]
+        points = self.curves.setdefault(curve, [])
         while points and points[-1].batches >= batches:
             points.pop()
         points.append(Point(batches, dict(list(drawable.items())[:MAX_METRICS])))

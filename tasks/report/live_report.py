@@ -6,6 +6,7 @@ import contextvars
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,12 +30,15 @@ from trial_core.slots.log_pump import WARNING_PATTERN
 from trialflow.tasks.rank_logs import LogLimits, StoredLogs
 from trialflow.tasks.report.artifact import ReportArtifact
 from trialflow.tasks.report.history import ReportHistory, SavedCheckpoint
+from trialflow.tasks.report.html_report import render_html
 from trialflow.tasks.report.trial_report import TrialFacts
 
 UPDATE_SECONDS = 5.0
 # How long the end of the run waits for an update; Prefect's client has timeouts as well.
 JOIN_SECONDS = 30.0
-REPORT, HISTORY = "report.md", "report.json"
+REPORT, HISTORY, PAGE = "report.md", "report.json", "report.html"
+# The page has 5 MB, and its readers reload it by hand.
+PAGE_SECONDS = 60.0
 KILLED = "killed, or its machine was lost"
 # Validations and saves whose checkpoint is not committed yet.
 MAX_PENDING = 32
@@ -53,7 +57,7 @@ class Report(Observer):
         stopping: tells whether a stop was requested.
 
     Attributes:
-        path: the report's file.
+        path: the report's file. The report as a page is beside it.
     """
 
     def __init__(
@@ -69,13 +73,15 @@ class Report(Observer):
         store = store or CheckpointStore(place.url, place.options)
         self.path = run_dir / REPORT
         self._history_path = run_dir / HISTORY
+        self._page_path = run_dir / PAGE
+        self._page_is_due_at = 0.0
         self._observer = observer
         self._stopping = stopping
         self._logger = get_run_logger()
-        self._logs = StoredLogs(store, trial, run_dir, (REPORT, HISTORY))
+        self._logs = StoredLogs(store, trial, run_dir, (REPORT, HISTORY, PAGE))
         self._facts = TrialFacts(
             config.name, trial, config.searcher.metric, config.searcher.smaller_is_better,
-            f"{store.url}/{layout.CHECKPOINTS}", self._logs.locations(),
+            f"{store.url}/{layout.CHECKPOINTS}", self._logs.locations("HTML report", PAGE),
         )  # fmt: skip
         self._artifact = ReportArtifact(trial)
         self._log_limits = LogLimits()
@@ -145,6 +151,15 @@ class Report(Observer):
             if seconds > 0 and samples:
                 facts.history.add_point("speed", reached, {"samples/s": samples / seconds})
         self._observer.training_timed(begin, reached, seconds, data_seconds)
+
+    def learning_rates_read(self, batches: int, learning_rates: Sequence[float | None]) -> None:
+        names = ["learning rate"]
+        if len(learning_rates) > 1:
+            names = [f"learning rate of engine {i}" for i in range(len(learning_rates))]
+        with self._update() as facts:
+            rates = dict(zip(names, learning_rates, strict=False))
+            facts.history.add_point("learning_rate", batches, rates)
+        self._observer.learning_rates_read(batches, learning_rates)
 
     def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
         with self._update() as facts:
@@ -240,14 +255,25 @@ class Report(Observer):
         self._attempt("stored", lambda: self._logs.store_final(is_urgent))
 
     def write(self) -> None:
-        """Write the report's present state: its file, its history, and the artifact."""
+        """Write the report's present state: its files, its history, and the artifact."""
         with self._lock:
             if not self._facts.is_over and (asked := self._stop_request):
                 self._facts.status = f"stopping: {asked}"
             text, history = self._facts.render(), self._facts.history.to_json()
+            page = render_html(self._facts) if self._page_is_due() else None
         self._attempt("up to date", lambda: _write_atomically(self.path, text.encode()))
         self._attempt("up to date", lambda: _write_atomically(self._history_path, history))
+        if page is not None:
+            self._attempt("up to date", lambda: _write_atomically(self._page_path, page.encode()))
         self._attempt("up to date", lambda: self._artifact.write(text))
+
+    def _page_is_due(self) -> bool:
+        """Whether to write the page now; asked once per write."""
+        now = time.monotonic()
+        if not self._facts.is_over and now < self._page_is_due_at:
+            return False
+        self._page_is_due_at = now + PAGE_SECONDS
+        return True
 
     def _keep_writing(self) -> None:
         while not self._has_ended.is_set():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -12,24 +12,21 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
-from trial_core import text_format
 from trial_core.run.observer import MetricsKind
 from trial_core.run.run_status import RunStatus
-from trialflow.tasks.report.charts import chart
-from trialflow.tasks.report.history import Curve, ReportHistory, SavedCheckpoint
+from trialflow.tasks.report.charts import charts
+from trialflow.tasks.report.curves import figures
+from trialflow.tasks.report.history import ReportHistory, SavedCheckpoint
 from trialflow.tasks.report.markdown import escaped
+from trialflow.tasks.report.text_filters import FILTERS
 
 BAR_CELLS = 30
 SHOWN_METRICS = 24
-SHOWN_CHARTS = 8  # of each kind
+SHOWN_FIGURES = 16
 SHOWN_CHECKPOINTS = 15
 WAIT_WORKLOADS = 20
 # A rank that waits less than this share of its time is not reported.
 MIN_WAITING_SHARE = 0.02
-
-TITLES: Mapping[Curve, str] = {
-    "training": "training: ", "validation": "validation: ", "speed": ""
-}  # fmt: skip
 
 
 class SlowestRank(NamedTuple):
@@ -76,45 +73,33 @@ class TrialFacts:
 
     def render(self) -> str:
         """The report as Markdown, with curves as Mermaid charts, which Prefect's UI draws."""
-        best = self.history.best(self.smaller_is_better)
-        listed = self._listed_checkpoints(best)
-        checkpoints = self.history.checkpoints
+        drawn = figures(self.history, self.searcher_metric)[:SHOWN_FIGURES]
         return _TEMPLATE.render(
-            facts=self,
-            run_status=self.run_status,
-            history=self.history,
-            now=f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S}",
-            progress_line=self._progress_line(),
-            slowest=slowest_rank(self.waits),
-            best=best,
-            latest=checkpoints[-1] if checkpoints else None,
-            shown_metrics=SHOWN_METRICS,
-            chart_lines=self._chart_lines(),
-            listed=listed,
-            unlisted=self.history.unlisted + len(checkpoints) - len(listed),
+            self.template_values(),
+            bar_cells=BAR_CELLS,
+            chart_lines=[line for figure in drawn for line in charts(figure)],
         )
 
-    def _progress_line(self) -> str:
-        status = self.run_status
-        share = min(1.0, status.batches / (status.total_batches or 1))
-        filled = round(share * BAR_CELLS)
-        parts = [f"`{'█' * filled}{'░' * (BAR_CELLS - filled)}` **{share:.0%}**"]
-        if status.samples_per_second is not None:
-            parts.append(text_format.speed(status.samples_per_second))
-        if not self.is_over and status.seconds_left is not None:
-            parts.append(f"{text_format.duration(status.seconds_left)} left")
-        return " · ".join(parts)
-
-    def _chart_lines(self) -> list[str]:
-        lines: list[str] = []
-        for kind, points in self.history.curves.items():
-            names = {name: None for point in points for name in point.values}
-            first = [name for name in ("loss", self.searcher_metric) if name in names]
-            for name in list(dict.fromkeys([*first, *sorted(names)]))[:SHOWN_CHARTS]:
-                curve = [(p.batches, p.values[name]) for p in points if name in p.values]
-                if len(curve) > 1:
-                    lines += chart(f"{TITLES[kind]}{name}", curve)
-        return lines
+    def template_values(self) -> dict[str, Any]:
+        """What the templates show, in Markdown and in HTML."""
+        best = self.history.best(self.smaller_is_better)
+        listed = self._listed_checkpoints(best)
+        checkpoints, status = self.history.checkpoints, self.run_status
+        total = status.total_batches
+        return {
+            "facts": self,
+            "run_status": status,
+            "history": self.history,
+            "now": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S}",
+            "share": min(1.0, status.batches / total) if total else None,
+            "time_left": None if self.is_over else status.seconds_left,
+            "slowest": slowest_rank(self.waits),
+            "best": best,
+            "latest": checkpoints[-1] if checkpoints else None,
+            "shown_metrics": SHOWN_METRICS,
+            "listed": listed,
+            "unlisted": self.history.unlisted + len(checkpoints) - len(listed),
+        }
 
     def _listed_checkpoints(self, best: SavedCheckpoint | None) -> list[SavedCheckpoint]:
         """The newest checkpoints, newest first, and the best one."""
@@ -142,29 +127,14 @@ def slowest_rank(waits: Sequence[tuple[float, Sequence[float]]]) -> SlowestRank 
     return SlowestRank(rank, share, statistics.median(others) if others else None)
 
 
-def _metric(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
 def _template() -> Template:
-    filters: dict[str, Callable[..., str]] = {
-        "clean": lambda value: text_format.clean(str(value)),
-        "duration": lambda seconds: "" if seconds is None else text_format.duration(seconds),
-        "escaped": escaped,
-        "metric": _metric,
-        "number": text_format.number,
-        "percent": "{:.0%}".format,
-        "size": text_format.size,
-    }
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters |= filters
+    environment.filters |= {**FILTERS, "escaped": escaped}
     return environment.get_template("trial_report.md.j2")
 
 

@@ -112,7 +112,10 @@ def test_the_stages_of_a_run(
 
     report = Path(result.report_path).read_text()
     assert "**completed** · batch 20 of 20" in report
-    assert 'title "validation: loss"' in report
+    assert 'title "loss: training (blue) ' in report
+    assert 'title "learning rate: 0.01"' in report  # of the toy's optimizer
+    page = Path(result.report_path).with_name("report.html").read_text()
+    assert "<strong>completed</strong> · batch 20 of 20" in page
     (artifact,) = prefect_server.query(
         "artifacts/filter", {"artifacts": {"key": {"any_": [f"trial-{result.trial}"]}}}
     )

@@ -101,7 +101,7 @@ def test_the_report_after_a_restart(watched: Watched) -> None:
     assert "restart 1 of at most 1: rank 0" in text
     assert "SIGKILL" in text
     assert "resumed from the last checkpoint" in text
-    assert "training: loss" in text
+    assert "loss: training (blue)" in text
     assert "xychart" not in text
     assert [path.count("L") for path in watched.curves()[:1]] == [3]
     keep(watched.browser, "report-restarted.png")

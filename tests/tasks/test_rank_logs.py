@@ -90,7 +90,7 @@ def test_logs_and_report_are_stored(store: CheckpointStore, tmp_path: Path) -> N
     """Every rank's log is stored where the report says, and the report beside it."""
     logs = logs_of(store, tmp_path / "run", **{"rank-0": "one\n", "rank-1": "two, three\n"})
     logs.store_changed()
-    place = logs.locations()["Logs"].removeprefix(f"{store.url}/runs/{TRIAL}/")
+    place = logs.locations("Report", "report.md")["Logs"].removeprefix(f"{store.url}/runs/{TRIAL}/")
     assert stored(store) == {f"{place}/rank-0.log": 4, f"{place}/rank-1.log": 11, "report.md": 8}
     assert logs.stored("report.md") == b"# report"
     assert logs.stored("report.json") is None
@@ -159,7 +159,9 @@ def test_a_memory_storage_receives_no_logs(tmp_path: Path) -> None:
     logs = logs_of(store, tmp_path / "run", **{"rank-0": "one\n"})
     logs.store_final(is_urgent=False)
     assert stored(store) == {}
-    assert list(logs.locations().values()) == [str(tmp_path / "run" / "logs")]
+    run = tmp_path / "run"
+    places = logs.locations("Report", "report.md").values()
+    assert list(places) == [str(run / "report.md"), str(run / "logs")]
 
 
 def test_tensorboard_needs_stored_files(store: CheckpointStore, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Names as keys."""
+"""Names as keys, and numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trial_core.text_format import unique_slug
+from trial_core.text_format import number, unique_slug
 
 
 def test_a_key_that_needs_no_change_stays() -> None:
@@ -37,3 +37,15 @@ def test_different_names_have_different_keys() -> None:
 def test_a_key_has_letters_digits_and_dashes(name: str) -> None:
     """Prefect refuses other keys of artifacts."""
     assert set(unique_slug(name)) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
+
+
+def test_numbers_have_the_digits_that_mean_something() -> None:
+    """Four significant ones, and never fewer than the whole part has."""
+    shown = {0.0: "0", 0.25: "0.25", 0.0314159: "0.03142", 48.676: "48.68", 999.96: "1000",
+             3.7: "3.7", 3.69996: "3.700", 0.99996: "1.000",
+             2.5e-07: "2.5e-07", 12345.678: "12346", -48676.2: "-48676",
+             3.2e9: "3.2e+09"}  # fmt: skip
+    assert {value: number(value) for value in shown} == shown
+    assert [number(value) for value in (float("nan"), float("-inf"), 7, "x")] == [
+        "nan", "-inf", "7", "x",
+    ]  # fmt: skip

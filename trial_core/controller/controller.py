@@ -254,6 +254,7 @@ class Controller:
             # Also if the trial has withdrawn its request: the other ranks have been told.
             stop_requested=info.stop_requested or self._has_requested_stop,
             data_seconds=loaders.waited_seconds - waited,
+            learning_rates=engine.learning_rates(),
         )
 
     def name_metrics(self, request: NameMetrics) -> MetricsNamed:

@@ -68,6 +68,9 @@ class TrialEngine(Protocol):
         Collective: every rank calls this. Must not wait for the accelerator.
         """
 
+    def learning_rates(self) -> list[float | None]:
+        """Of each engine's first parameter group; None for an engine without an optimizer."""
+
     def evaluate_batch(self, micro_batches: Iterator[Any] | None, batch_idx: int) -> Any:
         """The metrics of one of the trial's `evaluate_batch` calls."""
 

@@ -103,6 +103,9 @@ class DeepSpeedTrialEngine:
             )
         return metrics
 
+    def learning_rates(self) -> list[float | None]:
+        return [next(map(float, engine.get_lr()), None) for engine in self._context.models]
+
     def evaluate_batch(self, micro_batches: Iterator[Any] | None, batch_idx: int) -> Any:
         if self._evaluate_takes_index:
             return self._trial.evaluate_batch(micro_batches, batch_idx)

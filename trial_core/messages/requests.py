@@ -160,6 +160,7 @@ class Trained(Result):
         seconds: wall time of the workload on this rank.
         stop_requested: whether the trial requested a stop.
         data_seconds: how long this rank waited for data.
+        learning_rates: of the next batch, one per engine; None for an engine without one.
     """
 
     batches_trained: int
@@ -167,6 +168,7 @@ class Trained(Result):
     seconds: float
     stop_requested: bool
     data_seconds: float = 0.0
+    learning_rates: list[float | None] = []
 
 
 class NameMetrics(Request):

@@ -55,6 +55,9 @@ class Observer:
                 train in step, so the others wait for the rank that waits longest.
         """
 
+    def learning_rates_read(self, batches: int, learning_rates: Sequence[float | None]) -> None:
+        """The learning rates after `batches` batches, one per engine; None: it has none."""
+
     def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
         """Metrics reduced over all ranks, after `batches` batches."""
 

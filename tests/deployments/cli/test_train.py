@@ -56,10 +56,13 @@ def test_a_run_into_a_file(tmp_path: Path) -> None:
                    "watch it at http://127.0.0.1:", "build-trial: ", "train-workload [4→8]: ",
                    "validate @8: ", "checkpoint-upload @8: "):  # fmt: skip
         assert sum(line.startswith(begins) for line in lines) == 1, (begins, done.stdout)
-    summary = dict(line.split(maxsplit=1) for line in lines if line.startswith("  "))
-    assert list(summary) == ["loss", "mean_index", "checkpoint", "report", "logs", "UI"]
+    summary = dict(re.split(" {2,}", line.strip()) for line in lines if line.startswith("  "))
+    assert list(summary) == [
+        "loss", "mean_index", "checkpoint", "report", "with curves", "logs", "UI"
+    ]  # fmt: skip
     assert (Path(summary["checkpoint"].removeprefix("file://")) / "latest").is_file()
     assert Path(summary["report"]).read_text().startswith("# toy")
+    assert Path(summary["with curves"]).read_text().startswith("<!doctype html>")
     assert (Path(summary["logs"]) / "rank-0.log").is_file()
     assert "http://127.0.0.1:4200/v2/runs/flow-run/" in summary["UI"]
 
@@ -120,6 +123,9 @@ def test_json_of_an_interrupted_run(tmp_path: Path, server: Mapping[str, str]) -
     assert outcome["stop_reason"] == "interrupted (Ctrl-C)"
     assert (Path(outcome["checkpoint_url"].removeprefix("file://")) / "latest").is_file()
     assert Path(outcome["report_path"]).is_file()
+    (page,) = re.findall(r"^report with curves: (.*)$", said, flags=re.MULTILINE)
+    assert Path(page) == Path(outcome["report_path"]).with_suffix(".html")
+    assert Path(page).is_file()
     assert f"stopped by Ctrl-C after {trained} batches" in said
     assert f"the last checkpoint is at batch {trained}; to continue from it, give --resume" in said
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -208,6 +209,64 @@ def test_the_file_is_replaced_atomically(new_report: NewReport) -> None:
         report.write()
         assert "**running**" in reader.read()
     assert "**completed**" in text(report)
+
+
+@no_artifact
+def test_the_page_is_written_at_intervals(
+    new_report: NewReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is large: at once, after a minute, and at the end. The report says where it is."""
+    now = 1000.0
+    monkeypatch.setattr("trialflow.tasks.report.live_report.time.monotonic", lambda: now)
+    report = new_report()
+    page = report.path.with_name("report.html")
+
+    def shown() -> str:
+        report.write()
+        return page.read_text(encoding="utf-8")
+
+    assert "<strong>running</strong> · batch 0 of" in shown()
+    train(report, 0, 40)
+    now += 59
+    assert "batch 0 of" in shown()
+    now += 1
+    assert "batch 40 of" in shown()
+    with report:
+        report.ended("completed")
+    assert "<strong>completed</strong>" in page.read_text(encoding="utf-8")
+    stored = CheckpointStore(f"file://{tmp_path}/checkpoints")
+    assert f"- HTML report: `{stored.url}/runs/toy-0000beef/report.html`" in text(report)
+    assert f": `{page}`" in text(report)
+    assert stored.storage.read("runs/toy-0000beef/report.html") == page.read_bytes()
+
+
+@no_artifact
+def test_learning_rates_are_drawn_by_engine(new_report: NewReport) -> None:
+    """An engine without an optimizer has none; a single engine needs no number."""
+    report = new_report()
+    report.learning_rates_read(10, [0.5])
+    report.learning_rates_read(20, [0.25, None, 0.125])
+    report.learning_rates_read(30, [])
+    values = [point.values for point in report._facts.history.curves["learning_rate"]]
+    assert values == [
+        {"learning rate": 0.5},
+        {"learning rate of engine 0": 0.25, "learning rate of engine 2": 0.125},
+        {},
+    ]
+
+
+@no_artifact
+def test_a_history_of_an_earlier_release_is_read(new_report: NewReport) -> None:
+    """It has no learning rates."""
+    with new_report() as first:
+        train(first, 0, 40)
+    path = first.path.with_name(HISTORY)
+    written = json.loads(path.read_text())
+    written["curves"] = {"training": written["curves"]["training"], "validation": [], "speed": []}
+    path.write_text(json.dumps(written))
+    with new_report() as second:
+        train(second, 40, 60)
+        assert curve(second) == [10, 20, 30, 40, 50, 60]
 
 
 @no_artifact

@@ -51,30 +51,25 @@ def test_progress(facts: TrialFacts) -> None:
 
 
 def test_last_metrics_and_curves(facts: TrialFacts) -> None:
-    """The table has the last values. A chart needs two points, and has no exponents."""
+    """The table has the last values. A chart needs two points."""
     assert "xychart" not in report(facts, [0.5])
     text = report(facts, [0.5, 0.25, 2.5e-07])
     assert "| training | 30 | loss | 2.5e-07 |" in text
-    assert '  title "training: loss"\n  x-axis "batch" 10 --> 30\n' in text
-    assert "\n  line [0.5, 0.25, 0.00000025]\n" in text
+    assert '  title "loss: training (blue) 2.5e-07"\n  x-axis "batch" [10, 20, 30]\n' in text
 
 
 def test_nan_and_infinity_are_not_drawn(facts: TrialFacts) -> None:
     """They would break the chart: its line connects the finite neighbours."""
     text = report(facts, [4.0, math.nan, math.inf, 1.0], every=20)
-    assert '  x-axis "batch" 20 --> 80\n  line [4, 1]\n' in text
+    assert '  x-axis "batch" [20, 80]\n  line [4, 1]\n' in text
 
 
 def test_a_long_curve_is_thinned_evenly_and_keeps_its_ends(facts: TrialFacts) -> None:
-    """Of 10,000 points 400 are kept, from the whole run, and 61 are drawn."""
-    text = report(facts, [float(i) for i in range(10_000)], every=1)
+    """Of 10,000 points 400 are kept, from the whole run."""
+    report(facts, [float(i) for i in range(10_000)], every=1)
     points = [point.batches for point in facts.history.curves["training"]]
     assert (len(points), points[0], points[-1]) == (400, 1, 10_000)
     assert max(b - a for a, b in pairwise(points)) <= 60
-    line = next(row for row in text.splitlines() if row.startswith("  line"))
-    values = line.removeprefix("  line [").removesuffix("]").split(", ")
-    assert (len(values), values[0], values[-1]) == (61, "0", "9999")
-    assert float(values[30]) == pytest.approx(5000, abs=1)
 
 
 def test_best_and_latest(facts: TrialFacts) -> None:
