@@ -1,8 +1,8 @@
 """What a reader copies from the documents is complete, and works as given.
 
 Quick checks look at each snippet. `test_the_commands_of_a_document_run` copies the files of a
-document into an empty folder and runs its commands there, in their order. What only a reader knows is
-replaced (`PLACEHOLDERS`). Some commands are not run here (`NOT_RUN`).
+document into an empty folder and runs its commands there, in their order. What only a reader knows
+is replaced (`PLACEHOLDERS`). Some commands are not run here (`NOT_RUN`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PLACEHOLDERS = {
     "/srv/trialflow": "a folder of the reader's machine; replaced by the test's folder",
 }
 INIT = "trialflow init"
-TRAIN = "trialflow train experiment.yaml --set searcher.max_length.batches=200"
+TRAIN = "trialflow train experiment.yaml"
 BEFORE: Mapping[str, tuple[str, ...]] = {
     "README.md": (),
     "docs/quickstart.md": (),
@@ -48,7 +48,7 @@ BEFORE: Mapping[str, tuple[str, ...]] = {
     "docs/guides/deploying.md": (INIT, TRAIN, "trialflow deploy"),
     "docs/guides/move-from-determined.md": (),
     "docs/guides/retraining.md": (INIT, TRAIN),
-    "docs/guides/scripts.md": (INIT,),
+    "docs/guides/scripts.md": (INIT, TRAIN),
     "docs/guides/stopping.md": (INIT, "trialflow deploy"),
     "examples/gan/README.md": (),
     "examples/gpt_stdlib/README.md": (),

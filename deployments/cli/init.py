@@ -36,7 +36,7 @@ def init(
     existing = [name for name in texts if (folder / name).exists()]
     if existing:
         raise ConfigError(
-            f"{folder.absolute()} has {' and '.join(existing)} already, and init overwrites "
+            f"{folder.absolute()} has {', '.join(existing)} already, and init overwrites "
             f"nothing: give another folder, such as trialflow init {template} my-trial"
         )
     _write(folder, texts)

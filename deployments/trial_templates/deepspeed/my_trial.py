@@ -41,7 +41,7 @@ class MyTrial(DeepSpeedTrial):
         return torch.nn.functional.mse_loss(self.engine(vectors), lengths)
 
     def build_training_data_loader(self) -> DataLoader:
-        batch_size = self.engine.train_micro_batch_size_per_gpu()  # from ds_config.json
+        batch_size = self.engine.train_micro_batch_size_per_gpu()  # train_batch_size / ranks
         return DataLoader(samples(8000, seed=1), batch_size=batch_size, shuffle=True)
 
     def build_validation_data_loader(self) -> DataLoader:

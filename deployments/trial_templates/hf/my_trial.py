@@ -56,7 +56,7 @@ class MyTrial(DeepSpeedTrial):
         return cast(torch.Tensor, self.engine(input_ids=tokens, labels=tokens).loss)
 
     def build_training_data_loader(self) -> DataLoader:
-        batch_size = self.engine.train_micro_batch_size_per_gpu()  # from ds_config.json
+        batch_size = self.engine.train_micro_batch_size_per_gpu()  # train_batch_size / ranks
         training = windows(self.window, slice(None, -500))
         return DataLoader(training, batch_size=batch_size, shuffle=True)
 
