@@ -1,8 +1,6 @@
-"""What a reader copies from the documents is complete, and works as given.
+"""What a reader copies from the documents is complete and valid.
 
-Quick checks look at each snippet. `test_the_commands_of_a_document_run` copies the files of a
-document into an empty folder and runs its commands there, in their order. What only a reader knows
-is replaced (`PLACEHOLDERS`). Some commands are not run here (`NOT_RUN`).
+`tests/test_docs_commands.py` runs it.
 """
 
 from __future__ import annotations
@@ -11,15 +9,10 @@ import ast
 import builtins
 import configparser
 import json
-import os
 import re
 import shlex
-import shutil
-import subprocess
-import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import prefect.settings
@@ -27,73 +20,15 @@ import pytest
 import yaml
 from prefect.client.schemas.actions import DeploymentCreate
 
-from tests.support.prefect import PrefectServer, running_server
-from tests.support.snippets import ROOT, SNIPPETS, Snippet
-from trial_core.checkpoint.store import CheckpointStore
+from tests.support.snippets import ROOT, SNIPPETS, Snippet, merged
+from tests.test_docs_commands import BEFORE
 from trial_core.config import ExperimentConfig, IgnoredFieldWarning
 from trialflow.deployments.cli.init import template_files
 from trialflow.deployments.cli.main import app
 
-PLACEHOLDERS = {
-    "s3://my-bucket/runs": "a storage of the reader's; replaced by the default storage",
-    "4f0c21aa": "a checkpoint's uuid; replaced by that of the oldest checkpoint",
-    "/srv/trialflow": "a folder of the reader's machine; replaced by the test's folder",
-}
-INIT = "trialflow init"
-TRAIN = "trialflow train experiment.yaml"
-BEFORE: Mapping[str, tuple[str, ...]] = {
-    "README.md": (),
-    "docs/quickstart.md": (),
-    "docs/guides/checkpoints.md": (INIT, TRAIN),
-    "docs/guides/deploying.md": (INIT, TRAIN, "trialflow deploy"),
-    "docs/guides/move-from-determined.md": (),
-    "docs/guides/retraining.md": (INIT, TRAIN),
-    "docs/guides/scripts.md": (INIT, TRAIN),
-    "docs/guides/stopping.md": (INIT, "trialflow deploy"),
-    "examples/gan/README.md": (),
-    "examples/gpt_stdlib/README.md": (),
-    "examples/pipeline/README.md": (),
-    "examples/roc_auc/README.md": (),
-}
-"""The documents with commands or programs, and what their reader has done before."""
-
-NOT_RUN = {
-    "make": "installs into .venv of the repository; another test checks the target's name",
-    ". .venv/bin/activate": "the tests' environment is active",
-    "pip install": "the tests' environment has the packages",
-    "export PREFECT_API_": "the tests' server has another address, and no password",
-    "read -rs": "the same",
-    "trialflow up": "serves until Ctrl-C: tests/deployments/test_up.py",
-    "trialflow deploy --type": "tests/deployments/test_deploy_templates.py",
-    "prefect worker start": "works until Ctrl-C: tests/deployments/test_deploy.py",
-    "prefect api POST /flow_runs/ID": "needs a lost run: tests/deployments/test_killed_run.py",
-    "sudo": "needs root: tests/deployments/test_deploy_postgresql.py",
-    "echo": "the same",
-    "docker build": "needs Docker: tests/deployments/test_deploy_image.py",
-    "helm": "needs Kubernetes",
-}
-"""How commands begin that are not run here, and why. Those of `trialflow` are parsed even so."""
-
-TESTED_ELSEWHERE = {"docs/guides/deploying.md": "tests/deployments/test_deploy_notifications.py"}
-"""Documents whose Python program has a test of its own."""
-
 
 def by_language(*languages: str) -> list[Snippet]:
     return [snippet for snippet in SNIPPETS if snippet.language in languages]
-
-
-def is_run(command: str) -> bool:
-    return not command.startswith(tuple(NOT_RUN))
-
-
-def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `change`; mappings of both are merged."""
-    both = dict(base)
-    for key, value in change.items():
-        old = both.get(key)
-        is_deeper = isinstance(old, Mapping) and isinstance(value, Mapping)
-        both[key] = merged(old, value) if is_deeper else value
-    return both
 
 
 def experiment_of_init() -> dict[str, Any]:
@@ -186,7 +121,7 @@ def test_commands_parse(snippet: Snippet) -> None:
 @pytest.mark.parametrize("snippet", by_language("python", "diff"), ids=str)
 def test_a_program_is_complete(snippet: Snippet) -> None:
     """It compiles; every name that it uses at its top level is one that it defines or imports."""
-    tree = ast.parse(program(snippet))
+    tree = ast.parse(snippet.program())
     defined = {*dir(builtins), "__file__", "__name__"}
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -199,104 +134,3 @@ def test_a_program_is_complete(snippet: Snippet) -> None:
             defined.add(node.id)
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     assert used - defined == set()
-
-
-def program(snippet: Snippet) -> str:
-    """A Python program; of a diff, the program after the change."""
-    if snippet.language == "diff":
-        return re.sub(r"^(-.*\n|[+ ])", "", snippet.text, flags=re.MULTILINE)
-    return snippet.text
-
-
-class Reader:
-    """Does in a folder what a document says.
-
-    Attributes:
-        folder: the working folder; `cd` changes it.
-    """
-
-    def __init__(self, folder: Path, server: PrefectServer) -> None:
-        self.folder = folder
-        inherited = {key: value for key, value in os.environ.items() if key != "TRIALFLOW_HOME"}
-        self.environment = {
-            **inherited,
-            **server.environment,
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-        }
-
-    def run(self, command: str) -> None:
-        """Run a shell command as given, but for the placeholders."""
-        if command.startswith("cd "):
-            self.folder = self.folder / shlex.split(command)[1]
-            return
-        done = subprocess.run(
-            ["bash", "-c", self.replaced(command)],
-            cwd=self.folder, env=self.environment, check=False, text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        assert done.returncode == 0, f"{command}\n{done.stdout}"
-        assert "warning" not in done.stdout.lower(), f"{command}\n{done.stdout}"
-
-    def copy(self, snippet: Snippet) -> None:
-        """Write the file of a snippet, or merge a part of an experiment into the experiment."""
-        text = self.replaced(snippet.text)
-        if snippet.title:
-            (self.folder / snippet.title).write_text(text)
-            return
-        experiment = self.folder / "experiment.yaml"
-        whole = merged(yaml.safe_load(experiment.read_text()), yaml.safe_load(text))
-        experiment.write_text(yaml.safe_dump(whole))
-
-    def replaced(self, text: str) -> str:
-        """`text` without `PLACEHOLDERS`."""
-        storage = f"file://{self.folder}/trialflow-runs/checkpoints"
-        text = text.replace("s3://my-bucket/runs", storage)
-        text = text.replace("/srv/trialflow", str(self.folder))
-        if "4f0c21aa" in text:
-            text = text.replace("4f0c21aa", CheckpointStore(storage).list()[0].uuid)
-        return text
-
-
-@pytest.mark.long
-@pytest.mark.slots
-@pytest.mark.server
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("document", BEFORE)
-def test_the_commands_of_a_document_run(tmp_path: Path, document: str) -> None:
-    """In an empty folder, after what its reader has done before: its files and parts of files are
-    copied, then its commands and programs run one after the other. None fails or warns."""
-    if document.startswith("examples"):
-        shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    found = [snippet for snippet in SNIPPETS if snippet.document == document]
-    with running_server(tmp_path / "prefect") as server:
-        reader = Reader(tmp_path / "reader", server)
-        reader.folder.mkdir()
-        for command in BEFORE[document]:
-            reader.run(command)
-        begin = [s for s in found if s.language == "sh" and INIT in s.text]
-        for snippet in begin:
-            run(reader, snippet)
-        for snippet in found:
-            if is_file(snippet):
-                reader.copy(snippet)
-        for snippet in found:
-            if snippet not in begin and not is_file(snippet):
-                run(reader, snippet)
-
-
-def is_file(snippet: Snippet) -> bool:
-    """Whether a snippet is copied into the folder: a file, or a part of the experiment."""
-    if snippet.title:
-        return "/" not in snippet.title and " " not in snippet.title
-    return snippet.language == "yaml"
-
-
-def run(reader: Reader, snippet: Snippet) -> None:
-    """Run the commands or the program of a snippet."""
-    if snippet.language == "sh":
-        for command in filter(is_run, snippet.commands()):
-            reader.run(command)
-    elif snippet.language in ("python", "diff") and snippet.document not in TESTED_ELSEWHERE:
-        reader.run(f"python -c {shlex.quote(program(snippet))}")

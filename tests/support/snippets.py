@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -46,6 +47,22 @@ class Snippet:
         for line in self.text.replace("\\\n", " ").splitlines():
             if command := _COMMENT.sub("", line).strip():
                 yield command
+
+    def program(self) -> str:
+        """The Python program; of a diff, the program after the change."""
+        if self.language == "diff":
+            return re.sub(r"^(-.*\n|[+ ])", "", self.text, flags=re.MULTILINE)
+        return self.text
+
+
+def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `change`; mappings of both are merged."""
+    both = dict(base)
+    for key, value in change.items():
+        old = both.get(key)
+        is_deeper = isinstance(old, Mapping) and isinstance(value, Mapping)
+        both[key] = merged(old, value) if is_deeper else value
+    return both
 
 
 def snippets(document: Path) -> list[Snippet]:

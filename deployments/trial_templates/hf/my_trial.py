@@ -1,4 +1,7 @@
-"""Trains a small language model of Hugging Face's transformers. Loads nothing from the network."""
+"""Trains a small language model of Hugging Face's transformers: pip install 'trialflow[hf]'.
+
+Loads nothing from the network.
+"""
 
 from pydoc_data.topics import topics
 from typing import Any, cast
