@@ -27,16 +27,17 @@ PLACEHOLDERS = {
     "/srv/trialflow": "a folder of the reader's machine; replaced by the test's folder",
 }
 INIT = "trialflow init"
-TRAIN = "trialflow train experiment.yaml"
+TRAIN = "trialflow train experiment.yaml --set searcher.max_length.batches=200"
+DEPLOY = "trialflow deploy"
 BEFORE: Mapping[str, tuple[str, ...]] = {
     "README.md": (),
     "docs/quickstart.md": (),
-    "docs/guides/checkpoints.md": (INIT, TRAIN),
-    "docs/guides/deploying.md": (INIT, TRAIN, "trialflow deploy"),
+    "docs/guides/checkpoints.md": (INIT, TRAIN, DEPLOY),
+    "docs/guides/deploying.md": (INIT, TRAIN, DEPLOY),
     "docs/guides/move-from-determined.md": (),
     "docs/guides/retraining.md": (INIT, TRAIN),
     "docs/guides/scripts.md": (INIT, TRAIN),
-    "docs/guides/stopping.md": (INIT, "trialflow deploy"),
+    "docs/guides/stopping.md": (INIT, TRAIN, DEPLOY),
     "examples/gan/README.md": (),
     "examples/gpt_stdlib/README.md": (),
     "examples/pipeline/README.md": (),
