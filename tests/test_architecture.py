@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+# Trials that `trialflow init` copies: users' code, which trialflow itself never imports.
+TRIAL_TEMPLATES = ROOT / "deployments" / "trial_templates"
 RANK_HALF = (
     "trial_core.controller",
     "trial_core.trainer",
@@ -33,6 +35,8 @@ def modules() -> dict[str, Path]:
     for folder in ("trial_core", "tasks", "flows", "deployments"):
         namespace = () if folder == "trial_core" else ("trialflow",)
         for path in sorted((ROOT / folder).rglob("*.py")):
+            if path.is_relative_to(TRIAL_TEMPLATES):
+                continue
             parts = (*namespace, *path.relative_to(ROOT).with_suffix("").parts)
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found

@@ -11,14 +11,7 @@ import pytest
 import trial_core.deepspeed
 import trial_core.pytorch
 import trialflow
-
-ROOT = Path(__file__).parents[1]
-DOCUMENTS = [
-    *sorted(ROOT.glob("*.md")),
-    *sorted(ROOT.glob("docs/**/*.md")),
-    *sorted(ROOT.glob("examples/*/README.md")),
-    *sorted(ROOT.glob("benchmarks/*.md")),
-]
+from tests.support.snippets import DOCUMENTS, ROOT
 
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 TARGET = re.compile(r"\]\(([^)\s]+)\)")
@@ -53,6 +46,13 @@ def test_links_and_images_resolve(document: Path) -> None:
 def test_no_placeholder_is_left(document: Path) -> None:
     """No document has a word that stands for missing text."""
     assert PLACEHOLDER.findall(document.read_text()) == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_screen_says_what_has_not_been_tried(page: str) -> None:
+    """The reader learns it above the first picture."""
+    first_screen = (ROOT / page).read_text().partition("\n![")[0]
+    assert "**Not tried yet:** GPUs" in first_screen
 
 
 @pytest.mark.parametrize(

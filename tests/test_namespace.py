@@ -158,6 +158,8 @@ def test_the_wheel_holds_two_packages(wheel: Path) -> None:
     assert {top for top in tops if not top.endswith(".dist-info")} == {"trial_core", "trialflow"}
     assert "trialflow/deployments/work_pools/kubernetes.json" in names
     assert "trialflow/deployments/prefect.yaml" in names
+    templates = "trialflow/deployments/trial_templates"
+    assert {f"{templates}/hf/my_trial.py", f"{templates}/hf/ds_config.json"} <= set(names)
 
 
 def test_names_of_the_facade_can_be_imported(installed: Installed) -> None:

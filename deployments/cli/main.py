@@ -24,6 +24,7 @@ from trialflow.deployments.cli import (
     doctor,
     evaluate,
     export,
+    init,
     models,
     retrain,
     train,
@@ -50,6 +51,7 @@ app = App(
     print_error=False,
     suppress_keyboard_interrupt=False,
 )
+app.command(init.init)
 app.command(train.train)
 app.command(evaluate.evaluate)
 app.command(retrain.retrain)

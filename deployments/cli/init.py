@@ -1,0 +1,76 @@
+"""`trialflow init`: writes a small working trial, to begin from."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from trial_core.errors import ConfigError
+
+Template = Literal["deepspeed", "hf"]
+NEEDS = {"hf": "transformers"}
+"""Packages that a template imports and trialflow does not install. `trialflow[NAME]` does."""
+
+
+def init(
+    template: Annotated[
+        Template,
+        Parameter(
+            help="deepspeed: a small network. hf: a small language model of Hugging Face's "
+            "transformers."
+        ),
+    ] = "deepspeed",
+    folder: Annotated[Path, Parameter(help="Where to write it; made if it is missing.")] = Path(),
+    /,
+) -> int:
+    """Write a small working trial, to begin from.
+
+    Three files: the trial, its DeepSpeed config and the experiment. No file is ever overwritten.
+    """
+    texts = template_files(template)
+    existing = [name for name in texts if (folder / name).exists()]
+    if existing:
+        raise ConfigError(
+            f"{folder.absolute()} has {', '.join(existing)} already, and init overwrites "
+            f"nothing: give another folder, such as trialflow init {template} my-trial"
+        )
+    _write(folder, texts)
+    print(f"wrote {', '.join(texts)} in {folder.absolute()}")
+    print("next:")
+    for command in _next_commands(template, folder):
+        print(f"  {command}")
+    return 0
+
+
+def template_files(template: Template) -> dict[str, str]:
+    """The files of a template: their texts by name."""
+    entries = (files("trialflow.deployments") / "trial_templates" / template).iterdir()
+    # pip compiles the trial into a folder beside it.
+    texts = {entry.name: entry.read_text("utf-8") for entry in entries if entry.is_file()}
+    return dict(sorted(texts.items()))
+
+
+def _write(folder: Path, texts: dict[str, str]) -> None:
+    from trial_core.storage.storage_errors import ErrorTranslator
+
+    with ErrorTranslator(str(folder)).translated("write to"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            with (folder / name).open("x", encoding="utf-8") as file:
+                file.write(text)
+
+
+def _next_commands(template: Template, folder: Path) -> list[str]:
+    commands = ["trialflow train experiment.yaml"]
+    package = NEEDS.get(template)
+    if package is not None and importlib.util.find_spec(package) is None:
+        install = f"pip install 'trialflow[{template}]'"
+        commands.insert(0, f"{install}   # {package}, which this trial needs, is not installed")
+    if folder.resolve() != Path.cwd():
+        commands.insert(0, f"cd {shlex.quote(str(folder))}")
+    return commands

@@ -1,0 +1,118 @@
+"""`trialflow init`: what it writes trains, and no file is overwritten."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli import ROOT, trialflow
+from tests.support.prefect import PrefectServer
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config import load_config
+from trialflow.deployments.cli import init
+from trialflow.deployments.cli.main import main
+
+FILES = ["ds_config.json", "experiment.yaml", "my_trial.py"]
+
+
+@pytest.mark.slots
+@pytest.mark.server
+@pytest.mark.parametrize("template", ["deepspeed", pytest.param("hf", marks=pytest.mark.long)])
+def test_a_new_trial_learns(
+    tmp_path: Path,
+    prefect_server: PrefectServer,
+    template: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In an empty folder, the printed command trains it, and its validation loss falls."""
+    if template == "hf":
+        pytest.importorskip("transformers", reason="the template trains a model of transformers")
+    assert main(["init", template, str(tmp_path)]) == 0
+    command = capsys.readouterr().out.splitlines()[-1].split()
+    assert command == ["trialflow", "train", "experiment.yaml"]
+    shorter = (
+        "--set=searcher.max_length.batches=40", "--set=min_validation_period.batches=20",
+        "--set=checkpoint_policy=all", f"--storage={tmp_path}/checkpoints",
+    )  # fmt: skip
+    done = trialflow(tmp_path, *command[1:], *shorter, variables=prefect_server.environment)
+    assert done.returncode == 0, done.stderr
+    first, last = CheckpointStore(f"file://{tmp_path}/checkpoints").list()
+    assert last.metrics["validation"]["loss"] < first.metrics["validation"]["loss"]
+
+
+@pytest.mark.parametrize("template", ["deepspeed", "hf"])
+def test_an_experiment_that_was_written_is_valid(tmp_path: Path, template: str) -> None:
+    """The trial reads each of its hyperparameters, and no other; its comment may become a field."""
+    assert main(["init", template, str(tmp_path / "mine")]) == 0
+    assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == FILES
+    experiment, trial = (tmp_path / "mine" / name for name in FILES[1:])
+    config = load_config(experiment)
+    read = re.findall(r'context\.get_hparam\("(\w+)"\)', trial.read_text())
+    assert sorted(read) == sorted(config.hyperparameters)
+    experiment.write_text(experiment.read_text().replace("# checkpoint_st", "checkpoint_st"))
+    assert load_config(experiment).checkpoint_storage.url == "s3://my-bucket/runs"
+
+
+def test_the_next_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They lead into the folder, and install a package that the trial needs and that is missing."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(init.NEEDS, "hf", "a_package_that_is_missing")
+    assert main(["init", "hf", "my folder"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "next:",
+        "  cd 'my folder'",
+        "  pip install 'trialflow[hf]'   # a_package_that_is_missing, which this trial needs, is "
+        "not installed",
+        "  trialflow train experiment.yaml",
+    ]
+    assert main(["init"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "next:",
+        "  trialflow train experiment.yaml",
+    ]
+
+
+def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """If any of the files exists, init names it, writes none, and ends with 2."""
+    own = tmp_path / "experiment.yaml"
+    own.write_text("name: own")
+    assert main(["init", "deepspeed", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {tmp_path} has experiment.yaml already")
+    assert own.read_text() == "name: own"
+    assert list(tmp_path.iterdir()) == [own]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tensorflow"], 'Choose from: "deepspeed", "hf"'),
+        (["deepspeed", "a-file/mine"], "cannot write to "),
+    ],
+)
+def test_mistakes_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: Sequence[str],
+    message: str,
+) -> None:
+    """An unknown template, and a folder that cannot be made."""
+    monkeypatch.chdir(tmp_path)
+    Path("a-file").touch()
+    assert main(["init", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_what_a_template_needs_has_an_extra_of_its_name() -> None:
+    """The advice `pip install 'trialflow[NAME]'` installs the package."""
+    extras = (ROOT / "pyproject.toml").read_text()
+    for template, package in init.NEEDS.items():
+        assert f'\n{template} = ["{package}>=' in extras
