@@ -15,11 +15,10 @@ def killed() -> RankFailed:
     return RankFailed(rank=1, host="here", during="TrainBatches", signal_name="SIGKILL")
 
 
-def raised(message: str = "out of luck") -> RankFailed:
+def raised(message: str = "out of luck", error_type: str = "RuntimeError") -> RankFailed:
     return RankFailed(
-        rank=1, host="here", during="TrainBatches", error_type="RuntimeError",
-        error_message=message,
-    )  # fmt: skip
+        rank=1, host="here", during="TrainBatches", error_type=error_type, error_message=message
+    )
 
 
 def a_run(batches_trained: int) -> Any:
@@ -44,13 +43,14 @@ def test_an_exception_before_training_is_not_retried() -> None:
     [
         (lambda: (raised(), 8), False),
         (lambda: (raised(), 9), True),
-        (lambda: (raised("out of memory"), 8), True),
+        (lambda: (raised("12.3 MiB are free, process 77 has the rest"), 8), False),
+        (lambda: (raised(error_type="KeyError"), 8), True),
         (lambda: (killed(), 8), True),
     ],
-    ids=["same", "at another batch", "another message", "killed"],
+    ids=["same", "at another batch", "another text", "another type", "killed"],
 )
 def test_a_repeated_exception_is_not_retried(again: Any, is_granted: bool) -> None:
-    """The same exception at the same batch after a restart ends the run."""
+    """The same type of exception at the same batch after a restart ends the run."""
     restarts = Restarts(5)
     assert restarts.grant(raised(), a_run(8))
     failure, batches_trained = again()
