@@ -206,7 +206,7 @@ def takeover_wait_seconds(config: ExperimentConfig) -> float:
 
 def launch_slots(run: TrialRun) -> SlotGroup:
     """Launch the ranks of `run`. The result is a context manager, which ends them."""
-    variables = {**run.config.environment.environment_variables, **run.devices}
+    variables = {**run.config.rank_variables, **run.devices}
     return SlotGroup(
         resolve_slot_count(run.config.resources.slots_per_trial, {**os.environ, **variables}),
         working_dir=run.config.code,

@@ -17,6 +17,7 @@ from trial_core.context import RunInfo
 from trial_core.controller.rank_state import seed_everything
 from trial_core.controller.trial_engine import TrialEngine
 from trial_core.deepspeed.accelerator import claim_accelerator
+from trial_core.deepspeed.collectives import init_distributed
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.deepspeed_engine import DeepSpeedTrialEngine
 from trial_core.deepspeed.mpu import forget_model_parallelism
@@ -77,14 +78,15 @@ def build_engine(
     """
     host_store()
     prepare_op_builds(distributed.get_local_rank())
+    # First: a module may use a device when it is imported, and the current one is number 0.
+    claim_accelerator(distributed.get_local_rank())
     entrypoint = str(info.experiment["entrypoint"])
     with doing(f"importing {entrypoint}", op_being_built):
         trial_class = load_trial_class(entrypoint)
     seed = info.experiment_seed
-    claim_accelerator(distributed.get_local_rank())
     if not initialises_torch_distributed():
         with doing("connecting the ranks", op_being_built):
-            _init_distributed()
+            init_distributed()
             distributed.connect()
     forget_model_parallelism()
     # The same seed on every rank: all must build the same weights.
@@ -119,12 +121,6 @@ def initialises_torch_distributed() -> bool:
         os.environ.get(name, "").strip().lower() not in ("", "0", "false", "no")
         for name in MANUAL_INIT_VARIABLES
     )
-
-
-def _init_distributed() -> None:
-    import deepspeed
-
-    deepspeed.init_distributed()
 
 
 def _import(module_name: str, entrypoint: str) -> ModuleType:

@@ -124,19 +124,18 @@ def ninja() -> Check:
 
 def accelerators() -> Check:
     """Report what slots would train on."""
-    from trial_core.slots.accelerators import count_accelerators
+    from trial_core.slots.accelerators import torch_problem, visible_accelerators
 
-    count = count_accelerators()
-    if count == 0:
-        return Check("accelerators", "ok", "none: slots are CPU processes")
-    found = text_format.plural(count, "accelerator")
     try:
-        torch_version = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        torch_version = ""
-    if torch_version.endswith("+cpu"):
-        advice = "install a torch build with accelerator support, or set DS_ACCELERATOR=cpu"
-        return Check("accelerators", "fail", f"{found}, but torch {torch_version}", advice)
+        visible = visible_accelerators(os.environ)
+    except TrialflowError as error:
+        return Check("accelerators", "fail", str(error))
+    if not visible.devices:
+        return Check("accelerators", "ok", "none: slots are CPU processes")
+    found = f"{text_format.plural(len(visible.devices), 'accelerator')} ({visible.kind})"
+    problem = torch_problem()
+    if problem is not None:
+        return Check("accelerators", "fail", found, problem)
     return Check("accelerators", "ok", found)
 
 

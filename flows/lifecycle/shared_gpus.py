@@ -48,7 +48,7 @@ def gpu_slots(config: ExperimentConfig) -> Iterator[dict[str, str]]:
 
 
 def _acquire(config: ExperimentConfig, held: ExitStack) -> dict[str, str]:
-    variables = {**os.environ, **config.environment.environment_variables}
+    variables = {**os.environ, **config.rank_variables}
     if count_accelerators(variables) == 0:
         return {}
     count = resolve_slot_count(config.resources.slots_per_trial, variables)

@@ -19,6 +19,7 @@ from prefect.exceptions import Abort, ObjectNotFound
 from prefect.flow_engine import run_flow
 
 import trial_core.slots.device_locks
+from tests.support.gpus import fake_gpus
 from tests.support.prefect import PrefectServer, isolated
 from tests.support.slots import toy_config
 from trial_core.config import ExperimentConfig
@@ -36,12 +37,7 @@ On = Callable[[int], ExperimentConfig]
 @pytest.fixture(autouse=True)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with four GPUs, by a fake nvidia-smi, and a new folder of locks."""
-    tool = tmp_path / "bin" / "nvidia-smi"
-    tool.parent.mkdir()
-    tool.write_text("#!/bin/sh\nfor i in 0 1 2 3; do echo GPU $i: Some; done\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
-    monkeypatch.delenv("DS_ACCELERATOR")
+    fake_gpus(tmp_path, monkeypatch, 4)
     monkeypatch.setattr(trial_core.slots.device_locks, "locks_folder", lambda: tmp_path / "locks")
 
 

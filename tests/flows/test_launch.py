@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,10 +13,12 @@ import pytest
 import trialflow.flows.evaluate
 import trialflow.flows.prune
 import trialflow.flows.train
-from tests.support.slots import toy_config
+from tests.support.gpus import fake_gpus
+from tests.support.slots import build, toy_config
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import CheckpointError, LaunchError
+from trial_core.errors import CheckpointError, LaunchError, RankFailed
 from trial_core.run.observer import Observer
+from trial_core.slots.accelerators import resolve_slot_count
 from trialflow.flows.lifecycle.crash_limit import CrashedTooOften
 from trialflow.flows.train import launch_slots
 from trialflow.tasks.trial_run import TrialRun
@@ -24,12 +27,7 @@ from trialflow.tasks.trial_run import TrialRun
 @pytest.fixture
 def one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose NVIDIA driver reports one GPU, and an environment that does not hide it."""
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'GPU 0: Some GPU (UUID: a)'\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    fake_gpus(tmp_path, monkeypatch, 1)
 
 
 def toy_run(folder: Path, variables: dict[str, str]) -> TrialRun:
@@ -112,3 +110,24 @@ def test_a_trial_that_is_a_path_is_refused_at_once(tmp_path: Path) -> None:
     for flow in (trialflow.flows.train.train, trialflow.flows.prune.prune):
         with pytest.raises(CheckpointError, match=r"'\.\./project' cannot be a trial's id"):
             flow.fn(config, trial="../project")
+
+
+@pytest.mark.slots
+@pytest.mark.usefixtures("one_gpu")
+def test_ranks_without_their_gpu_refuse_to_train(tmp_path: Path) -> None:
+    """The driver has counted one, and torch in the rank finds none: no training on the CPU."""
+    config = toy_config(tmp_path, resources={"slots_per_trial": 1})
+    run = TrialRun(config, "toy-0a", tmp_path, CheckpointStore("memory://"), Observer())
+    with (
+        launch_slots(run) as slots,
+        pytest.raises(RankFailed, match=r"on cuda device 0, but torch .* finds 0: .*CUDA"),
+    ):
+        build(slots, run.config, tmp_path)
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_cpu_ranks_beside_gpus_are_a_choice(tmp_path: Path) -> None:
+    """resources.accelerator: cpu."""
+    config = toy_config(tmp_path, resources={"slots_per_trial": 2, "accelerator": "cpu"})
+    assert config.rank_variables["DS_ACCELERATOR"] == "cpu"
+    assert resolve_slot_count(2, {**os.environ, **config.rank_variables}) == 2

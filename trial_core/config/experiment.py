@@ -31,6 +31,7 @@ from trial_core.config.values import Count, Flag, PlainMapping, PositiveOrAuto, 
 from trial_core.errors import ConfigError
 from trial_core.retention.policy import RetentionPolicy
 from trial_core.run.sequencer import CheckpointPolicy, Schedule
+from trial_core.slots.accelerators import CPU, KIND_VARIABLE
 from trial_core.text_format import slug
 from trial_core.units import Batch
 
@@ -188,6 +189,12 @@ class ExperimentConfig(Section):
         except ValidationError as error:
             prefix = f"{source}: " if source else ""
             raise ConfigError("\n".join(prefix + line for line in error_lines(error))) from None
+
+    @property
+    def rank_variables(self) -> dict[str, str]:
+        """The environment variables that the experiment gives its ranks."""
+        on_cpu = {KIND_VARIABLE: CPU} if self.resources.accelerator == CPU else {}
+        return {**self.environment.environment_variables, **on_cpu}
 
     def schedule(self) -> Schedule:
         """When a run of this experiment reports, validates, saves and ends."""

@@ -73,6 +73,12 @@ class ResourcesConfig(Section):
         description='Rank processes, each with one accelerator if the machine has any. "auto": one '
         "per accelerator.",
     )
+    accelerator: Literal["auto", "cpu"] = Field(
+        default="auto",
+        title="Accelerator",
+        description='"auto": ranks compute on accelerators, or on the CPU if the machine has none. '
+        '"cpu": they compute on the CPU.',
+    )
 
 
 class SearcherConfig(Section):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from deepspeed.accelerator import get_accelerator
+
+from trial_core.errors import LaunchError
 
 
 def claim_accelerator(local_rank: int) -> None:
@@ -12,10 +15,32 @@ def claim_accelerator(local_rank: int) -> None:
 
     Call before anything is put on a device. The current one is number 0 on every rank by default,
     and DeepSpeed sets it only when it builds an engine. Does nothing on a CPU rank.
+
+    Raises:
+        LaunchError: torch finds no such accelerator.
     """
     accelerator = get_accelerator()
-    if accelerator.device_name() != "cpu":
-        accelerator.set_device(local_rank)
+    if accelerator.device_name() == "cpu":
+        return
+    count = accelerator.device_count() if accelerator.is_available() else 0
+    if local_rank >= count:
+        raise LaunchError(
+            f"this rank should train on {accelerator.device_name()} device {local_rank}, but torch "
+            f"{torch.__version__} finds {count}{_reason(count)}; install a torch build for this "
+            "machine's driver (docs/guides/gpu.md), or set resources.accelerator: cpu"
+        )
+    accelerator.set_device(local_rank)
+
+
+def _reason(count: int) -> str:
+    """What CUDA says, if no device can be used."""
+    if count > 0:
+        return ""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        return f": {error}"
+    return ""
 
 
 def accelerator_rng_state() -> Any:

@@ -1,15 +1,23 @@
-"""Counts this machine's accelerators without torch, which the driver must not import.
+"""The accelerators of this machine, found without torch, which the driver must not import.
 
-DeepSpeed decides which accelerator a rank uses; the count only decides how many ranks to launch.
+The driver launches one rank per accelerator and tells the ranks which kind it has counted. A rank
+that cannot use its accelerator refuses to train (`trial_core.deepspeed.accelerator`): otherwise
+DeepSpeed would train on the CPU and say nothing.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
 
 from trial_core.errors import LaunchError
 
@@ -21,29 +29,80 @@ CPU_SLOTS_PER_CORE = 4
 MIN_CPU_SLOT_LIMIT = 8
 """Small machines may also test a larger topology."""
 
+CPU = "cpu"
+KIND_VARIABLE = "DS_ACCELERATOR"
+"""DeepSpeed's switch: the kind of accelerator that a process uses."""
+
+NVIDIA_DEVICE = Path("/dev/nvidiactl")
+"""Exists where the NVIDIA driver is loaded and this process, or its container, may use it."""
+
+TOOL_TIMEOUT_SECONDS = 60.0
+PROBE_TIMEOUT_SECONDS = 300.0
+
+PROBE = """
+from deepspeed.accelerator import get_accelerator
+found = get_accelerator()
+count = found.device_count() if found.is_available() else 0
+print("found", found.device_name(), count, found.visible_devices_envs()[0])
+"""
+OTHER_BUILDS = ("rocm", "xpu")
+"""Local versions of torch, such as 2.13.0+xpu, for accelerators that are not NVIDIA's."""
+EXTENSIONS = (
+    "intel_extension_for_pytorch", "torch_npu", "habana_frameworks", "torch_mlu", "torch_sdaa",
+)  # fmt: skip
+"""Packages that bring other accelerators to torch and DeepSpeed."""
+
+ADVICE = "to train on the CPU, set resources.accelerator: cpu"
+
+
+@dataclass(frozen=True)
+class Accelerators:
+    """The accelerators that the ranks of a run may use.
+
+    Attributes:
+        kind: DeepSpeed's name of their kind: ``cuda``, ``xpu``, …; ``cpu``: there are none.
+        variable: the environment variable that selects some of them.
+        devices: their names in that variable.
+    """
+
+    kind: str = CPU
+    variable: str = ""
+    devices: tuple[str, ...] = ()
+
+
+CPU_ONLY = Accelerators()
+
 
 def count_accelerators(environment: Mapping[str, str] = os.environ) -> int:
-    """How many accelerators the ranks would see; 0 means CPU ranks."""
-    return len(visible_accelerators(environment)[1])
+    """How many accelerators the ranks would use; 0 means CPU ranks.
 
-
-def visible_accelerators(environment: Mapping[str, str]) -> tuple[str, list[str]]:
-    """The accelerators that the ranks would see, and the variable that selects them.
-
-    With ``DS_ACCELERATOR=cpu``, DeepSpeed's switch, there are none. ``CUDA_VISIBLE_DEVICES`` and
-    ``HIP_VISIBLE_DEVICES`` are respected.
+    Raises:
+        LaunchError: see `visible_accelerators`.
     """
-    if environment.get("DS_ACCELERATOR") != "cpu":
-        for tool, variable in (
-            (("nvidia-smi", "--list-gpus"), "CUDA_VISIBLE_DEVICES"),
-            (("rocm-smi", "--showid", "--csv"), "HIP_VISIBLE_DEVICES"),
-        ):
-            present = _count_lines(tool)
-            if present:
-                chosen = environment.get(variable)
-                indices = [str(index) for index in range(present)]
-                return variable, indices if chosen is None else _visible(chosen, present)
-    return "", []
+    return len(visible_accelerators(environment).devices)
+
+
+def visible_accelerators(environment: Mapping[str, str]) -> Accelerators:
+    """The accelerators that ranks with these environment variables would use.
+
+    With ``DS_ACCELERATOR=cpu`` there are none. ``nvidia-smi`` counts NVIDIA's; DeepSpeed itself, in
+    another process, counts all others. Variables such as ``CUDA_VISIBLE_DEVICES`` are respected.
+
+    Raises:
+        LaunchError: there is an NVIDIA driver, but its GPUs cannot be counted; or DeepSpeed fails.
+    """
+    if environment.get(KIND_VARIABLE) == CPU:
+        return Accelerators()
+    if _needs_probe():
+        names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
+                 "ZE_AFFINITY_MASK", KIND_VARIABLE, "PATH", "LD_LIBRARY_PATH")  # fmt: skip
+        return _probe(tuple((name, environment[name]) for name in names if name in environment))
+    gpus = _nvidia_gpus()
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    devices = [str(index) for index in range(len(gpus))]
+    if chosen is not None:
+        devices = _visible(chosen, len(gpus))
+    return Accelerators("cuda", "CUDA_VISIBLE_DEVICES", tuple(devices)) if devices else CPU_ONLY
 
 
 def resolve_slot_count(requested: int | str, environment: Mapping[str, str] = os.environ) -> int:
@@ -53,18 +112,23 @@ def resolve_slot_count(requested: int | str, environment: Mapping[str, str] = os
 
     Raises:
         LaunchError: there are fewer accelerators than requested slots; or there are none, and too
-            few cores.
+            few cores; or torch has no support for the accelerators; or see `visible_accelerators`.
     """
     accelerators = count_accelerators(environment)
+    if accelerators and (problem := torch_problem()):
+        raise LaunchError(
+            f"this machine has {accelerators} accelerator{'s' if accelerators != 1 else ''}, but "
+            f"{problem}; {ADVICE}"
+        )
     if not isinstance(requested, int):
         return accelerators or CPU_SLOTS
     if accelerators and requested > accelerators:
         raise LaunchError(
             f"resources.slots_per_trial is {requested}, but this machine has {accelerators} "
             f"accelerator{'s' if accelerators != 1 else ''}; ask for at most {accelerators} "
-            '(or "auto"), or set DS_ACCELERATOR=cpu to train on CPU ranks'
+            f'(or "auto"); {ADVICE}'
         )
-    cores = os.cpu_count() or 1
+    cores = available_cores()
     limit = max(CPU_SLOTS_PER_CORE * cores, MIN_CPU_SLOT_LIMIT)
     if not accelerators and requested > limit:
         raise LaunchError(
@@ -75,26 +139,131 @@ def resolve_slot_count(requested: int | str, environment: Mapping[str, str] = os
     return requested
 
 
-def _visible(devices: str, present: int) -> list[str]:
-    """The visible devices of a list: those before the first one that does not exist."""
-    entries = (entry.strip() for entry in devices.split(","))
-    return list(takewhile(lambda entry: _may_exist(entry, present), entries))[:present]
+def torch_problem() -> str | None:
+    """Why the installed torch can use no accelerator; None: it may."""
+    if _torch_build() != CPU:
+        return None
+    return (
+        f"torch {importlib.metadata.version('torch')} computes on the CPU only: install a build "
+        "for the accelerator (docs/guides/gpu.md)"
+    )
+
+
+def available_cores() -> int:
+    """How many cores this process, and so its ranks, may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        return os.cpu_count() or 1
+
+
+def device_uuid(device: str) -> str:
+    """The UUID of an NVIDIA GPU that is given by index or by the beginning of its UUID.
+
+    Other devices, and devices of other kinds, keep their name.
+    """
+    gpus = _nvidia_gpus() if shutil.which("nvidia-smi") else []
+    if device.isdecimal():
+        return gpus[int(device)] if int(device) < len(gpus) else device
+    return next((gpu for gpu in gpus if device and gpu.startswith(device)), device)
+
+
+def _torch_build() -> str:
+    """The local version of the installed torch: ``cpu``, ``cu130``, …; empty: as on PyPI."""
+    try:
+        return importlib.metadata.version("torch").partition("+")[2]
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _needs_probe() -> bool:
+    """Whether torch, or an extension of it, is for accelerators that are not NVIDIA's."""
+    if _torch_build().startswith(OTHER_BUILDS):
+        return True
+    return any(importlib.util.find_spec(name) is not None for name in EXTENSIONS)
+
+
+@functools.lru_cache
+def _probe(environment: tuple[tuple[str, str], ...]) -> Accelerators:
+    """What DeepSpeed finds in a process of its own. Takes some seconds.
+
+    Raises:
+        LaunchError: DeepSpeed fails.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE],
+            env={**os.environ, **dict(environment)},
+            capture_output=True, text=True, timeout=PROBE_TIMEOUT_SECONDS, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"DeepSpeed cannot count the accelerators: {error}; {ADVICE}") from error
+    answers = [line.split() for line in done.stdout.splitlines() if line.startswith("found ")]
+    if done.returncode != 0 or not answers:
+        raise LaunchError(
+            f"DeepSpeed cannot count the accelerators: {_last_line(done.stderr)}; {ADVICE}"
+        )
+    _, kind, count, variable = answers[-1]
+    if kind == CPU or int(count) == 0:
+        return CPU_ONLY
+    chosen = dict(environment).get(variable)
+    names = chosen.split(",") if chosen else [str(index) for index in range(int(count))]
+    return Accelerators(kind, variable, tuple(names[: int(count)]))
+
+
+def _nvidia_gpus() -> list[str]:
+    """The UUIDs of the NVIDIA GPUs, in the order of their index.
+
+    Raises:
+        LaunchError: this process may use the NVIDIA driver, but ``nvidia-smi`` is missing or fails.
+    """
+    has_driver = NVIDIA_DEVICE.exists()
+    if shutil.which("nvidia-smi") is None:
+        if not has_driver:
+            return []
+        raise LaunchError(_uncountable("nvidia-smi is not on PATH"))
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "--list-gpus"],
+            capture_output=True, text=True, timeout=TOOL_TIMEOUT_SECONDS, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(_uncountable(str(error))) from error
+    if done.returncode != 0:
+        if not has_driver:  # the tool without a driver, as in an image for GPUs
+            return []
+        raise LaunchError(_uncountable(_last_line(done.stdout + done.stderr)))
+    lines = [line for line in done.stdout.splitlines() if line.startswith("GPU ")]
+    return [
+        # GPU 0: NVIDIA H100 (UUID: GPU-8f2a0c11-…)
+        line.partition("(UUID: ")[2].rstrip().removesuffix(")") or str(index)
+        for index, line in enumerate(lines)
+    ]
+
+
+def _uncountable(why: str) -> str:
+    return f"this machine has an NVIDIA driver, but its GPUs cannot be counted: {why}; {ADVICE}"
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else "it said nothing"
+
+
+def _visible(chosen: str, present: int) -> list[str]:
+    """The devices of ``CUDA_VISIBLE_DEVICES`` that CUDA uses: those before the first wrong one.
+
+    Of MIG instances a process uses one.
+    """
+    entries = [entry.strip() for entry in chosen.split(",")]
+    devices = list(takewhile(lambda entry: _may_exist(entry, present), entries))
+    if devices and devices[0].startswith("MIG-"):
+        return devices[:1]
+    return [each for each in devices if not each.startswith("MIG-")][:present]
 
 
 def _may_exist(device: str, present: int) -> bool:
     """Whether `device` is an index below `present`, or a device's UUID."""
     if device.isdecimal():
         return int(device) < present
-    return device.startswith(("GPU-", "MIG-"))
-
-
-def _count_lines(command: tuple[str, ...]) -> int:
-    if shutil.which(command[0]) is None:
-        return 0
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    if found.returncode != 0:
-        return 0
-    return sum(1 for line in found.stdout.splitlines() if line.lower().startswith(("gpu", "card")))
+    return bool(present) and device.startswith(("GPU-", "MIG-"))

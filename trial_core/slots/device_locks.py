@@ -16,7 +16,7 @@ from pathlib import Path
 import filelock
 
 from trial_core.errors import LaunchError
-from trial_core.slots.accelerators import visible_accelerators
+from trial_core.slots.accelerators import device_uuid, visible_accelerators
 
 POLL_SECONDS = 1.0
 LOCKS_VARIABLE = "TRIALFLOW_LOCKS"
@@ -46,7 +46,8 @@ def reserve_devices(
     Raises:
         LaunchError: the machine has fewer devices, or the lock files cannot be used.
     """
-    variable, devices = visible_accelerators(environment)
+    accelerators = visible_accelerators(environment)
+    variable, devices = accelerators.variable, accelerators.devices
     if count > len(devices):
         raise LaunchError(f"the run needs {count} devices, but this machine has {len(devices)}")
     with ExitStack() as locks:
@@ -79,7 +80,8 @@ def _lock_free_devices(devices: Sequence[str], count: int, locks: ExitStack) -> 
 def _lock(device: str) -> filelock.BaseFileLock | None:
     """The acquired lock of a device; None if another run holds it."""
     folder = locks_folder()
-    path = folder / f"{device.replace(os.sep, '_')}.lock"
+    # By its UUID: another run may name the same device by its index.
+    path = folder / f"{device_uuid(device).replace(os.sep, '_')}.lock"
     # 0o666: every user of the machine must be able to open the file.
     lock = filelock.FileLock(path, mode=0o666, thread_local=False, fallback_to_soft=False)
     try:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from trial_core.errors import LaunchError
-from trial_core.slots.accelerators import count_accelerators
+from trial_core.slots.accelerators import KIND_VARIABLE, available_cores, visible_accelerators
 from trial_core.slots.watchdog import Watchdog
 
 WORKER_MODULE = "trial_core.slots.rank_main"
@@ -159,7 +159,7 @@ def launch_ranks(
     Raises:
         LaunchError: a process or its log cannot be created; `ranks` has those already started.
     """
-    base = _environment(world_size, environment)
+    base = rank_environment(world_size, environment)
     base["TRIALFLOW_CHANNEL"] = address
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -178,17 +178,22 @@ def launch_ranks(
         raise LaunchError(f"cannot start rank {len(ranks)} in {working_dir}: {error}") from error
 
 
-def _environment(world_size: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that all ranks have in common."""
+def rank_environment(world_size: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that all ranks have in common.
+
+    Each rank gets its share of the cores: libraries would start a thread per core in every rank.
+
+    Raises:
+        LaunchError: the accelerators cannot be counted, or torch cannot use them.
+    """
     base = {**os.environ, **environment}
     base.update(
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(world_size),
         PYTHONUNBUFFERED="1",
     )
-    if count_accelerators(base) == 0:
-        base["DS_ACCELERATOR"] = "cpu"
-        base.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
+    base[KIND_VARIABLE] = visible_accelerators(base).kind
+    base.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // world_size)))
     if any(name == LOOPBACK_INTERFACE for _, name in socket.if_nameindex()):
         base.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     return base

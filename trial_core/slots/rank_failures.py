@@ -104,9 +104,7 @@ class RankFailures:
             self._changed.wait_for(
                 lambda: len({f.rank for f in self._noted}) == self._world_size, FIRST_CAUSE_SECONDS
             )
-            # A death precedes any exception: a rank that raised stays alive and breaks no
-            # collective, but a rank that died makes the others raise.
-            cause = min(self._noted, key=lambda failure: failure.error_type is not None)
+            cause = first_cause(self._noted)
         self._on_first_cause(cause)
 
     def _pending_names(self) -> str:
@@ -134,6 +132,23 @@ class RankFailures:
             f"stopping.stall_timeout_seconds above {seconds:g} (null: no limit)",
             log_stacks(self._ranks),
         )
+
+
+def first_cause(failures: Sequence[RankFailed]) -> RankFailed:
+    """The failure, of those noted in this order, that has probably led to the others.
+
+    A death precedes any exception: a rank that raised stays alive and breaks no collective, but a
+    rank that died makes the others raise. If one rank raised and died, its exception led to its
+    death: NCCL's watchdog ends a process whose device has failed.
+    """
+    raised = {failure.rank for failure in failures if failure.error_type is not None}
+    own_causes = [
+        failure
+        for failure in failures
+        if failure.error_type is not None or failure.rank not in raised
+    ]
+    died = {failure.rank for failure in failures if failure.error_type is None}
+    return min(own_causes, key=lambda each: (each.error_type is not None, each.rank not in died))
 
 
 def exit_status(code: int) -> tuple[int | None, str | None]:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+import trial_core.slots.accelerators
 from tests.support.cli import trialflow, write_experiment
 from tests.support.faults.s3 import faulty_s3
+from tests.support.gpus import fake_gpus
 from tests.support.prefect import free_port, isolated
 from tests.support.s3 import S3Server
 from trialflow.deployments.cli import doctor
@@ -86,15 +88,11 @@ def test_accelerators_that_torch_cannot_use(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """GPUs with a CPU build of torch fail the check."""
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'GPU 0: a'\necho 'GPU 1: b'\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.delenv("DS_ACCELERATOR")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    versions = {"torch": "2.13.0+cpu"}
-    monkeypatch.setattr(doctor.importlib.metadata, "version", versions.__getitem__)
-    assert doctor.accelerators().found == "2 accelerators, but torch 2.13.0+cpu"
+    tool = fake_gpus(tmp_path, monkeypatch, 2, torch_build="cpu")
     assert doctor.accelerators().status == "fail"
-    versions["torch"] = "2.13.0"
-    assert doctor.accelerators().status == "ok"
+    assert "computes on the CPU only" in str(doctor.accelerators())
+    monkeypatch.setattr(trial_core.slots.accelerators, "_torch_build", lambda: "cu130")
+    assert str(doctor.accelerators()) == "ok    accelerators 2 accelerators (cuda)"
+    tool.unlink()
+    assert doctor.accelerators().status == "fail"
+    assert "nvidia-smi is not on PATH" in str(doctor.accelerators())

@@ -15,9 +15,11 @@ def killed() -> RankFailed:
     return RankFailed(rank=1, host="here", during="train-workload", signal_name="SIGKILL")
 
 
-def raised(message: str = "out of luck", at: int | None = None) -> RankFailed:
+def raised(
+    message: str = "out of luck", error_type: str = "RuntimeError", at: int | None = None
+) -> RankFailed:
     return RankFailed(
-        rank=1, host="here", during="train-workload", error_type="RuntimeError",
+        rank=1, host="here", during="train-workload", error_type=error_type,
         error_message=message, batches_trained=at,
     )  # fmt: skip
 
@@ -44,13 +46,14 @@ def test_an_exception_before_training_is_not_retried() -> None:
     [
         (lambda: (raised(), 8), False),
         (lambda: (raised(), 9), True),
-        (lambda: (raised("out of memory"), 8), True),
+        (lambda: (raised("12.3 MiB are free, process 77 has the rest"), 8), False),
+        (lambda: (raised(error_type="KeyError"), 8), True),
         (lambda: (killed(), 8), True),
     ],
-    ids=["same", "at another batch", "another message", "killed"],
+    ids=["same", "at another batch", "another text", "another type", "killed"],
 )
 def test_a_repeated_exception_is_not_retried(again: Any, is_granted: bool) -> None:
-    """The same exception at the same batch after a restart ends the run."""
+    """The same type of exception at the same batch after a restart ends the run."""
     restarts = Restarts(5)
     assert restarts.grant(raised(), a_run(8))
     failure, batches_trained = again()

@@ -9,6 +9,7 @@ from trial_core.context import RunInfo
 from trial_core.deepspeed import accelerator
 from trial_core.deepspeed import context as context_module
 from trial_core.distributed import DistributedContext
+from trial_core.errors import LaunchError
 
 
 class FakeAccelerator:
@@ -20,6 +21,12 @@ class FakeAccelerator:
 
     def device_name(self, index: int | None = None) -> str:
         return "cuda" if index is None else f"cuda:{index}"
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 2
 
     def set_device(self, index: int) -> None:
         self.current = index
@@ -58,19 +65,32 @@ def test_a_contexts_device_is_its_ranks_accelerator() -> None:
 def test_the_accelerator_is_claimed_before_torch_distributed_is_initialised(
     fake: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And so before the trial is constructed."""
+    """And so before the trial's module is imported, and the trial constructed."""
 
     class Stop(Exception):
         pass
 
-    def init_distributed() -> None:
+    def stop(*arguments: str) -> type:
         raise Stop(fake.current_device_name())
 
-    monkeypatch.setattr(entrypoint, "_init_distributed", init_distributed)
-    monkeypatch.setattr(entrypoint, "load_trial_class", lambda name: object)
     info = RunInfo(trial="toy-0000beef", experiment={"entrypoint": "a:B"})
-    with pytest.raises(Stop, match=r"^cuda:1$"):
-        entrypoint.build_engine(info, RANK_1)
+    for step in ("load_trial_class", "init_distributed"):
+        fake.current = 0
+        monkeypatch.setattr(entrypoint, "load_trial_class", lambda name: object)
+        monkeypatch.setattr(entrypoint, step, stop)
+        with pytest.raises(Stop, match=r"^cuda:1$"):
+            entrypoint.build_engine(info, RANK_1)
+
+
+def test_a_rank_without_its_accelerator_refuses(
+    fake: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error has torch's reason, and what to do."""
+    with pytest.raises(LaunchError, match=r"on cuda device 2, but torch .* finds 2; install"):
+        accelerator.claim_accelerator(2)
+    monkeypatch.setattr(fake, "is_available", lambda: False)
+    with pytest.raises(LaunchError, match=r"finds 0: .*CUDA.*; install .*accelerator: cpu$"):
+        accelerator.claim_accelerator(0)
 
 
 def test_the_accelerators_generator_is_saved_and_restored(fake: FakeAccelerator) -> None:

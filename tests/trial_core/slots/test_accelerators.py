@@ -6,17 +6,24 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.gpus import fake_gpus, uuid
 from trial_core.errors import LaunchError
-from trial_core.slots.accelerators import CPU_SLOTS, count_accelerators, resolve_slot_count
+from trial_core.slots import accelerators, launcher
+from trial_core.slots.accelerators import (
+    CPU_ONLY,
+    CPU_SLOTS,
+    Accelerators,
+    count_accelerators,
+    device_uuid,
+    resolve_slot_count,
+    visible_accelerators,
+)
 
 
 @pytest.fixture
-def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose NVIDIA driver reports two GPUs."""
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'GPU 0: Some GPU (UUID: a)'; echo 'GPU 1: Other (UUID: b)'\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with two GPUs. The path of its nvidia-smi."""
+    return fake_gpus(tmp_path, monkeypatch, 2)
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -33,7 +40,9 @@ def test_gpus_are_counted() -> None:
         ("0,1", 2),
         ("1", 1),
         (" 1 , 0 ", 2),
-        ("GPU-8f2a,MIG-77c1", 2),
+        ("GPU-8f2a,GPU-77c1", 2),
+        ("MIG-8f2a,MIG-77c1", 1),
+        ("GPU-8f2a,MIG-77c1", 1),
         ("0,1,2", 2),
         ("0,7,1", 1),
         ("1,-1,0", 1),
@@ -44,7 +53,8 @@ def test_gpus_are_counted() -> None:
     ],
 )
 def test_visible_devices_limit_the_count(devices: str, count: int) -> None:
-    """As in CUDA: only devices before the first that does not exist, and no more than exist."""
+    """As in CUDA: only devices before the first that does not exist, no more than exist, and one
+    MIG instance."""
     assert count_accelerators({"CUDA_VISIBLE_DEVICES": devices}) == count
 
 
@@ -58,7 +68,7 @@ def test_more_cpu_slots_than_the_cores_can_run_are_refused(monkeypatch: pytest.M
     """Each would be a process: thousands of them stop the machine."""
     cpu = {"DS_ACCELERATOR": "cpu"}
     for cores, limit in ((1, 8), (3, 12), (64, 256)):
-        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        monkeypatch.setattr(accelerators, "available_cores", lambda cores=cores: cores)
         assert resolve_slot_count(limit, cpu) == limit
         with pytest.raises(
             LaunchError, match=rf"slots_per_trial is {limit + 1}.* {cores} core.* at most {limit} "
@@ -78,10 +88,88 @@ def test_more_slots_than_gpus_is_refused() -> None:
         resolve_slot_count(3, {})
     assert str(error.value) == (
         "resources.slots_per_trial is 3, but this machine has 2 accelerators; ask for at most 2 "
-        '(or "auto"), or set DS_ACCELERATOR=cpu to train on CPU ranks'
+        '(or "auto"); to train on the CPU, set resources.accelerator: cpu'
     )
 
 
 def test_any_number_of_cpu_ranks_is_allowed() -> None:
     """Without accelerators, a slot is a CPU process."""
     assert resolve_slot_count(4, {"DS_ACCELERATOR": "cpu"}) == 4
+
+
+def test_gpus_that_cannot_be_counted_are_an_error(
+    two_gpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver is there, and its tool fails, is too slow, or is missing. CPU ranks are a choice."""
+    two_gpus.write_text("#!/bin/sh\necho Driver/library version mismatch >&2\nexit 18\n")
+    with pytest.raises(LaunchError, match=r"cannot be counted: Driver/library .*accelerator: cpu$"):
+        count_accelerators({})
+    two_gpus.write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(accelerators, "TOOL_TIMEOUT_SECONDS", 0.1)
+    with pytest.raises(LaunchError, match=r"cannot be counted: .*timed out"):
+        count_accelerators({})
+    two_gpus.unlink()
+    with pytest.raises(LaunchError, match="cannot be counted: nvidia-smi is not on PATH"):
+        count_accelerators({})
+    assert count_accelerators({"DS_ACCELERATOR": "cpu"}) == 0
+
+
+def test_a_tool_without_a_driver_counts_no_gpus(
+    two_gpus: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An image for GPUs on a machine that has none."""
+    two_gpus.write_text("#!/bin/sh\necho no driver\nexit 9\n")
+    monkeypatch.setattr(accelerators, "NVIDIA_DEVICE", tmp_path / "none")
+    assert visible_accelerators({}) == CPU_ONLY
+
+
+def test_a_torch_for_the_cpu_does_not_train_beside_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed would train on the CPU, and say nothing."""
+    fake_gpus(tmp_path, monkeypatch, 2, torch_build="cpu")
+    with pytest.raises(LaunchError, match=r"has 2 accelerators, but torch .* CPU only: install"):
+        resolve_slot_count("auto", {})
+    assert resolve_slot_count("auto", {"DS_ACCELERATOR": "cpu"}) == CPU_SLOTS
+
+
+def test_other_accelerators_are_counted_by_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another process, since the driver does not import torch."""
+    monkeypatch.setattr(accelerators, "_torch_build", lambda: "xpu")
+    monkeypatch.setattr(accelerators, "PROBE", "print('found xpu 3 ZE_AFFINITY_MASK')")
+    found = Accelerators("xpu", "ZE_AFFINITY_MASK", ("0", "1", "2"))
+    accelerators._probe.cache_clear()
+    assert visible_accelerators({}) == found
+    chosen = visible_accelerators({"ZE_AFFINITY_MASK": "4,5,6"})
+    assert chosen.devices == ("4", "5", "6")
+    monkeypatch.setattr(accelerators, "PROBE", "raise SystemExit('no level-zero loader')")
+    accelerators._probe.cache_clear()
+    with pytest.raises(LaunchError, match="cannot count the accelerators: no level-zero loader"):
+        visible_accelerators({})
+
+
+def test_deepspeed_answers_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names that the probe calls exist. On a machine without accelerators there are none."""
+    monkeypatch.setattr(accelerators, "_torch_build", lambda: "rocm6.4")
+    accelerators._probe.cache_clear()
+    assert visible_accelerators({"CUDA_VISIBLE_DEVICES": ""}) == CPU_ONLY
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_device_has_one_name() -> None:
+    """Runs that name a GPU by its index, or by a part of its UUID, lock the same one."""
+    assert device_uuid("1") == device_uuid(uuid(1)) == device_uuid(uuid(1)[:6]) == uuid(1)
+    assert [device_uuid(name) for name in ("7", "MIG-a")] == ["7", "MIG-a"]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_ranks_are_told_their_accelerator_and_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On GPUs as on CPUs. A value that the experiment sets stays."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(launcher, "available_cores", lambda: 64)
+    on_gpus = launcher.rank_environment(8, {})
+    assert (on_gpus["DS_ACCELERATOR"], on_gpus["OMP_NUM_THREADS"]) == ("cuda", "8")
+    on_cpus = launcher.rank_environment(2, {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "3"})
+    assert (on_cpus["DS_ACCELERATOR"], on_cpus["OMP_NUM_THREADS"]) == ("cpu", "3")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.gpus import fake_gpus, uuid
 from trial_core.errors import LaunchError
 from trial_core.slots.device_locks import LOCKS_VARIABLE, reserve_devices
 
@@ -23,13 +24,7 @@ with reserve_devices(1, os.environ, lambda: None) as variables:
 @pytest.fixture(autouse=True)
 def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose NVIDIA driver reports two GPUs."""
-    tool = tmp_path / "bin" / "nvidia-smi"
-    tool.parent.mkdir()
-    tool.write_text("#!/bin/sh\necho GPU 0: Some; echo GPU 1: Some\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tool.parent), prepend=":")
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    fake_gpus(tmp_path, monkeypatch, 2)
 
 
 def test_runs_with_different_temporary_folders_share_locks(
@@ -70,6 +65,19 @@ def test_reserved_devices_are_free_after_the_block(
 
     with reserve_devices(2, {"PATH": "/"}, when_waiting=end_first) as variables:
         assert variables == {"CUDA_VISIBLE_DEVICES": "0,1"}
+
+
+def test_a_device_is_locked_once_under_all_its_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run names it by its UUID."""
+    monkeypatch.setenv(LOCKS_VARIABLE, str(tmp_path / "locks"))
+    by_uuid = {"CUDA_VISIBLE_DEVICES": f"{uuid(1)},0"}
+    with (
+        reserve_devices(1, {"CUDA_VISIBLE_DEVICES": "1"}, lambda: None),
+        reserve_devices(1, by_uuid, lambda: None) as variables,
+    ):
+        assert variables == {"CUDA_VISIBLE_DEVICES": "0"}
 
 
 def test_an_unusable_folder_of_locks_is_an_error(

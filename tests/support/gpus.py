@@ -1,0 +1,38 @@
+"""A machine with NVIDIA GPUs, by a program that answers as nvidia-smi does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import trial_core.slots.accelerators
+
+
+def uuid(index: int) -> str:
+    """The UUID of a fake GPU."""
+    return f"GPU-{index}{index}{index}{index}"
+
+
+def fake_gpus(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, count: int, torch_build: str = ""
+) -> Path:
+    """Give this machine GPUs, a driver, and a torch for them. Returns the program.
+
+    Args:
+        folder: where the fake program and the driver's device go.
+        torch_build: the local version of torch; empty: as on PyPI.
+    """
+    tool = folder / "gpus" / "nvidia-smi"
+    tool.parent.mkdir()
+    lines = [f"echo 'GPU {index}: Some GPU (UUID: {uuid(index)})'" for index in range(count)]
+    tool.write_text("\n".join(["#!/bin/sh", *lines]))
+    tool.chmod(0o755)
+    driver = folder / "gpus" / "nvidiactl"
+    driver.touch()
+    monkeypatch.setenv("PATH", f"{tool.parent}:/usr/bin:/bin")
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(trial_core.slots.accelerators, "NVIDIA_DEVICE", driver)
+    monkeypatch.setattr(trial_core.slots.accelerators, "_torch_build", lambda: torch_build)
+    return tool

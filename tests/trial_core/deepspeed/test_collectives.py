@@ -1,0 +1,39 @@
+"""The timeouts of collectives, in ranks that a driver watches."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import pytest
+import torch.distributed.distributed_c10d as c10d
+
+from trial_core.deepspeed import collectives
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What DeepSpeed is called with. NCCL is compiled in."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(deepspeed, "init_distributed", given.update)
+    monkeypatch.setattr(c10d, "default_pg_timeout", timedelta(minutes=30))
+    monkeypatch.setattr(c10d, "default_pg_nccl_timeout", timedelta(minutes=10))
+    monkeypatch.delenv(collectives.TIMEOUT_VARIABLE, raising=False)
+    return given
+
+
+def test_no_collective_ends_a_rank_before_the_driver_does(given: dict[str, Any]) -> None:
+    """The first process group, and those that DeepSpeed makes later."""
+    collectives.init_distributed()
+    assert given == {"timeout": timedelta(days=7)}
+    for backend in ("nccl", "gloo"):
+        assert c10d._get_default_timeout(c10d.Backend(backend)) == timedelta(days=7)
+
+
+def test_the_users_timeout_stays(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """DEEPSPEED_TIMEOUT."""
+    monkeypatch.setenv(collectives.TIMEOUT_VARIABLE, "30")
+    collectives.init_distributed()
+    assert given == {}
+    assert c10d._get_default_timeout(c10d.Backend("nccl")) == timedelta(minutes=10)
