@@ -174,6 +174,8 @@ class Trained(Result):
 class NameMetrics(Request):
     """Find the names of the validation metrics, without a validation."""
 
+    stage: ClassVar[str] = "name-metrics"
+
 
 class MetricsNamed(Result):
     """The names of the validation metrics; None if one batch does not tell them."""

@@ -7,9 +7,7 @@ with the driver's stdout would keep it open).
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +18,7 @@ from pathlib import Path
 from trial_core.errors import LaunchError
 from trial_core.slots.accelerators import KIND_VARIABLE, available_cores, visible_accelerators
 from trial_core.slots.watchdog import Watchdog
+from trial_core.slots.watchdog_main import kill_session
 
 WORKER_MODULE = "trial_core.slots.rank_main"
 STORE_SOCKET_VARIABLE = "TRIALFLOW_STORE_SOCKET"
@@ -71,7 +70,7 @@ class RankProcess:
         with self._reaping:
             # Not after it is reaped: another process may have its id by then.
             if self._process.returncode is None:
-                _kill_group(self.pid)
+                kill_session(self.pid)
 
     def signal(self, number: int) -> None:
         """Send the rank a signal, if it still runs."""
@@ -111,7 +110,7 @@ class RankProcess:
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         with self._reaping:
             # Its children may outlive it. Until it is reaped, no other group can have its id.
-            _kill_group(self.pid)
+            kill_session(self.pid)
             self._watchdog.forget(self.pid)
             code = self._process.wait()
         self._ended.set()
@@ -129,11 +128,6 @@ def _to_disk_bytes(pid: int) -> int:
         return 0
     counted = next((line for line in lines if line.startswith("write_bytes:")), "write_bytes: 0")
     return int(counted.partition(":")[2])
-
-
-def _kill_group(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
 
 
 def launch_ranks(

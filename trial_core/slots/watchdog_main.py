@@ -14,15 +14,19 @@ import os
 import select
 import signal
 import sys
+import time
 
 PID_BYTES = 4
 # How often to ask whether the driver is still the parent: a process that the driver has forked
 # holds the other end of standard input, too.
 POLL_SECONDS = 1.0
+# A killed process that runs in the kernel takes a moment to end.
+AFTER_KILL_SECONDS = 0.01
+KILL_ATTEMPTS = 100
 
 
 def run(driver: int) -> None:
-    """Wait for the driver's end, then SIGKILL the process groups of the ranks that still run."""
+    """Wait for the driver's end, then SIGKILL the ranks that still run, with their children."""
     # A machine that shuts down signals all processes; the driver then has the ranks save.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -36,8 +40,36 @@ def run(driver: int) -> None:
         elif os.getppid() != driver:
             break
     for rank in ranks:
-        with contextlib.suppress(OSError):
-            os.killpg(rank, signal.SIGKILL)
+        kill_session(rank)
+
+
+def kill_session(leader: int) -> None:
+    """SIGKILL a rank, which leads a session, and all processes of the session.
+
+    Not its process group alone: ninja gives each compiler a group of its own.
+    """
+    with contextlib.suppress(OSError):
+        os.killpg(leader, signal.SIGKILL)
+    for _ in range(KILL_ATTEMPTS):  # a process may start another one meanwhile
+        if not (members := _live_members(leader)):
+            return
+        for pid in members:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(AFTER_KILL_SECONDS)
+
+
+def _live_members(leader: int) -> list[int]:
+    """The processes of a session that have not ended; none where there is no /proc."""
+    found = []
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            with open(f"/proc/{int(name)}/stat", "rb") as file:
+                # 4242 (name) S parent group session …
+                state, _, _, session = file.read().rpartition(b")")[2].split()[:4]
+            if int(session) == leader and state not in (b"Z", b"X"):
+                found.append(int(name))
+    return found
 
 
 if __name__ == "__main__":

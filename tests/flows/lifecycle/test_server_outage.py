@@ -52,7 +52,9 @@ def recorded(stage: Stage, run: UUID) -> tuple[list[str], set[str]]:
     """The states of the run's tasks, and the messages of its log."""
     tasks = stage.server.query("task_runs/filter", {"flow_runs": {"id": {"any_": [str(run)]}}})
     logs = stage.server.query("logs/filter", {"logs": {"flow_run_id": {"any_": [str(run)]}}})
-    return [each["state_name"] for each in tasks], {each["message"] for each in logs}
+    # A task's lines begin with its name.
+    messages = {each["message"].rpartition(": ")[2] for each in logs}
+    return [each["state_name"] for each in tasks], messages
 
 
 @pytest.mark.parametrize(

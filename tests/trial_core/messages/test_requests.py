@@ -19,6 +19,7 @@ TASKS = (
     build.fetch_checkpoint,
     build.build_loaders,
     train_workload.train_workload,
+    validate.name_metrics,
     validate.validate,
     checkpoint.checkpoint_save,
     checkpoint.checkpoint_upload,

@@ -10,15 +10,16 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.processes import wait_until_gone
 from trial_core.slots.watchdog import PROGRAM
-from trial_core.slots.watchdog_main import PID_BYTES
+from trial_core.slots.watchdog_main import PID_BYTES, kill_session
 
 DEADLINE_SECONDS = 20
 
 
 @pytest.fixture
 def two_groups() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Two processes, each in its own group."""
+    """Two processes, each in its own session."""
     sleep = [sys.executable, "-c", "import signal; signal.pause()"]
     started = [subprocess.Popen(sleep, start_new_session=True) for _ in range(2)]
     yield started
@@ -40,3 +41,23 @@ def test_only_ranks_that_have_not_ended_are_killed(
     assert watchdog.returncode == 0
     assert running.wait(DEADLINE_SECONDS) == -signal.SIGKILL
     assert ended.poll() is None
+
+
+COMPILING = """
+import signal, subprocess, sys
+wait = [sys.executable, "-c", "import signal; signal.pause()"]
+print(subprocess.Popen(wait, process_group=0).pid, flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Popen has no process_group")
+def test_children_in_groups_of_their_own_are_killed() -> None:
+    """As compilers that ninja has started."""
+    command = [sys.executable, "-c", COMPILING]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None
+        compiler = int(rank.stdout.readline())
+        kill_session(rank.pid)
+        assert wait_until_gone([compiler], DEADLINE_SECONDS) == []
+    assert rank.returncode == -signal.SIGKILL
