@@ -88,6 +88,7 @@ def evaluate(
         CheckpointNotFound: there is no such checkpoint.
         ModelNotFound: there is no such model, alias or version.
         CheckpointDamaged: the given checkpoint is damaged, or all candidates are.
+        StorageError: the storage cannot be read, or its clock and this machine's differ.
         TrialError: the trial does not report the searcher metric.
         RankFailed: a rank died, or the trial raised an exception.
         Stalled: the ranks hang.
@@ -129,6 +130,7 @@ def evaluate_checkpoint(
         devices: environment variables that give the ranks this run's accelerators.
     """
     store = CheckpointStore(config.checkpoint_storage.url, config.checkpoint_storage.options)
+    store.check_clock()  # others would ignore the claim of a run with a wrong clock
     candidates = _candidates(store, config.name, checkpoint)
     name = trial_id(f"{config.name} evaluation", unique)
     with (

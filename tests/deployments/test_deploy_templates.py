@@ -153,6 +153,17 @@ def test_a_kubernetes_run_has_no_rights() -> None:
     }  # fmt: skip
 
 
+def test_the_server_refuses_a_kubernetes_run_that_names_a_cluster() -> None:
+    """The worker would run the command that a kubectl config names for the log-in."""
+    log_in = {"exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": "sh"}}
+    cluster = {"config": {"users": [{"name": "u", "user": log_in}]}, "context_name": "c"}
+    variables = job_template("kubernetes")["variables"]
+    validate({"cluster_config": None}, variables, raise_on_error=True)
+    with pytest.raises(ValidationError):
+        validate({"cluster_config": cluster}, variables, raise_on_error=True)
+    assert rendered("kubernetes", cluster_config=cluster)["cluster_config"] is None
+
+
 def test_the_variables_of_a_kubernetes_pool() -> None:
     """GPUs, shared memory, node, secrets and grace period reach the pod."""
     manifest = rendered(

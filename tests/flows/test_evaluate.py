@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,17 @@ from tests.support.cli import trialflow, write_experiment
 from tests.support.flow import one_slot, stages, train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import lines
+from tests.support.storage_clock import shift_clock
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
-from trial_core.errors import CheckpointDamaged, CheckpointNotFound, ModelNotFound
+from trial_core.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    ModelNotFound,
+    StorageError,
+)
 from trial_core.retention.claims import claims
+from trial_core.run.stop_requests import StopHandler
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
@@ -74,6 +82,19 @@ def test_the_newest_checkpoint_on_other_slots(prefect_server: PrefectServer, her
     )
     assert (artifact["type"], artifact["key"]) == ("table", "evaluation-toy")
     assert {row["metric"] for row in json.loads(artifact["data"])} == set(printed["metrics"])
+
+
+def test_a_machine_with_a_wrong_clock_evaluates_nothing(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prune on another machine may take its claim for a forgotten one."""
+    from trialflow.flows.evaluate import evaluate_checkpoint
+
+    config, stopping = one_slot(here, 8), StopHandler(25)
+    storage = CheckpointStore(config.checkpoint_storage.url).storage
+    shift_clock(monkeypatch, storage, timedelta(days=40))
+    with pytest.raises(StorageError, match="set the wrong one"):
+        evaluate_checkpoint(config, None, "unique", stopping, {})
 
 
 @pytest.mark.long

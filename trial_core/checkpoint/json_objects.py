@@ -60,12 +60,18 @@ def named_keys(
         name = parse(key)
         if name is not None:
             found.append((key, name))
-        elif not TEMPORARY_NAME.search(key):
-            _logger.warning(
-                "%s/%s is ignored: trialflow gives no object such a name; move it elsewhere",
-                storage.url, key,
-            )  # fmt: skip
+        else:
+            warn_of_foreign_object(storage, key)
     return found
+
+
+def warn_of_foreign_object(storage: Storage, key: str) -> None:
+    """Name an object, or a folder, that is not ours. A file that is being written is not named."""
+    if not TEMPORARY_NAME.search(key):
+        _logger.warning(
+            "%s/%s is ignored: trialflow gives no object such a name; move it elsewhere",
+            storage.url, key,
+        )  # fmt: skip
 
 
 def user_at_host() -> str:

@@ -8,7 +8,8 @@ It has the lock when its announcement is the only one. If two processes announce
 sees the other's object, so they never both have the lock. The one whose key sorts first keeps its
 announcement and lists again; the others withdraw and retry after a random delay.
 
-Requires listings that show new objects immediately, and clocks that agree within minutes.
+Requires listings that show new objects immediately, and clocks that agree within minutes. An
+announcement's own time by the storage's clock, where it tells one, is compared with this machine's.
 Announcements older than `LOCK_STALE` belong to dead processes and are ignored. An owner must
 therefore finish its writes within half of that time (`StorageLock.check`).
 """
@@ -25,7 +26,12 @@ from datetime import datetime, timedelta, timezone
 
 import msgspec
 
-from trial_core.checkpoint.json_objects import decode_json, encode_json, user_at_host
+from trial_core.checkpoint.json_objects import (
+    decode_json,
+    encode_json,
+    user_at_host,
+    warn_of_foreign_object,
+)
 from trial_core.checkpoint.manifest import utc_now
 from trial_core.errors import StorageError
 from trial_core.storage.base import Storage
@@ -60,6 +66,7 @@ class StorageLock:
         self._storage = storage
         self._folder = folder
         self._announced_at = datetime.now(timezone.utc)
+        self._foreign: list[str] = []
         self._key = f"{folder}/{self._announced_at.strftime(_TIME)}-{uuids.uuid4().hex}.json"
 
     def acquire(self) -> str | None:
@@ -67,6 +74,9 @@ class StorageLock:
 
         Returns:
             None: this process has the lock. Otherwise the key of an announcement that blocks it.
+
+        Raises:
+            StorageError: the storage failed, or its clock and this machine's differ.
         """
         self._storage.write(self._key, encode_json(LockOwner(by=user_at_host(), at=utc_now())))
         delay = _POLL_SECONDS
@@ -91,6 +101,11 @@ class StorageLock:
                 f"{LOCK_STALE.total_seconds() / 2:.0f} s; the storage is slow or this machine was "
                 "suspended: try again"
             )
+
+    def warn_of_foreign_objects(self) -> None:
+        """Name the objects in the folder that are no announcements."""
+        for key in self._foreign:
+            warn_of_foreign_object(self._storage, key)
 
     def release(self) -> None:
         """Withdraw the announcement. If that fails several times, it becomes stale."""
@@ -117,12 +132,15 @@ class StorageLock:
 
     def _others(self) -> list[str]:
         """The keys of all other announcements, sorted. Deletes stale ones."""
-        others = []
-        for key in sorted(self._storage.sizes(self._folder)):
+        others: list[str] = []
+        self._foreign = []
+        for key, stored in sorted(self._storage.objects(self._folder).items()):
             announced_at = _time_of(key)
-            if key == self._key or announced_at is None:
-                continue
-            if datetime.now(timezone.utc) - announced_at > LOCK_STALE:
+            if key == self._key:
+                self._storage.check_clock(self._announced_at, stored.modified_at)
+            elif announced_at is None:
+                self._foreign.append(key)
+            elif datetime.now(timezone.utc) - announced_at > LOCK_STALE:
                 self._storage.remove(key)
             else:
                 others.append(key)
@@ -134,7 +152,8 @@ def locked(storage: Storage, folder: str) -> Iterator[StorageLock]:
     """Hold the lock of a folder, across machines, for the length of the block.
 
     Raises:
-        StorageError: another process did not release the lock in time; says which.
+        StorageError: another process did not release the lock in time, and which; or the clocks
+            of this machine and of the storage differ.
     """
     start, delay, is_logged = time.monotonic(), _POLL_SECONDS, False
     while True:
@@ -142,6 +161,7 @@ def locked(storage: Storage, folder: str) -> Iterator[StorageLock]:
         try:
             blocker = lock.acquire()
             if blocker is None:
+                lock.warn_of_foreign_objects()
                 yield lock
                 return
         finally:

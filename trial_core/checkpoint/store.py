@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable, Mapping
+from datetime import datetime, timezone
 from typing import Any
 
 from trial_core.checkpoint import layout
@@ -90,6 +91,22 @@ class CheckpointStore:
             StorageError: the storage cannot be used; says why and what to do.
         """
         self.storage.check_usable()
+
+    def check_clock(self) -> None:
+        """Compare this machine's clock with the storage's. For commands that may only read.
+
+        Only warns if the storage cannot be written: then it does not tell the time.
+
+        Raises:
+            StorageError: the clocks differ by more than a minute; names both.
+        """
+        began = datetime.now(timezone.utc)
+        try:
+            now = self.storage.now()
+        except StorageError as error:
+            _logger.warning("this machine's clock is not compared with the storage's: %s", error)
+            return
+        self.storage.check_clock(began, now)
 
     def take_over(self, trial: str, attempt: str, after: int | None = None) -> Fence:
         """Become a trial's newest attempt: from now on no earlier attempt can commit.

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.json_objects import user_at_host
+from trial_core.checkpoint.json_objects import user_at_host, warn_of_foreign_object
 from trial_core.checkpoint.manifest import Manifest, utc_now
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import (
@@ -64,12 +64,17 @@ class Registry:
     def models(self) -> list[str]:
         """The names of all models with versions, sorted."""
         keys = self.store.storage.sizes(layout.MODELS)
-        names = {key.split("/")[1] for key in keys if len(key.split("/")) > 2}
+        names: set[str] = set()
+        foreign: set[str] = set()
+        for key in keys:
+            name, _, path = key.removeprefix(f"{layout.MODELS}/").partition("/")
+            (names if path and layout.is_name(name) else foreign).add(name)
+        for name in sorted(foreign):
+            warn_of_foreign_object(self.store.storage, f"{layout.MODELS}/{name}")
         return sorted(
             name
             for name in names
-            if layout.is_name(name)
-            and any(key.startswith(f"{layout.versions_folder(name)}/") for key in keys)
+            if any(key.startswith(f"{layout.versions_folder(name)}/") for key in keys)
         )
 
     def versions(self, model: str) -> list[Version]:

@@ -7,13 +7,18 @@ looks for pins, holds and claims. The other process first writes its pin, hold o
 for markers (`protect`). So at least one of them sees the other and gives way. Each prune has a key
 of its own, so a prune that gives way does not remove the marker of another one that deletes.
 
+Others ignore a marker after `STALE_AFTER`. A prune therefore deletes nothing if its look has taken
+half of that time, for example because its machine was suspended.
+
 The marker holds the manifest, so the next prune can finish an interrupted deletion.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 import uuid as uuids
+from dataclasses import dataclass
 from datetime import timedelta
 
 import msgspec
@@ -50,12 +55,35 @@ class Deletion(msgspec.Struct, frozen=True, kw_only=True):
     manifest: str
 
 
-def mark_deletion(store: CheckpointStore, manifest: Manifest) -> str:
-    """Announce that a checkpoint is about to be deleted; return the marker's key."""
+@dataclass(frozen=True)
+class OwnMarker:
+    """A marker that this process has written.
+
+    Attributes:
+        began_seconds: when, by `_seconds`.
+    """
+
+    key: str
+    began_seconds: float
+
+    def why_unsafe(self) -> str | None:
+        """Why the checkpoint must not be deleted any more: others may soon ignore the marker."""
+        limit_seconds = STALE_AFTER.total_seconds() / 2
+        if _seconds() - self.began_seconds < limit_seconds:
+            return None
+        return (
+            f"to look for what needs it took longer than {limit_seconds / 60:.0f} minutes: the "
+            "storage is slow, or this machine was suspended; the next prune tries again"
+        )
+
+
+def mark_deletion(store: CheckpointStore, manifest: Manifest) -> OwnMarker:
+    """Announce that a checkpoint is about to be deleted."""
+    began_seconds = _seconds()
     marker = Deletion(by=user_at_host(), at=utc_now(), manifest=manifest.to_json().decode())
     key = layout.deletion_key(manifest.uuid, uuids.uuid4().hex)
     store.storage.write(key, encode_json(marker))
-    return key
+    return OwnMarker(key, began_seconds)
 
 
 def unmark_deleted(store: CheckpointStore, uuid: str) -> None:
@@ -140,6 +168,11 @@ def _manifest_of(
         )  # fmt: skip
         return None
     return manifest
+
+
+def _seconds() -> float:
+    """A clock that nobody sets. Where the system has such a clock, it counts suspended time."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _is_committed(store: CheckpointStore, manifest: Manifest) -> bool:

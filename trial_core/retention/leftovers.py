@@ -149,11 +149,14 @@ def sweep_leftovers(
     Looks at each trial's activity again before it deletes anything of it.
 
     Raises:
-        StorageError: the storage failed. The next sweep deletes the rest.
+        StorageError: the storage failed, or its clock and this machine's differ. The next sweep
+            deletes the rest.
     """
     swept: list[SweptUpload] = []
     spared: dict[str, str] = {}
     unwanted = [each for each in leftovers if not each.keep]
+    if unwanted:
+        store.check_writable()  # clocks decide which trials are dead
     for uuid in [each.uuid for each in unwanted if each.trial is None]:
         orphaned = sweep_orphaned_files(store, uuid, timedelta(days=after_days))
         if orphaned is not None:

@@ -19,6 +19,7 @@ from datetime import datetime, timedelta
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.intents import SweptUpload
+from trial_core.checkpoint.json_objects import warn_of_foreign_object
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.retention.claims import claims
 from trial_core.retention.pins import why_protected
@@ -62,16 +63,13 @@ def _find(store: CheckpointStore, folder: str, age: timedelta) -> list[OrphanedF
         *store.storage.objects(folder).items(),
     ]
     for key, file in stored:
-        uuid = key.split("/")[1]
-        if _is_uuid(uuid):
-            by_uuid.setdefault(uuid, []).append(file)
+        by_uuid.setdefault(key.split("/")[1], []).append(file)
     announced = "\n".join(store.storage.sizes(layout.UPLOADS))
     committed = "\n".join(store.storage.sizes(layout.MANIFESTS))
-    orphaned = {
-        uuid: files
-        for uuid, files in by_uuid.items()
-        if uuid not in announced and uuid not in committed
-    }
+    unnamed = [uuid for uuid in by_uuid if uuid not in announced and uuid not in committed]
+    for name in sorted(each for each in unnamed if not _is_uuid(each)):
+        warn_of_foreign_object(store.storage, f"{layout.CHECKPOINTS}/{name}")
+    orphaned = {uuid: by_uuid[uuid] for uuid in unnamed if _is_uuid(uuid)}
     if not orphaned:
         return []
     now = store.storage.now()

@@ -8,7 +8,7 @@ a marker and looks again: see `deletion_markers`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +31,14 @@ class PruningPlan:
 
     Attributes:
         decisions: oldest checkpoint first.
-        running: the trials that count as running, so that their newest checkpoints stay.
+        running: the trials that count as running, so that their newest checkpoints stay; and for
+            each the run that has claimed it (`Claim.owner`), empty if none has.
     """
 
     experiment: str
     policy: RetentionPolicy
     decisions: tuple[RetentionDecision, ...]
-    running: frozenset[str]
+    running: Mapping[str, str]
 
     @property
     def deletions(self) -> list[RetentionDecision]:
@@ -112,7 +113,8 @@ def plan_pruning(
     trials = {name for name in named if is_alone or named[name] == experiment}
     manifests = [manifest for manifest in manifests if manifest.trial in trials]
     found = claims(store, last_saved={each.trial: each.created_at for each in manifests})
-    all_running = frozenset({*running, *(claim.trial for claim in found), *uploading_trials(store)})
+    all_running = dict.fromkeys([*running, *uploading_trials(store)], "")
+    all_running.update({claim.trial: claim.owner for claim in found})
     decisions = decide(
         manifests,
         policy,
@@ -141,23 +143,26 @@ def prune(
         on_deleted: called after each deletion.
 
     Raises:
-        StorageError: the storage failed. Checkpoints deleted so far are gone. The one that was
-            being deleted is not listed, and the next prune deletes its files.
+        StorageError: the storage failed, or its clock and this machine's differ. Checkpoints
+            deleted so far are gone. The one that was being deleted is not listed, and the next
+            prune deletes its files.
     """
+    if plan.deletions:
+        store.check_writable()  # clocks decide which claims count
     finish_deletions(store)
     deleted: list[Manifest] = []
     spared: list[RetentionDecision] = []
     for decision in plan.deletions:
         manifest = decision.manifest
         marker = mark_deletion(store, manifest)
-        reason = _why_needed_now(store, manifest, plan.running)
+        reason = _why_needed_now(store, manifest, plan.running) or marker.why_unsafe()
         if reason is None:
             store.delete(manifest)
             unmark_deleted(store, manifest.uuid)
             deleted.append(manifest)
             on_deleted(decision)
         else:
-            store.storage.remove(marker)
+            store.storage.remove(marker.key)
             spared.append(RetentionDecision(manifest, True, reason))
     return Pruned(tuple(deleted), tuple(spared))
 
@@ -208,19 +213,21 @@ def _experiments_of_trials(manifests: Iterable[Manifest]) -> dict[str, str]:
 
 
 def _why_needed_now(
-    store: CheckpointStore, manifest: Manifest, running: Collection[str]
+    store: CheckpointStore, manifest: Manifest, running: Mapping[str, str]
 ) -> str | None:
     """Why a checkpoint that is about to be deleted must stay; None: it need not.
 
     Args:
-        running: the trials that counted as running in the plan. A trial that has started since may
-            resume from any of its checkpoints.
+        running: `PruningPlan.running`. A run that has started since may resume from any checkpoint
+            of its trial.
     """
     why = why_protected(store, manifest.uuid)
     if why is not None:
         return why
     found = claims(store)
-    trials = {*(claim.trial for claim in found), *uploading_trials(store, manifest.trial)}
-    if manifest.trial in trials and manifest.trial not in running:
+    owners = [claim.owner for claim in found if claim.trial == manifest.trial]
+    has_new_owner = any(owner != running.get(manifest.trial) for owner in owners)
+    has_started = manifest.trial not in running and uploading_trials(store, manifest.trial)
+    if has_new_owner or has_started:
         return "its trial has started to run since the plan was made"
     return claimed_checkpoints(found, [manifest]).get(manifest.uuid)

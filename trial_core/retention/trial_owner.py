@@ -4,9 +4,10 @@ In a shared storage, `--resume` may find a trial of another user. To take over a
 run, so that is refused unless a person asks for it. A flow run that continues its own trial is
 never refused: the trial's newest attempt has the flow run's id.
 
-A trial counts as live while it has a claim, unless the claim's process was on this machine and has
-ended. A run deletes its claim at its end. A machine that was lost leaves its claim, and nothing
-tells this from a machine that cannot be reached.
+A trial counts as live while it has a claim, unless the claim's process has ended. Only the machine
+and the container in which it was written can tell that, until they are restarted: elsewhere, a
+process number says nothing. A run deletes its claim at its end. A machine that was lost leaves its
+claim, and nothing tells this from a machine that cannot be reached.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import TrialflowError
 from trial_core.retention.claims import Claim, RunClaim, claim_of, claim_run
 from trial_core.retention.leftovers import SWEEPER
-from trial_core.retention.process_identity import is_alive, this_process
+from trial_core.retention.process_identity import is_alive, is_local, this_process
 
 _logger = logging.getLogger(__name__)
 
@@ -94,7 +95,8 @@ def _check_not_live(store: CheckpointStore, trial: str) -> None:
     if claim is not None and _may_live(claim):
         saved = f", its last checkpoint is of {newest.created_at}" if newest else ""
         raise TrialflowError(
-            f"trial {trial} may be running: {claim.by} claimed it at {claim.at}{saved}. "
+            f"trial {trial} may be running: {claim.by} claimed it at {claim.at}{_place(claim)}"
+            f"{saved}. "
             "Continuing it here would end that run. Wait until it has ended or stop it; if it "
             "cannot end any more, give --take-over (take_over=True in a flow or in fit); or "
             "start a new trial"
@@ -102,6 +104,17 @@ def _check_not_live(store: CheckpointStore, trial: str) -> None:
 
 
 def _may_live(claim: Claim) -> bool:
-    if claim.by.rpartition("@")[2] != socket.gethostname():
+    if not _has_own_host_name(claim):
         return True
     return claim.process != this_process() and is_alive(claim.process)
+
+
+def _place(claim: Claim) -> str:
+    """Where a claim was made, if its host has this one's name and is another one."""
+    if not _has_own_host_name(claim) or is_local(claim.process):
+        return ""
+    return ", on another machine or container of this name, or before this machine was restarted"
+
+
+def _has_own_host_name(claim: Claim) -> bool:
+    return claim.by.rpartition("@")[2] == socket.gethostname()

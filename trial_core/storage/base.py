@@ -301,11 +301,20 @@ class Storage:
             )
         written = self.objects(PROBES).get(key)
         self.delete(key)
-        if written is not None and written.modified_at is not None:
-            self._check_clocks(began, written.modified_at)
+        self.check_clock(began, written.modified_at if written is not None else None)
 
-    def _check_clocks(self, began: datetime, written_at: datetime) -> None:
-        """Compare the time of a write by the storage's clock with the time around it by ours."""
+    def check_clock(self, began: datetime, written_at: datetime | None) -> None:
+        """Compare the time of a write by the storage's clock with the time around it by ours.
+
+        Args:
+            began: a time shortly before the write, by this machine's clock.
+            written_at: by the storage's clock; None: it does not tell, and nothing is compared.
+
+        Raises:
+            StorageError: the clocks differ by more than a minute; names both.
+        """
+        if written_at is None:
+            return
         # Storages that count whole seconds round down.
         ahead = (written_at - datetime.now(timezone.utc)).total_seconds()
         behind = (began - written_at).total_seconds() - 1.0

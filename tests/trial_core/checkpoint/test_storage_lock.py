@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import pytest
 
+from tests.support.storage_clock import shift_clock
 from trial_core.checkpoint import layout, storage_lock
 from trial_core.checkpoint.storage_lock import locked
 from trial_core.checkpoint.store import CheckpointStore
@@ -45,6 +46,32 @@ def test_a_stale_lock_is_ignored(unknown_store: CheckpointStore) -> None:
     unknown_store.storage.write(STALE, b"")
     with locked(unknown_store.storage, FOLDER):
         assert STALE not in unknown_store.storage.sizes(FOLDER)
+
+
+@pytest.mark.parametrize("minutes", [-3, 3])
+def test_a_clock_that_differs_takes_no_lock(
+    unknown_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, minutes: int
+) -> None:
+    """Others may ignore its lock, or it theirs: also without a run, as when a champion is moved."""
+    shift_clock(monkeypatch, unknown_store.storage, timedelta(minutes=minutes))
+    with (
+        pytest.raises(StorageError, match="set the wrong one"),
+        locked(unknown_store.storage, FOLDER),
+    ):
+        pass
+    assert unknown_store.storage.sizes(FOLDER) == {}
+
+
+def test_a_foreign_object_is_named_once(
+    unknown_store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It blocks nothing, and stays."""
+    foreign = f"{FOLDER}/notes.txt"
+    unknown_store.storage.write(foreign, b"x")
+    with locked(unknown_store.storage, FOLDER):
+        pass
+    assert caplog.text.count(f"{unknown_store.url}/{foreign} is ignored") == 1
+    assert list(unknown_store.storage.sizes(FOLDER)) == [foreign]
 
 
 def test_waiting_for_a_lock_ends(

@@ -231,6 +231,18 @@ def test_a_pruned_checkpoint_does_not_become_champion(local_store: CheckpointSto
         registry.promote(MODEL, 1)
 
 
+def test_foreign_objects_beside_models_are_named(
+    local_store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are no models, and hide none."""
+    registry = new_registry(local_store, 1)
+    for key in ("models/notes.txt", "models/my model/versions/000001.json"):
+        local_store.storage.write(key, b"{}")
+    assert registry.models() == [MODEL]
+    for name in ("notes.txt", "my model"):
+        assert f"{local_store.url}/models/{name} is ignored" in caplog.text
+
+
 def test_models_are_independent(local_store: CheckpointStore) -> None:
     """A checkpoint may be a version of two models, each with its own aliases and holds."""
     registry = new_registry(local_store, 2)

@@ -84,7 +84,7 @@ def test_a_run_waits_for_the_end_of_a_deletion(
     marker = mark_deletion(local_store, spared)
     mark_deletion(local_store, deleted)
     ends = iter([
-        lambda: local_store.storage.remove(marker),
+        lambda: local_store.storage.remove(marker.key),
         lambda: local_store.storage.delete(deleted.name.key),
         lambda: unmark_deleted(local_store, deleted.uuid),
     ])  # fmt: skip

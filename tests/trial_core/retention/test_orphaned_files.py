@@ -112,11 +112,17 @@ def test_files_that_something_names_stay(
 
 
 @pytest.mark.usefixtures("much_later")
-def test_a_persons_folder_stays(local_store: CheckpointStore) -> None:
-    """Its name is no checkpoint's."""
-    local_store.storage.write("checkpoints/backup/model", b"x")
-    local_store.storage.write("checkpoints/notes.txt", b"x")
+def test_a_persons_folder_stays(
+    local_store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its name is no checkpoint's. It is named once, however many files it has."""
+    commit_files(local_store, uuid="unusual-but-committed")
+    for key in ("backup/model", "backup/optimizer", "notes.txt"):
+        local_store.storage.write(f"checkpoints/{key}", b"x")
     assert find_leftovers(local_store) == []
+    for name in ("backup", "notes.txt"):
+        assert caplog.text.count(f"{local_store.url}/checkpoints/{name} is ignored") == 1
+    assert "unusual-but-committed" not in caplog.text
 
 
 def test_a_storage_without_times_keeps_files(

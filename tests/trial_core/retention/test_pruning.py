@@ -5,23 +5,35 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
 from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.support.interleaving import FailingStore, interleave
-from tests.support.manifests import FILES, LONG_AGO, commit_files, new_manifest
+from tests.support.manifests import (
+    FILES,
+    LONG_AGO,
+    commit_files,
+    leave_unfinished_upload,
+    new_manifest,
+    stored_keys,
+)
+from tests.support.storage_clock import shift_clock
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.intents import Intent
 from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
-from trial_core.retention.claims import RunClaim, claim_run
-from trial_core.retention.pins import pin
+from trial_core.retention import deletion_markers, pruning
+from trial_core.retention.claims import Claim, RunClaim, claim_run
+from trial_core.retention.leftovers import find_leftovers, sweep_leftovers
+from trial_core.retention.pins import pin, unpin
 from trial_core.retention.policy import RetentionPolicy
 from trial_core.retention.pruning import experiments, plan_pruning, prune
+from trial_core.storage.base import Storage
 
 LATEST = RetentionPolicy(save_trial_best=0, save_trial_latest=1)
 KEEP_NONE = RetentionPolicy(save_trial_best=0, save_trial_latest=0)
@@ -154,6 +166,89 @@ def test_a_trial_that_starts_after_the_plan_keeps_its_checkpoints(
     assert [decision.manifest for decision in pruned.spared] == [old, new]
     assert all("since the plan" in decision.why for decision in pruned.spared)
     assert apply(local_store, KEEP_NONE) == [old]
+
+
+def test_a_run_that_starts_after_the_plan_of_a_trial_that_counted_as_running(
+    local_store: CheckpointStore,
+) -> None:
+    """A killed run had left its claim. The new run's claim has replaced it."""
+    manifests = [commit_files(local_store, n) for n in (7, 11, 13)]
+    trial = manifests[0].trial
+    claimed(local_store, trial)
+    plan = plan_pruning(local_store, KEEP_NONE, "gpt")
+    assert len(plan.deletions) == 2
+    claimed(local_store, trial)
+    assert prune(local_store, plan).deleted == ()
+    assert local_store.list() == manifests
+    assert apply(local_store, KEEP_NONE) == manifests[:2]
+
+
+def test_a_run_that_claims_what_a_killed_run_uploaded(local_store: CheckpointStore) -> None:
+    """In the plan, only an intent showed that the trial runs."""
+    manifests = [commit_files(local_store, n) for n in (7, 11)]
+    uploading(local_store, manifests[0].trial)
+    plan = plan_pruning(local_store, KEEP_NONE, "gpt")
+    assert len(plan.deletions) == 1
+    claimed(local_store, manifests[0].trial)
+    assert prune(local_store, plan).deleted == ()
+
+
+def test_a_running_trial_is_pruned_while_it_goes_on(local_store: CheckpointStore) -> None:
+    """Its claim is the same, whatever it restores and uploads meanwhile."""
+    old, new = commit_files(local_store, 7), commit_files(local_store, 11)
+    with claim_run(local_store, new.trial) as claim:
+        plan = plan_pruning(local_store, KEEP_NONE, "gpt", running=(new.trial,))
+        claim.renew(new.name)
+        uploading(local_store, new.trial)
+        assert prune(local_store, plan).deleted == (old,)
+
+
+def test_a_machine_with_a_wrong_clock_deletes_nothing(
+    local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """40 days ahead, it takes the claims of live trials for forgotten ones."""
+    at = (datetime.now(timezone.utc) - timedelta(days=40)).isoformat()
+    manifest = commit_files(local_store, created_at=at)
+    live = Claim(trial=manifest.trial, by="ann@far", at=at, needs=[])
+    local_store.storage.write(layout.claim_key(manifest.trial), encode_json(live))
+    leave_unfinished_upload(local_store, "gpt-2", begun_at=at)
+    plan = plan_pruning(local_store, KEEP_NONE, "gpt")
+    leftovers = find_leftovers(local_store)
+    assert [each.keep for each in plan.decisions] == [each.keep for each in leftovers] == [False]
+    before = stored_keys(local_store)
+    shift_clock(monkeypatch, local_store.storage, timedelta(days=-40))
+    with pytest.raises(StorageError, match="set the wrong one"):
+        prune(local_store, plan)
+    with pytest.raises(StorageError, match="set the wrong one"):
+        sweep_leftovers(local_store, leftovers)
+    assert stored_keys(local_store) == before
+
+
+def test_a_slow_prune_deletes_nothing_that_is_needed_meanwhile(
+    local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its machine was suspended: its marker is stale, so a pin or a run may ignore it."""
+    manifest = commit_files(local_store)
+    plan = plan_pruning(local_store, KEEP_NONE, "gpt")
+    look, seconds = pruning._why_needed_now, deletion_markers._seconds
+    later = datetime.now(timezone.utc) + timedelta(hours=2)
+
+    def look_slowly(*args: Any) -> str | None:
+        seen = look(*args)
+        monkeypatch.setattr(deletion_markers, "_seconds", lambda: seconds() + 7200)
+        monkeypatch.setattr(Storage, "now", lambda self: later)
+        pin(local_store, manifest.uuid, "figure 3")
+        return seen
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pruning, "_why_needed_now", look_slowly)
+        pruned = prune(local_store, plan)
+    ((spared, _, why),) = [(d.manifest, d.keep, d.why) for d in pruned.spared]
+    assert (pruned.deleted, spared) == ((), manifest)
+    assert "longer than 30 minutes" in why
+    assert_clean(local_store)
+    unpin(local_store, manifest.uuid)
+    assert apply(local_store, KEEP_NONE) == [manifest]
 
 
 def test_an_uploading_trial_runs(local_store: CheckpointStore) -> None:

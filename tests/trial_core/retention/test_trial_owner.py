@@ -16,6 +16,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CommitConflict, Superseded, TrialflowError
 from trial_core.retention import trial_owner
 from trial_core.retention.claims import Claim, claims
+from trial_core.retention.process_identity import this_process
 from trial_core.retention.trial_owner import describe_last_run, own_trial
 
 TRIAL = "gpt-0000beef"
@@ -72,6 +73,31 @@ def test_a_number_that_another_process_has_now_is_not_the_claims(
 ) -> None:
     """Process numbers are used again, after a reboot at once."""
     leave_claim(local_store, "theirs", by=OURS, process="1@1000000000")
+    with own_trial(local_store, TRIAL, "ours"):
+        pass
+
+
+@pytest.mark.parametrize(
+    "elsewhere",
+    [
+        {"boot": "00000000-0000-4000-8000-000000000000"},
+        pytest.param({"namespace": "1"}, marks=pytest.mark.long),
+    ],
+    ids=["machine", "container"],
+)
+def test_another_machine_of_the_same_name_is_another_host(
+    local_store: CheckpointStore, elsewhere: dict[str, str]
+) -> None:
+    """Two are called `localhost`; containers share a name. Their process numbers say nothing."""
+    own = dict(zip(("process", "boot", "namespace"), this_process().split("/"), strict=True))
+    theirs = "/".join({**own, "process": DEAD, **elsewhere}.values())
+    leave_claim(local_store, "theirs", by=OURS, process=theirs)
+    with (
+        pytest.raises(TrialflowError, match="another machine or container of this name"),
+        own_trial(local_store, TRIAL, "ours"),
+    ):
+        pass
+    leave_claim(local_store, "dead", by=OURS, process="/".join({**own, "process": DEAD}.values()))
     with own_trial(local_store, TRIAL, "ours"):
         pass
 

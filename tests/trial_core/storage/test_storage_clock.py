@@ -8,9 +8,10 @@ from datetime import timedelta
 
 import pytest
 
+from tests.support.storage_clock import shift_clock
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
-from trial_core.storage.base import PROBES, Storage, StoredObject
+from trial_core.storage.base import PROBES, Storage
 
 
 def test_a_new_object_is_young(store: CheckpointStore) -> None:
@@ -31,19 +32,26 @@ def test_a_clock_that_differs_is_named(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, minutes: int
 ) -> None:
     """Before a run starts: the machine, the storage, and what to do. A minute is allowed."""
-    real, shift = type(store.storage).objects, timedelta(minutes=minutes)
-
-    def differing(self: Storage, folder: str) -> dict[str, StoredObject]:
-        return {
-            key: each._replace(modified_at=each.modified_at + shift)
-            for key, each in real(self, folder).items()
-            if each.modified_at is not None
-        }
-
-    monkeypatch.setattr(type(store.storage), "objects", differing)
+    shift_clock(monkeypatch, store.storage, timedelta(minutes=minutes))
     names = f"{re.escape(socket.gethostname())} says .*{re.escape(store.storage.url)} said .*NTP"
     with pytest.raises(StorageError, match=names):
         store.check_writable()
     assert store.storage.sizes(PROBES) == {}
-    shift /= 6
+    with pytest.raises(StorageError, match=names):
+        store.check_clock()
+    shift_clock(monkeypatch, store.storage, timedelta(minutes=-minutes, seconds=10 * minutes))
     store.check_writable()
+    store.check_clock()
+
+
+def test_the_clock_of_a_storage_that_cannot_be_written_is_not_compared(
+    local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A checkpoint there can be evaluated."""
+
+    def refuse(self: Storage, key: str, data: bytes) -> None:
+        raise StorageError("read-only")
+
+    monkeypatch.setattr(Storage, "write", refuse)
+    local_store.check_clock()
+    assert "is not compared" in caplog.text
