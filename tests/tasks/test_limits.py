@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prefect.logging import disable_run_logger
 
 from tests.support.slots import toy_config
 from trial_core.checkpoint.resume_point import ResumePoint
@@ -54,7 +55,7 @@ def requested_limit(stage: str, folder: Path, stall_timeout: float | None) -> An
     store = CheckpointStore(f"file://{folder}")
     run = TrialRun(toy_config(folder, stopping=stopping), "toy-0a", folder, store, Observer())
     run.slots = SimpleNamespace(request=request)  # type: ignore[assignment]  # no real ranks
-    with pytest.raises(_Requested) as requested:
+    with disable_run_logger(), pytest.raises(_Requested) as requested:
         STAGES[stage](run)
     return requested.value.args[0].get("stall_seconds")
 
