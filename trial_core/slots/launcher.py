@@ -189,9 +189,14 @@ def _environment(world_size: int, environment: Mapping[str, str]) -> dict[str, s
     if count_accelerators(base) == 0:
         base["DS_ACCELERATOR"] = "cpu"
         base.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
+    return {**loopback_collectives(), **base}
+
+
+def loopback_collectives() -> dict[str, str]:
+    """The environment variable that keeps gloo within this machine, where Linux names its loopback."""
     if any(name == LOOPBACK_INTERFACE for _, name in socket.if_nameindex()):
-        base.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
-    return base
+        return {"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE}
+    return {}
 
 
 def _start(

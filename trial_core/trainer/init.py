@@ -29,8 +29,9 @@ from trial_core.deepspeed.accelerator import claim_accelerator
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.mpu import forget_model_parallelism
 from trial_core.deepspeed.op_builds import prepare_op_builds
-from trial_core.distributed import SINGLE_RANK_ENVIRONMENT, DistributedContext, is_launched
+from trial_core.distributed import DistributedContext, is_launched
 from trial_core.entrypoint import initialises_torch_distributed
+from trial_core.rendezvous import host_single_rank
 from trial_core.run.run_dirs import run_dir_of, trial_id
 
 _INITIALISED_HERE: list[bool] = []
@@ -84,7 +85,7 @@ def init(
 @contextmanager
 def _rank_environment() -> Iterator[None]:
     """Without a launcher, set the variables that a launcher would: DeepSpeed needs them."""
-    missing = {} if is_launched() else SINGLE_RANK_ENVIRONMENT
+    missing = {} if is_launched() else host_single_rank()
     os.environ.update(missing)
     try:
         yield
