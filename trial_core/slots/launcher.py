@@ -193,7 +193,7 @@ def _environment(world_size: int, environment: Mapping[str, str]) -> dict[str, s
 
 
 def loopback_collectives() -> dict[str, str]:
-    """The environment variable that keeps gloo within this machine, where Linux names its loopback."""
+    """The variable that keeps gloo within this machine; empty without Linux's interface ``lo``."""
     if any(name == LOOPBACK_INTERFACE for _, name in socket.if_nameindex()):
         return {"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE}
     return {}
