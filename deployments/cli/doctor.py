@@ -112,7 +112,7 @@ def compiler() -> Check:
 
 
 def ninja() -> Check:
-    """Check that there is ninja where the ranks search for it: the environment's own comes first."""
+    """Check that there is ninja where ranks search: first in the environment, then on PATH."""
     own_first = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
     path = shutil.which("ninja", path=os.pathsep.join(own_first))
     if path is not None:

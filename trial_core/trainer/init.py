@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import deepspeed
 import torch.distributed as dist
@@ -36,6 +37,8 @@ from trial_core.run.run_dirs import run_dir_of, trial_id
 
 _INITIALISED_HERE: list[bool] = []
 """Not empty if `init`, not the script, initialised torch.distributed."""
+_RANKS: WeakKeyDictionary[Any, DistributedContext] = WeakKeyDictionary()
+"""The ranks of torch's default process group. Later blocks share the groups of its collectives."""
 
 
 @contextmanager
@@ -63,7 +66,7 @@ def init(
     """
     config = script_config(exp_conf, hparams)
     with _visible_logs(), _rank_environment(), _initialised():
-        ranks = distributed or DistributedContext.from_environment()
+        ranks = distributed or _ranks()
         unique = uuid.uuid4().hex
         if dist.is_initialized():
             unique = ranks.broadcast(unique)
@@ -111,6 +114,11 @@ def _initialised() -> Iterator[None]:
     # Not after a failure: a failed rank must end at once, without waiting for the others.
     if _INITIALISED_HERE:
         atexit.register(_destroy_process_group)
+
+
+def _ranks() -> DistributedContext:
+    ranks = DistributedContext.from_environment()
+    return _RANKS.setdefault(dist.group.WORLD, ranks) if dist.is_initialized() else ranks
 
 
 def _destroy_process_group() -> None:
