@@ -1,6 +1,7 @@
 """What warm ranks keep of earlier trials: 200 trials, one after the other, in one slot group.
 
-Each trial is built, trains two batches and saves. The ZeRO stages 0 to 3 take turns.
+Each trial is built, trains two batches and saves. In one case the ZeRO stages 0 to 3 take turns,
+in the other each trial is a pipeline with a stage per rank.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import argparse
 import tempfile
 import uuid
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -31,6 +34,11 @@ from trial_core.messages import (
 from trial_core.slots.slot_group import SlotGroup
 
 ZERO_STAGES = 4
+CASES: dict[str, Callable[[int], tuple[str, dict[str, Any]]]] = {
+    "zero": lambda trial: ("ShardedTrial", {"model": "tiny", "zero_stage": trial % ZERO_STAGES}),
+    "pipeline": lambda trial: ("PipelineTrial", {}),
+}
+"""The class and the hyperparameters of each case's trials, by their index."""
 # What the first trials allocate permanently (caches, pools, imports) is no leak.
 SETTLED_AFTER = 5
 MIB = 2.0**20
@@ -65,13 +73,15 @@ class Usage:
         return cls(*map(max, zip(*map(astuple, usages), strict=True)))
 
 
-def run_trial(slots: SlotGroup, folder: Path, zero_stage: int) -> None:
+def run_trial(
+    slots: SlotGroup, folder: Path, trial_class: str, hyperparameters: dict[str, Any]
+) -> None:
     """Build a small trial in place of an earlier one, train two batches and save."""
     config = experiment(
-        "ShardedTrial",
+        trial_class,
         slots.world_size,
         f"file://{folder}/checkpoints",
-        hyperparameters={"model": "tiny", "zero_stage": zero_stage},
+        hyperparameters=hyperparameters,
     )
     build = BuildTrial(
         trial="benchmark-00000000",
@@ -87,15 +97,15 @@ def run_trial(slots: SlotGroup, folder: Path, zero_stage: int) -> None:
     slots.request(ReleaseStaging(uuid=checkpoint), Done)
 
 
-def measure(slots: SlotGroup, trials: int) -> list[Usage]:
-    """The usage after each trial."""
+def measure(slots: SlotGroup, case: str, trials: int) -> list[Usage]:
+    """The usage after each trial of a case."""
     usages: list[Usage] = []
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         for trial in range(trials):
-            run_trial(slots, Path(folder), trial % ZERO_STAGES)
+            run_trial(slots, Path(folder), *CASES[case](trial))
             usages.append(Usage.of(slots.pids))
             if trial < SETTLED_AFTER + ZERO_STAGES or (trial + 1) % 20 == 0:
-                print(f"{trial + 1:4d} trials: {usages[-1]}", flush=True)
+                print(f"{case}: {trial + 1:4d} trials: {usages[-1]}", flush=True)
     return usages
 
 
@@ -104,18 +114,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.rebuild", description=__doc__)
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     arguments = parser.parse_args()
     if arguments.trials < SETTLED_AFTER + 2 * ZERO_STAGES:
         parser.error(f"--trials must be at least {SETTLED_AFTER + 2 * ZERO_STAGES}")
-    with launched(arguments.ranks) as slots:
-        usages = measure(slots, arguments.trials)
-    settled = Usage.highest(usages[SETTLED_AFTER : SETTLED_AFTER + ZERO_STAGES])
-    last = Usage.highest(usages[-ZERO_STAGES:])
-    case = case_name(arguments.ranks)
-    figures = {
-        f"{name}_growth_{case}": getattr(last, name) - getattr(settled, name) for name in TARGETS
-    }
-    conclude(figures, {f"{name}_growth_{case}": most for name, most in TARGETS.items()})
+    figures: dict[str, float] = {}
+    targets: dict[str, float] = {}
+    for case in arguments.cases:
+        with launched(arguments.ranks) as slots:
+            usages = measure(slots, case, arguments.trials)
+        settled = Usage.highest(usages[SETTLED_AFTER : SETTLED_AFTER + ZERO_STAGES])
+        last = Usage.highest(usages[-ZERO_STAGES:])
+        for name, most in TARGETS.items():
+            figure = f"{name}_growth_{case}_{case_name(arguments.ranks)}"
+            figures[figure] = getattr(last, name) - getattr(settled, name)
+            targets[figure] = most
+    conclude(figures, targets)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,11 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec, PipelineModule
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler, TensorDataset
 
-from benchmarks.models import MODELS, Small, Tiny
+from benchmarks.models import MODELS, SAMPLES, Small, Tiny
 from trial_core.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext
 from trial_core.pytorch import DataLoader, Reducer
 
@@ -146,3 +147,32 @@ class ShardedTrial(DeepSpeedTrial):
 
     def build_validation_data_loader(self) -> DataLoader:
         return DataLoader(self.model.dataset(), batch_size=1)
+
+
+class PipelineTrial(DeepSpeedTrial):
+    """A pipeline of small linear layers, with one stage per rank."""
+
+    WIDTH = 4
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        stages = context.distributed.get_size()
+        model = PipelineModule(
+            layers=[LayerSpec(torch.nn.Linear, self.WIDTH, self.WIDTH) for _ in range(2 * stages)],
+            num_stages=stages,
+            loss_fn=torch.nn.functional.mse_loss,
+            partition_method="uniform",
+        )
+        self.engine = context.wrap_model_engine(new_engine(model, 2, zero_stage=0))
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        return {"loss": self.engine.train_batch(dataloader_iter)}
+
+    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+        return {"loss": self.engine.eval_batch(dataloader_iter)}
+
+    def build_training_data_loader(self) -> DataLoader:
+        inputs, targets = torch.rand(2, SAMPLES, self.WIDTH)
+        return DataLoader(TensorDataset(inputs, targets), batch_size=2)
+
+    def build_validation_data_loader(self) -> DataLoader:
+        return self.build_training_data_loader()

@@ -12,6 +12,7 @@ import trial_core.deepspeed
 import trial_core.pytorch
 import trialflow
 from tests.support.snippets import DOCUMENTS, ROOT
+from tests.support.strategies import LONG_FACTOR
 
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 TARGET = re.compile(r"\]\(([^)\s]+)\)")
@@ -74,6 +75,18 @@ def test_every_promise_has_a_test() -> None:
     rows = re.findall(r"^\| (.*?) ?\| .* \| (.*) \|$", table, flags=re.MULTILINE)[1:]
     assert [promise for promise, _ in rows if promise] == promised
     assert all("::test_" in test for _, test in rows)
+
+
+@pytest.mark.parametrize(
+    ("path", "test", "quick", "long"),
+    re.findall(r"`(tests/[\w/]+_fuzz\.py)::(\w+)` \| (?:(\d+), (\d+))? *\|", PROMISES),
+    ids=lambda part: part[-40:],
+)
+def test_the_page_of_promises_counts_inputs(path: str, test: str, quick: str, long: str) -> None:
+    """As many as the test tries, by default and in its long form."""
+    before = (ROOT / path).read_text().partition(f"\ndef {test}(")[0]
+    tried = int(re.findall(r"^@fuzz\(\s*(\d+)", before, flags=re.MULTILINE)[-1])
+    assert (int(quick), int(long)) == (tried, tried * LONG_FACTOR)
 
 
 @pytest.mark.parametrize("package", [trial_core.deepspeed, trial_core.pytorch, trialflow])

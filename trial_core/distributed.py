@@ -32,8 +32,6 @@ SINGLE_RANK_ENVIRONMENT = {
     "RANK": "0",
     "LOCAL_RANK": "0",
     "WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "0",  # any free port
 }
 """The environment of a process that no launcher has started. Without it, DeepSpeed tries MPI."""
 

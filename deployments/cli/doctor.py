@@ -112,13 +112,11 @@ def compiler() -> Check:
 
 
 def ninja() -> Check:
-    """Check that there is ninja where the ranks search for it."""
-    path = shutil.which("ninja")
+    """Check that there is ninja where ranks search: first in the environment, then on PATH."""
+    own_first = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    path = shutil.which("ninja", path=os.pathsep.join(own_first))
     if path is not None:
         return Check("ninja", "ok", path)
-    beside = Path(sys.executable).with_name("ninja")
-    if beside.exists():
-        return Check("ninja", "ok", str(beside))
     return Check("ninja", "warn", "not found", f"pip install ninja {FOR_OPERATORS}")
 
 

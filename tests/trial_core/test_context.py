@@ -274,6 +274,7 @@ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name)
 sys.path.insert(0, {str(TOY)!r})
 from toy_trial import ToyTrial
+from tests.support.processes import listening_beyond_loopback
 from trial_core.deepspeed import DeepSpeedTrialContext, ModelParallelUnit
 from trial_core.errors import TrialError
 
@@ -289,7 +290,10 @@ for wrong in (lambda: context.set_mpu(unit), lambda: context.wrap_model_engine(t
         wrong()
     except TrialError as error:
         errors.append(str(error))
-print(json.dumps({{"steps": trial.engine.global_steps, "losses": losses, "errors": errors}}))
+exposed = listening_beyond_loopback([os.getpid()])
+print(json.dumps({{
+    "steps": trial.engine.global_steps, "losses": losses, "errors": errors, "exposed": exposed,
+}}))
 """
 
 
@@ -299,6 +303,7 @@ def test_debugging_a_trial_in_plain_python() -> None:
     (result,) = run_ranks(DEBUGGING, 1)
     assert result["steps"] == 3
     assert len(set(result["losses"])) == 3
+    assert result["exposed"] == []
     assert result["errors"] == [
         "set_mpu was called twice; a trial has one ModelParallelUnit",
         "wrap_model_engine was called twice with the same engine; wrap each engine once",

@@ -20,10 +20,11 @@ from trial_core.deepspeed.mpu import (
     make_deepspeed_mpu,
 )
 from trial_core.deepspeed.op_builds import prepare_op_builds
-from trial_core.distributed import SINGLE_RANK_ENVIRONMENT, DistributedContext, is_launched
+from trial_core.distributed import DistributedContext, is_launched
 from trial_core.errors import TrialError
 from trial_core.pytorch.custom_reducers import FunctionReducer, MetricReducer, ReducerRegistry
 from trial_core.pytorch.to_device import to_device
+from trial_core.rendezvous import host_single_rank
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class DeepSpeedTrialContext(TrialContext):
         a single rank, which ``deepspeed.initialize`` needs.
         """
         if not is_launched():
-            os.environ.update(SINGLE_RANK_ENVIRONMENT)
+            os.environ.update(host_single_rank())
         prepare_op_builds(DistributedContext.from_environment().get_local_rank())
         return super().from_config(config)
 

@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
 from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.controller.safe_load import Reader
@@ -18,6 +20,7 @@ from trial_core.deepspeed.checkpoint_engine import (
 )
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.mpu import check_mpu
+from trial_core.deepspeed.pipeline_leftovers import forget_pipeline
 from trial_core.deepspeed.reshard.reshard_loader import resharded
 from trial_core.deepspeed.restore_files import (
     files_for_load,
@@ -172,6 +175,8 @@ class DeepSpeedTrialEngine:
     def destroy(self) -> None:
         for engine in self._context.models:
             engine.destroy()
+            if isinstance(engine, PipelineEngine):
+                forget_pipeline(engine)
         forget_zero_3_models()
 
 

@@ -188,9 +188,14 @@ def rank_environment(world_size: int, environment: Mapping[str, str]) -> dict[st
     )
     base[KIND_VARIABLE] = visible_accelerators(base).kind
     base.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // world_size)))
+    return {**loopback_collectives(), **base}
+
+
+def loopback_collectives() -> dict[str, str]:
+    """The variable that keeps gloo within this machine; empty without Linux's interface ``lo``."""
     if any(name == LOOPBACK_INTERFACE for _, name in socket.if_nameindex()):
-        base.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
-    return base
+        return {"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE}
+    return {}
 
 
 def _start(

@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import deepspeed
 import torch.distributed as dist
@@ -29,13 +30,16 @@ from trial_core.deepspeed.accelerator import claim_accelerator
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.mpu import forget_model_parallelism
 from trial_core.deepspeed.op_builds import prepare_op_builds
-from trial_core.distributed import SINGLE_RANK_ENVIRONMENT, DistributedContext, is_launched
+from trial_core.distributed import DistributedContext, is_launched
 from trial_core.entrypoint import initialises_torch_distributed
+from trial_core.rendezvous import host_single_rank
 from trial_core.run.run_dirs import run_dir_of, trial_id
 from trial_core.trainer import uncaught_errors
 
 _INITIALISED_HERE: list[bool] = []
 """Not empty if `init`, not the script, initialised torch.distributed."""
+_RANKS: WeakKeyDictionary[Any, DistributedContext] = WeakKeyDictionary()
+"""The ranks of torch's default process group. Later blocks share the groups of its collectives."""
 
 
 @contextmanager
@@ -65,7 +69,7 @@ def init(
     with _visible_logs(), _rank_environment(), _initialised():
         # Within, so that the ranks can agree on who shows a mistake.
         config = script_config(exp_conf, hparams)
-        ranks = distributed or DistributedContext.from_environment()
+        ranks = distributed or _ranks()
         unique = uuid.uuid4().hex
         if dist.is_initialized():
             unique = ranks.broadcast(unique)
@@ -87,7 +91,7 @@ def init(
 @contextmanager
 def _rank_environment() -> Iterator[None]:
     """Without a launcher, set the variables that a launcher would: DeepSpeed needs them."""
-    missing = {} if is_launched() else SINGLE_RANK_ENVIRONMENT
+    missing = {} if is_launched() else host_single_rank()
     os.environ.update(missing)
     try:
         yield
@@ -113,6 +117,11 @@ def _initialised() -> Iterator[None]:
     # Not after a failure: a failed rank must end at once, without waiting for the others.
     if _INITIALISED_HERE:
         atexit.register(_destroy_process_group)
+
+
+def _ranks() -> DistributedContext:
+    ranks = DistributedContext.from_environment()
+    return _RANKS.setdefault(dist.group.WORLD, ranks) if dist.is_initialized() else ranks
 
 
 def _destroy_process_group() -> None:

@@ -78,6 +78,20 @@ def test_missing_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "pip install ninja" in str(ninja)
 
 
+def test_the_environments_own_ninja_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ranks prefer it to another one that PATH finds first."""
+    for folder in ("environment", "system"):
+        (tmp_path / folder).mkdir()
+        ninja = tmp_path / folder / "ninja"
+        ninja.write_text("#!/bin/sh\n")
+        ninja.chmod(0o755)
+    monkeypatch.setattr(doctor.sys, "executable", str(tmp_path / "environment" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "system"))
+    assert doctor.ninja().found == str(tmp_path / "environment" / "ninja")
+
+
 def test_missing_packages() -> None:
     """A missing required package fails; a missing optional one is a warning."""
     assert doctor.installed("trialflow-no-such-package").status == "fail"

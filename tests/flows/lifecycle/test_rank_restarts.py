@@ -28,9 +28,12 @@ def a_run(batches_trained: int) -> Any:
     return SimpleNamespace(batches_trained=batches_trained, has_trained=batches_trained > 0)
 
 
-def test_without_restarts_none_is_granted() -> None:
-    """`max_restarts: 0`."""
-    assert not Restarts(0).grant(killed(), a_run(5))
+@pytest.mark.parametrize("max_restarts", [0, 1, 3])
+def test_at_most_max_restarts_are_granted(max_restarts: int) -> None:
+    """The failure after the last restart ends the run."""
+    restarts = Restarts(max_restarts)
+    granted = [restarts.grant(killed(), a_run(5)) for _ in range(max_restarts + 2)]
+    assert granted == [True] * max_restarts + [False] * 2
 
 
 def test_an_exception_before_training_is_not_retried() -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tests.support.processes import listening_beyond_loopback
 from trial_core.deepspeed import Trainer, init
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialflowError
@@ -31,13 +33,16 @@ def argument(value: Any) -> Any:
 
 
 def fit(run: dict[str, Any]) -> dict[str, Any]:
-    """Fit `run`; its result."""
+    """Fit `run`; its result. A single rank adds where it then listens beyond loopback."""
     module, _, name = run.get("trial", "toy_trial:ToyTrial").partition(":")
     trial_class = getattr(importlib.import_module(module), name)
     with init(**run["init"]) as context:
         trainer = Trainer(trial_class(context), context)
         result = trainer.fit(**{name: argument(value) for name, value in run["fit"].items()})
-        return asdict(result)
+        outcome = asdict(result)
+        if context.distributed.get_size() == 1:
+            outcome["exposed"] = listening_beyond_loopback([os.getpid()])
+        return outcome
 
 
 def main(spec: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from typing import Any
 
 import deepspeed
@@ -55,6 +57,16 @@ class InitialisesDistributed(ToyTrial):
         with self._file("init").open("a") as file:
             file.write(json.dumps([self.was_initialised, self.gathered]) + "\n")
         return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+
+
+class RecordsBuildTools(ToyTrial):
+    """Records which ninja this rank would call, and its folder for builds."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        with self._file("tools").open("a") as file:
+            tools = [shutil.which("ninja"), os.environ.get("TORCH_EXTENSIONS_DIR")]
+            file.write(json.dumps(tools) + "\n")
 
 
 class RecordsRanks(ToyTrial):

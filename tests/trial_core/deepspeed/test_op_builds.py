@@ -1,17 +1,20 @@
-"""Locks that killed builds of DeepSpeed's extensions leave behind."""
+"""Which builds of DeepSpeed's extensions processes share, and locks that killed builds leave."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from torch.utils.file_baton import FileBaton
 
+from tests.support.slots import build, lines, toy_config
 from tests.support.waiting import until
 from trial_core.deepspeed import op_builds
 from trial_core.deepspeed.op_builds import (
@@ -19,6 +22,9 @@ from trial_core.deepspeed.op_builds import (
     SHARED_MEMORY_OP,
     clear_interrupted_builds,
 )
+from trial_core.slots.slot_group import SlotGroup
+
+ROOT = Path(__file__).parents[3]
 
 SCRIPT = """
 import deepspeed.comm
@@ -51,33 +57,76 @@ def test_a_cpu_rank_compiles_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "extensions").exists()
 
 
-FACTS = """
-import os, shutil
-from trial_core.deepspeed.op_builds import prepare_op_builds
+WAYS_IN = """
+import json, os, shutil, sys
+import deepspeed
+from benchmarks import stopping_trial
+from trial_core.deepspeed import DeepSpeedTrialContext, init
 
-prepare_op_builds(local_rank=1)
-print(shutil.which("ninja"), os.environ["TORCH_EXTENSIONS_DIR"])
+class Begun(BaseException):
+    pass
+
+def begin(*args, **options):
+    raise Begun
+
+def of_init():
+    with init():
+        pass
+
+def of_from_config():
+    DeepSpeedTrialContext.from_config({})
+
+def of_a_benchmark():
+    sys.argv[1:] = ["tiny"]
+    stopping_trial.main()
+
+def of_another_compiler():
+    os.environ["CXX"] = "another-compiler"
+    of_init()
+
+deepspeed.init_distributed = begin
+for way in (of_init, of_from_config, of_a_benchmark, of_another_compiler):
+    if os.fork() == 0:
+        try:
+            way()
+        except Begun:
+            pass
+        print(json.dumps([shutil.which("ninja"), os.environ.get("TORCH_EXTENSIONS_DIR")]))
+        sys.stdout.flush()
+        os._exit(0)
+    os.wait()
 """
 
 
-def build_tools(**variables: str) -> tuple[str, str]:
-    """The ninja and the build folder of a process with these environment variables."""
-    inherited = {name: text for name, text in os.environ.items() if name != "TORCH_EXTENSIONS_DIR"}
-    ninja, folder = subprocess.check_output(
-        [sys.executable, "-c", FACTS], env={**inherited, **variables}, text=True
-    ).split()
-    return ninja, folder
+@pytest.mark.slots
+def test_every_way_in_uses_the_same_build(
+    warm_slots: Callable[[int], SlotGroup], tmp_path: Path
+) -> None:
+    """The same ninja and folder, so that one builds for all; another compiler has its own folder.
 
+    Also where the environment is not activated, and another ninja is found first.
+    """
+    config = toy_config(
+        tmp_path, entrypoint="context_use_trials:RecordsBuildTools",
+        hyperparameters={"record": str(tmp_path)},
+    )  # fmt: skip
+    build(warm_slots(2), config, tmp_path)
+    ((ninja, folder),) = lines(tmp_path, "tools", 1)
+    assert ninja == str(Path(sys.executable).with_name("ninja"))
+    assert folder
 
-def test_every_process_of_an_environment_uses_the_same_build(tmp_path: Path) -> None:
-    """Also one in which the environment is not activated, and another ninja is found first."""
     other = tmp_path / "ninja"
     other.write_text("#!/bin/sh\n")
     other.chmod(0o755)
-    here = build_tools(PATH=f"{tmp_path}:{os.environ['PATH']}")
-    assert here[0] == str(Path(sys.executable).with_name("ninja"))
-    assert here == build_tools(PATH="/usr/bin:/bin")
-    assert here[1] != build_tools(CXX="another-compiler")[1]
+    environment = {**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    printed = subprocess.check_output(
+        [sys.executable, "-c", WAYS_IN], env=environment, cwd=tmp_path, text=True
+    )
+    *ways, compiler = map(json.loads, printed.splitlines())
+    assert ways == [[ninja, folder]] * 3
+    assert compiler[0] == ninja
+    if "TORCH_EXTENSIONS_DIR" not in os.environ:
+        assert compiler[1] != folder
 
 
 def age(folder: Path, seconds: float) -> None:

@@ -25,3 +25,17 @@ def test_ranks_keep_nothing_of_earlier_trials(
         run = drive(warm_slots(2), config, tmp_path)
         assert [metrics["left"] for metrics in run.training] == [0.0] * len(run.training)
         assert run.training
+
+
+def test_ranks_keep_nothing_of_earlier_pipelines(
+    warm_slots: Callable[[int], SlotGroup], tmp_path: Path
+) -> None:
+    """Neither engines and models nor process groups, whose threads would add up."""
+    for zero_stage in (0, 1, 0):
+        config = toy_config(
+            tmp_path, 2, entrypoint="successive_trials:SuccessivePipeline",
+            hyperparameters={"zero_stage": zero_stage},
+        )  # fmt: skip
+        run = drive(warm_slots(2), config, tmp_path)
+        assert [metrics["left"] for metrics in run.training] == [0.0] * len(run.training)
+        assert run.training

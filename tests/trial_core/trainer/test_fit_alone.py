@@ -121,6 +121,11 @@ def test_a_fit_resumes_from_the_newest_intact_checkpoint_and_claims_it(
     assert json.loads((folder / "claims.json").read_text()) == [older.uuid]
 
 
+def test_other_machines_cannot_connect_to_a_script(alone: dict[str, Any]) -> None:
+    """Without a launcher, torch.distributed's store listens on the loopback interface alone."""
+    assert alone["periods"]["exposed"] == alone["straight"]["exposed"] == []
+
+
 def test_a_missing_searcher_metric(alone: dict[str, Any]) -> None:
     """It is found before the first batch. The message lists the metrics that the trial reports."""
     assert alone["metric"]["error"] == (
