@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from trial_core import text_format
-from trial_core.errors import ConfigError, TrialflowError
+from trial_core.errors import ConfigError, LaunchError, TrialflowError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.deploy import (
     DEFAULT_POOL,
@@ -144,7 +144,6 @@ def _set_up(requested_pool: str | None, retrainings: Sequence[RetrainingRequest]
     """Create what the server lacks, print the changes, and return the work pool's name."""
     from prefect.client.orchestration import get_client
 
-    from trial_core.slots.accelerators import count_accelerators
     from trialflow.deployments.flow_deployment import models_on_server
     from trialflow.deployments.local_worker import requeue_interrupted_starts
     from trialflow.deployments.resources import set_up
@@ -156,7 +155,7 @@ def _set_up(requested_pool: str | None, retrainings: Sequence[RetrainingRequest]
         resources = wanted_resources(
             "process",
             pool,
-            count_accelerators() or None,
+            _accelerators() or None,
             None,
             keeps_pool=requested_pool is None,
             retrainings=retrainings,
@@ -172,6 +171,17 @@ def _set_up(requested_pool: str | None, retrainings: Sequence[RetrainingRequest]
             runs = text_format.plural(count, "run")
             print(f"scheduled again after an interrupted start: {runs}", flush=True)
     return pool
+
+
+def _accelerators() -> int:
+    """How many runs can share. A machine that cannot count them may still retrain on the CPU."""
+    from trial_core.slots.accelerators import count_accelerators
+
+    try:
+        return count_accelerators()
+    except LaunchError as error:
+        console.warning(f"{error}. Without a count, runs do not share accelerators")
+        return 0
 
 
 def location_warnings(client: SyncPrefectClient, pool: str) -> list[str]:

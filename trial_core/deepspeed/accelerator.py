@@ -8,6 +8,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from trial_core.errors import LaunchError
+from trial_core.slots.accelerators import ADVICE
 
 
 def claim_accelerator(local_rank: int) -> None:
@@ -23,19 +24,22 @@ def claim_accelerator(local_rank: int) -> None:
     if accelerator.device_name() == "cpu":
         return
     count = accelerator.device_count() if accelerator.is_available() else 0
+    wanted = f"this rank should train on {accelerator.device_name()} device {local_rank}"
+    if count == 0:
+        raise LaunchError(
+            f"{wanted}, but torch {torch.__version__} finds none{_reason()}; install a torch build "
+            f"for this machine's driver (docs/guides/gpu.md); {ADVICE}"
+        )
     if local_rank >= count:
         raise LaunchError(
-            f"this rank should train on {accelerator.device_name()} device {local_rank}, but torch "
-            f"{torch.__version__} finds {count}{_reason(count)}; install a torch build for this "
-            "machine's driver (docs/guides/gpu.md), or set resources.accelerator: cpu"
+            f"{wanted}, but only {count} of them can be seen: start at most {count} ranks on this "
+            "machine, or show each rank all devices (CUDA_VISIBLE_DEVICES)"
         )
     accelerator.set_device(local_rank)
 
 
-def _reason(count: int) -> str:
-    """What CUDA says, if no device can be used."""
-    if count > 0:
-        return ""
+def _reason() -> str:
+    """Why CUDA finds no device, if it says so."""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import shutil
 import subprocess
@@ -29,7 +30,7 @@ CPU_SLOTS_PER_CORE = 4
 MIN_CPU_SLOT_LIMIT = 8
 """Small machines may also test a larger topology."""
 
-CPU = "cpu"
+CPU, NVIDIA = "cpu", "cuda"
 KIND_VARIABLE = "DS_ACCELERATOR"
 """DeepSpeed's switch: the kind of accelerator that a process uses."""
 
@@ -40,6 +41,8 @@ TOOL_TIMEOUT_SECONDS = 60.0
 PROBE_TIMEOUT_SECONDS = 300.0
 
 PROBE = """
+import sys
+sys.path.pop(0)  # the working folder may be a stranger's
 from deepspeed.accelerator import get_accelerator
 found = get_accelerator()
 count = found.device_count() if found.is_available() else 0
@@ -52,7 +55,12 @@ EXTENSIONS = (
 )  # fmt: skip
 """Packages that bring other accelerators to torch and DeepSpeed."""
 
-ADVICE = "to train on the CPU, set resources.accelerator: cpu"
+ADVICE = (
+    "to train on the CPU, set resources.accelerator: cpu in the experiment, or the environment "
+    "variable DS_ACCELERATOR=cpu"
+)
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -92,17 +100,15 @@ def visible_accelerators(environment: Mapping[str, str]) -> Accelerators:
         LaunchError: there is an NVIDIA driver, but its GPUs cannot be counted; or DeepSpeed fails.
     """
     if environment.get(KIND_VARIABLE) == CPU:
-        return Accelerators()
+        return CPU_ONLY
     if _needs_probe():
-        names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
-                 "ZE_AFFINITY_MASK", KIND_VARIABLE, "PATH", "LD_LIBRARY_PATH")  # fmt: skip
-        return _probe(tuple((name, environment[name]) for name in names if name in environment))
+        return _probe(tuple(sorted(environment.items())))
     gpus = _nvidia_gpus()
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     devices = [str(index) for index in range(len(gpus))]
     if chosen is not None:
         devices = _visible(chosen, len(gpus))
-    return Accelerators("cuda", "CUDA_VISIBLE_DEVICES", tuple(devices)) if devices else CPU_ONLY
+    return Accelerators(NVIDIA, "CUDA_VISIBLE_DEVICES", tuple(devices)) if devices else CPU_ONLY
 
 
 def resolve_slot_count(requested: int | str, environment: Mapping[str, str] = os.environ) -> int:
@@ -157,15 +163,21 @@ def available_cores() -> int:
         return os.cpu_count() or 1
 
 
-def device_uuid(device: str) -> str:
-    """The UUID of an NVIDIA GPU that is given by index or by the beginning of its UUID.
+def device_uuids(accelerators: Accelerators) -> dict[str, str]:
+    """The UUIDs of NVIDIA GPUs that are given by index or by the beginning of their UUID.
 
-    Other devices, and devices of other kinds, keep their name.
+    Other devices keep their name.
+
+    Raises:
+        LaunchError: see `visible_accelerators`.
     """
-    gpus = _nvidia_gpus() if shutil.which("nvidia-smi") else []
-    if device.isdecimal():
-        return gpus[int(device)] if int(device) < len(gpus) else device
-    return next((gpu for gpu in gpus if device and gpu.startswith(device)), device)
+    gpus = _nvidia_gpus() if accelerators.kind == NVIDIA else []
+    by_index = {str(index): uuid for index, uuid in enumerate(gpus)}
+    return {
+        device: by_index.get(device)
+        or next((uuid for uuid in gpus if device and uuid.startswith(device)), device)
+        for device in accelerators.devices
+    }
 
 
 def _torch_build() -> str:
@@ -193,7 +205,7 @@ def _probe(environment: tuple[tuple[str, str], ...]) -> Accelerators:
     try:
         done = subprocess.run(
             [sys.executable, "-c", PROBE],
-            env={**os.environ, **dict(environment)},
+            env=dict(environment),
             capture_output=True, text=True, timeout=PROBE_TIMEOUT_SECONDS, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -205,6 +217,11 @@ def _probe(environment: tuple[tuple[str, str], ...]) -> Accelerators:
         )
     _, kind, count, variable = answers[-1]
     if kind == CPU or int(count) == 0:
+        logger.warning(
+            "torch %s is for accelerators, but DeepSpeed finds none on this machine: ranks train "
+            "on the CPU. If there should be some, check their driver",
+            importlib.metadata.version("torch"),
+        )
         return CPU_ONLY
     chosen = dict(environment).get(variable)
     names = chosen.split(",") if chosen else [str(index) for index in range(int(count))]
@@ -247,7 +264,7 @@ def _uncountable(why: str) -> str:
 
 def _last_line(text: str) -> str:
     lines = text.strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "it ended without a message"
 
 
 def _visible(chosen: str, present: int) -> list[str]:

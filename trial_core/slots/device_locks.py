@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import filelock
 
 from trial_core.errors import LaunchError
-from trial_core.slots.accelerators import device_uuid, visible_accelerators
+from trial_core.slots.accelerators import device_uuids, visible_accelerators
 
 POLL_SECONDS = 1.0
 LOCKS_VARIABLE = "TRIALFLOW_LOCKS"
@@ -47,7 +47,8 @@ def reserve_devices(
         LaunchError: the machine has fewer devices, or the lock files cannot be used.
     """
     accelerators = visible_accelerators(environment)
-    variable, devices = accelerators.variable, accelerators.devices
+    # By UUIDs: another run may name the same device by its index.
+    devices = device_uuids(accelerators)
     if count > len(devices):
         raise LaunchError(f"the run needs {count} devices, but this machine has {len(devices)}")
     with ExitStack() as locks:
@@ -57,18 +58,23 @@ def reserve_devices(
                 when_waiting()
             has_waited = True
             time.sleep(POLL_SECONDS)
-        yield {variable: ",".join(reserved)}
+        yield {accelerators.variable: ",".join(reserved)}
 
 
-def _lock_free_devices(devices: Sequence[str], count: int, locks: ExitStack) -> list[str] | None:
+def _lock_free_devices(
+    devices: Mapping[str, str], count: int, locks: ExitStack
+) -> list[str] | None:
     """Lock the first `count` free devices; None, and no lock, if fewer are free.
 
     Keeping some locks while waiting for others would deadlock two runs.
+
+    Args:
+        devices: the UUID of each device.
     """
     reserved: list[str] = []
     with ExitStack() as attempt:
-        for device in devices:
-            if len(reserved) < count and (lock := _lock(device)) is not None:
+        for device, uuid in devices.items():
+            if len(reserved) < count and (lock := _lock(uuid)) is not None:
                 attempt.callback(lock.release)
                 reserved.append(device)
         if len(reserved) < count:
@@ -80,8 +86,7 @@ def _lock_free_devices(devices: Sequence[str], count: int, locks: ExitStack) -> 
 def _lock(device: str) -> filelock.BaseFileLock | None:
     """The acquired lock of a device; None if another run holds it."""
     folder = locks_folder()
-    # By its UUID: another run may name the same device by its index.
-    path = folder / f"{device_uuid(device).replace(os.sep, '_')}.lock"
+    path = folder / f"{device.replace(os.sep, '_')}.lock"
     # 0o666: every user of the machine must be able to open the file.
     lock = filelock.FileLock(path, mode=0o666, thread_local=False, fallback_to_soft=False)
     try:

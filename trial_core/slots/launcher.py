@@ -18,7 +18,7 @@ from pathlib import Path
 from trial_core.errors import LaunchError
 from trial_core.slots.accelerators import KIND_VARIABLE, available_cores, visible_accelerators
 from trial_core.slots.watchdog import Watchdog
-from trial_core.slots.watchdog_main import kill_session
+from trial_core.slots.watchdog_main import kill_sessions
 
 WORKER_MODULE = "trial_core.slots.rank_main"
 STORE_SOCKET_VARIABLE = "TRIALFLOW_STORE_SOCKET"
@@ -70,7 +70,7 @@ class RankProcess:
         with self._reaping:
             # Not after it is reaped: another process may have its id by then.
             if self._process.returncode is None:
-                kill_session(self.pid)
+                kill_sessions({self.pid})
 
     def signal(self, number: int) -> None:
         """Send the rank a signal, if it still runs."""
@@ -110,7 +110,7 @@ class RankProcess:
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         with self._reaping:
             # Its children may outlive it. Until it is reaped, no other group can have its id.
-            kill_session(self.pid)
+            kill_sessions({self.pid})
             self._watchdog.forget(self.pid)
             code = self._process.wait()
         self._ended.set()

@@ -14,15 +14,11 @@ import os
 import select
 import signal
 import sys
-import time
 
 PID_BYTES = 4
 # How often to ask whether the driver is still the parent: a process that the driver has forked
 # holds the other end of standard input, too.
 POLL_SECONDS = 1.0
-# A killed process that runs in the kernel takes a moment to end.
-AFTER_KILL_SECONDS = 0.01
-KILL_ATTEMPTS = 100
 
 
 def run(driver: int) -> None:
@@ -39,36 +35,36 @@ def run(driver: int) -> None:
             (ranks.add if pid > 0 else ranks.discard)(abs(pid))
         elif os.getppid() != driver:
             break
-    for rank in ranks:
-        kill_session(rank)
+    kill_sessions(ranks)
 
 
-def kill_session(leader: int) -> None:
-    """SIGKILL a rank, which leads a session, and all processes of the session.
+def kill_sessions(ranks: set[int]) -> None:
+    """SIGKILL ranks, each of which leads a session, and all processes of their sessions.
 
-    Not its process group alone: ninja gives each compiler a group of its own.
+    Not their process groups alone: ninja gives each compiler a group of its own. Does not wait for
+    the end of a process, except that one may start another one meanwhile.
     """
-    with contextlib.suppress(OSError):
-        os.killpg(leader, signal.SIGKILL)
-    for _ in range(KILL_ATTEMPTS):  # a process may start another one meanwhile
-        if not (members := _live_members(leader)):
-            return
+    for rank in ranks:
+        with contextlib.suppress(OSError):
+            os.killpg(rank, signal.SIGKILL)
+    killed: set[int] = set()
+    while members := _live_members(ranks) - killed:
         for pid in members:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(AFTER_KILL_SECONDS)
+        killed |= members
 
 
-def _live_members(leader: int) -> list[int]:
-    """The processes of a session that have not ended; none where there is no /proc."""
-    found = []
+def _live_members(leaders: set[int]) -> set[int]:
+    """The processes of these sessions that have not ended; none where there is no /proc."""
+    found = set()
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         with contextlib.suppress(OSError, ValueError, IndexError):
             with open(f"/proc/{int(name)}/stat", "rb") as file:
                 # 4242 (name) S parent group session …
                 state, _, _, session = file.read().rpartition(b")")[2].split()[:4]
-            if int(session) == leader and state not in (b"Z", b"X"):
-                found.append(int(name))
+            if int(session) in leaders and state not in (b"Z", b"X"):
+                found.add(int(name))
     return found
 
 

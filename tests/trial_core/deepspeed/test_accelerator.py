@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from trial_core import entrypoint
 from trial_core.context import RunInfo
@@ -86,10 +87,15 @@ def test_a_rank_without_its_accelerator_refuses(
     fake: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error has torch's reason, and what to do."""
-    with pytest.raises(LaunchError, match=r"on cuda device 2, but torch .* finds 2; install"):
+    with pytest.raises(LaunchError, match=r"device 2, but only 2 .*: start at most 2 ranks"):
         accelerator.claim_accelerator(2)
+
+    def init() -> None:
+        raise RuntimeError("the driver is too old")
+
+    monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.setattr(fake, "is_available", lambda: False)
-    with pytest.raises(LaunchError, match=r"finds 0: .*CUDA.*; install .*accelerator: cpu$"):
+    with pytest.raises(LaunchError, match=r"finds none: the driver is too old; install .*=cpu$"):
         accelerator.claim_accelerator(0)
 
 

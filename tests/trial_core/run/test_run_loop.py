@@ -212,7 +212,9 @@ def test_the_metrics_names_are_not_looked_for_in_vain(tmp_path: Path, case: str)
     stages.metric = None if case == "no metric" else "loss"
     reported = {"validation": {"loss": 0.5}} if case == "reported before" else {}
     batches = 6 if case == "is over" else 4
-    stages.points = [ResumePoint.continuing(new_manifest(batches, metrics=reported))]
+    progress = Progress(batches, validated_at=2 if reported else None)
+    manifest = new_manifest(batches, progress=progress, metrics=reported)
+    stages.points = [ResumePoint.continuing(manifest)]
     if case in ("no metric", "validates first"):
         stages.points = [ResumePoint()]
     follow_schedule(stages)

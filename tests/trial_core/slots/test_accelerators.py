@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from trial_core.slots.accelerators import (
     CPU_SLOTS,
     Accelerators,
     count_accelerators,
-    device_uuid,
+    device_uuids,
     resolve_slot_count,
     visible_accelerators,
 )
@@ -88,7 +90,8 @@ def test_more_slots_than_gpus_is_refused() -> None:
         resolve_slot_count(3, {})
     assert str(error.value) == (
         "resources.slots_per_trial is 3, but this machine has 2 accelerators; ask for at most 2 "
-        '(or "auto"); to train on the CPU, set resources.accelerator: cpu'
+        '(or "auto"); to train on the CPU, set resources.accelerator: cpu in the experiment, or '
+        "the environment variable DS_ACCELERATOR=cpu"
     )
 
 
@@ -102,7 +105,7 @@ def test_gpus_that_cannot_be_counted_are_an_error(
 ) -> None:
     """A driver is there, and its tool fails, is too slow, or is missing. CPU ranks are a choice."""
     two_gpus.write_text("#!/bin/sh\necho Driver/library version mismatch >&2\nexit 18\n")
-    with pytest.raises(LaunchError, match=r"cannot be counted: Driver/library .*accelerator: cpu$"):
+    with pytest.raises(LaunchError, match=r"be counted: Driver/library .*DS_ACCELERATOR=cpu$"):
         count_accelerators({})
     two_gpus.write_text("#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setattr(accelerators, "TOOL_TIMEOUT_SECONDS", 0.1)
@@ -133,13 +136,24 @@ def test_a_torch_for_the_cpu_does_not_train_beside_gpus(
     assert resolve_slot_count("auto", {"DS_ACCELERATOR": "cpu"}) == CPU_SLOTS
 
 
-def test_other_accelerators_are_counted_by_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In another process, since the driver does not import torch."""
+@pytest.fixture
+def torch_for_xpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A torch for Intel's accelerators. What earlier probes found is forgotten."""
     monkeypatch.setattr(accelerators, "_torch_build", lambda: "xpu")
-    monkeypatch.setattr(accelerators, "PROBE", "print('found xpu 3 ZE_AFFINITY_MASK')")
-    found = Accelerators("xpu", "ZE_AFFINITY_MASK", ("0", "1", "2"))
     accelerators._probe.cache_clear()
+    yield
+    accelerators._probe.cache_clear()
+
+
+@pytest.mark.usefixtures("torch_for_xpus")
+def test_other_accelerators_are_counted_by_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another process, since the driver does not import torch. The process has the experiment's
+    variables, which may choose devices."""
+    counting = "import os; print('found xpu', os.environ.get('COUNT', 3), 'ZE_AFFINITY_MASK')"
+    monkeypatch.setattr(accelerators, "PROBE", counting)
+    found = Accelerators("xpu", "ZE_AFFINITY_MASK", ("0", "1", "2"))
     assert visible_accelerators({}) == found
+    assert visible_accelerators({"COUNT": "2"}).devices == ("0", "1")
     chosen = visible_accelerators({"ZE_AFFINITY_MASK": "4,5,6"})
     assert chosen.devices == ("4", "5", "6")
     monkeypatch.setattr(accelerators, "PROBE", "raise SystemExit('no level-zero loader')")
@@ -148,18 +162,25 @@ def test_other_accelerators_are_counted_by_deepspeed(monkeypatch: pytest.MonkeyP
         visible_accelerators({})
 
 
-def test_deepspeed_answers_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The names that the probe calls exist. On a machine without accelerators there are none."""
-    monkeypatch.setattr(accelerators, "_torch_build", lambda: "rocm6.4")
-    accelerators._probe.cache_clear()
-    assert visible_accelerators({"CUDA_VISIBLE_DEVICES": ""}) == CPU_ONLY
+@pytest.mark.usefixtures("torch_for_xpus")
+def test_deepspeed_answers_the_probe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The names that the probe calls exist. That it finds no device is a warning. No code of the
+    working folder runs."""
+    (tmp_path / "deepspeed.py").write_text("raise SystemExit('code of a stranger')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    assert visible_accelerators({**os.environ, "CUDA_VISIBLE_DEVICES": ""}) == CPU_ONLY
+    assert "DeepSpeed finds none on this machine: ranks train on the CPU" in caplog.text
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_a_device_has_one_name() -> None:
     """Runs that name a GPU by its index, or by a part of its UUID, lock the same one."""
-    assert device_uuid("1") == device_uuid(uuid(1)) == device_uuid(uuid(1)[:6]) == uuid(1)
-    assert [device_uuid(name) for name in ("7", "MIG-a")] == ["7", "MIG-a"]
+    names = ("1", uuid(1), uuid(1)[:6], "7", "MIG-a")
+    found = device_uuids(Accelerators("cuda", "CUDA_VISIBLE_DEVICES", names))
+    assert [*found.values()] == [uuid(1), uuid(1), uuid(1), "7", "MIG-a"]
 
 
 @pytest.mark.usefixtures("two_gpus")

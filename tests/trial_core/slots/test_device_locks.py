@@ -87,7 +87,9 @@ def test_an_unusable_folder_of_locks_is_an_error(
     (tmp_path / "file").touch()
     monkeypatch.setenv(LOCKS_VARIABLE, str(tmp_path / "file" / "locks"))
     with (
-        pytest.raises(LaunchError, match=rf"device 0 .*file/locks.*set {LOCKS_VARIABLE} to a"),
+        pytest.raises(
+            LaunchError, match=rf"device GPU-0000 .*file/locks.*set {LOCKS_VARIABLE} to a"
+        ),
         reserve_devices(1, {"PATH": "/"}, lambda: None),
     ):
         pass

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.processes import wait_until_gone
 from trial_core.slots.watchdog import PROGRAM
-from trial_core.slots.watchdog_main import PID_BYTES, kill_session
+from trial_core.slots.watchdog_main import PID_BYTES, kill_sessions
 
 DEADLINE_SECONDS = 20
 
@@ -58,6 +58,6 @@ def test_children_in_groups_of_their_own_are_killed() -> None:
     with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as rank:
         assert rank.stdout is not None
         compiler = int(rank.stdout.readline())
-        kill_session(rank.pid)
+        kill_sessions({rank.pid})
         assert wait_until_gone([compiler], DEADLINE_SECONDS) == []
     assert rank.returncode == -signal.SIGKILL
