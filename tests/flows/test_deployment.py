@@ -117,12 +117,12 @@ def test_a_killed_run_resumes_as_the_same_run(deployed: Scene) -> None:
         assert "Crashed" in deployed.history()
 
 
-@pytest.mark.parametrize("attempts", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_stopped_worker_requeues_its_run(deployed: Scene, attempts: int) -> None:
+@pytest.mark.long
+def test_a_stopped_worker_requeues_its_run(deployed: Scene) -> None:
     """After SIGTERM to `trialflow worker` (systemd) the run saves and goes back into its queue, and
     no process is left. Another worker resumes it."""
     variables = {**deployed.server.environment, **deployed.variables}
-    for attempt in range(attempts):
+    for attempt in range(2):
         before = len(deployed.seen())
         worker = subprocess.Popen(
             [*TRIALFLOW, "worker", "--pool", pool_of(deployed.folder)],

@@ -14,7 +14,8 @@ from trial_core.checkpoint.store import CheckpointStore
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
 
-@pytest.mark.parametrize("storage", ["file", pytest.param("memory", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("storage", ["file", "memory"])
 def test_tensorboard_files_are_uploaded(
     prefect_server: PrefectServer, here: Path, storage: str
 ) -> None:

@@ -30,6 +30,7 @@ def hook_calls(here: Path, name: str, hook: str) -> list[dict[str, Any]]:
     return [line for line in lines(here / name, "hooks", 0) if line["hook"] == hook]
 
 
+@pytest.mark.long
 def test_a_new_trial_starts_from_anothers_checkpoint(here: Path) -> None:
     """At batch 0 with the source's weights: its first validation equals the source's last."""
     source = train(experiment(here, 1, "source"))

@@ -125,6 +125,7 @@ def test_a_server_that_is_away_too_long_ends_the_run(stage: Stage, wire: Wire) -
     assert reasons == [("server lost (it has not answered for 0.3 s)", None)]
 
 
+@pytest.mark.long
 def test_a_server_that_is_back_too_late(stage: Stage, wire: Wire) -> None:
     """An unfinished run is not Completed. It had no queue, so it does not go on by itself."""
 

@@ -98,6 +98,7 @@ for way in (of_init, of_from_config, of_a_benchmark, of_another_compiler):
 """
 
 
+@pytest.mark.long
 @pytest.mark.slots
 def test_every_way_in_uses_the_same_build(
     warm_slots: Callable[[int], SlotGroup], tmp_path: Path

@@ -92,6 +92,7 @@ def test_only_errors_of_ours_have_no_traceback(
     assert "Traceback" not in output
 
 
+@pytest.mark.long
 @pytest.mark.slots
 def test_under_torchrun_a_refusal_is_shown_once(tmp_path: Path) -> None:
     """The only traceback is torchrun's own."""

@@ -18,14 +18,15 @@ pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("trial", "stage"),
     [
         ("parallel_trials:PipelineTrial", 1),
-        pytest.param("parallel_trials:PipelineTrial", 0, marks=pytest.mark.long),
-        pytest.param("parallel_trials:TensorParallelTrial", 1, marks=pytest.mark.long),
-        pytest.param("parallel_trials:TensorParallelTrial", 3, marks=pytest.mark.long),
-        pytest.param("engine_trials:Independent", 2, marks=pytest.mark.long),
+        ("parallel_trials:PipelineTrial", 0),
+        ("parallel_trials:TensorParallelTrial", 1),
+        ("parallel_trials:TensorParallelTrial", 3),
+        ("engine_trials:Independent", 2),
     ],
 )
 def test_from_one_copy_to_two_and_back(
