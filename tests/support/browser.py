@@ -74,10 +74,14 @@ class Browser:
             raise TimeoutException(f"no {what}; the page says:\n{self.text}") from None
 
     def wait_until_idle(self) -> None:
-        """Wait until the page has handled all events and has been drawn."""
+        """Wait until the page has handled all events and has been drawn, or some seconds.
+
+        Animations may keep a page from ever being idle.
+        """
         self._driver.execute_async_script(
             "const done = arguments[0];"
-            "requestIdleCallback(() => requestAnimationFrame(() => setTimeout(done)));"
+            "const draw = () => requestAnimationFrame(() => setTimeout(done));"
+            "requestIdleCallback(draw, {timeout: 5000});"
         )
 
     def save_png(self, path: Path) -> None:
