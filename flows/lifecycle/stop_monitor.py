@@ -151,7 +151,7 @@ class StopMonitor:
         except Exception as failure:
             self.await_server()
             self._send_reports()
-            outcome = str(failure) if isinstance(failure, Stopped) else f"not saved: {failure}"
+            outcome = str(failure) if isinstance(failure, Stopped) else while_stopping(failure)
             if (state := self.final_state(outcome, failure)) is not None:
                 return state
             if isinstance(failure, Stopped) and self._stopping.request is not None:
@@ -183,7 +183,7 @@ class StopMonitor:
 
         Args:
             outcome: what was saved, for people.
-            failure: what the run ended with, if it could not save.
+            failure: what the run ended with, if it did not end by itself.
 
         Raises:
             Pause: the run was suspended, and stays so until it is resumed.
@@ -358,6 +358,11 @@ class StopMonitor:
     def _keep_state(self, reason: str) -> BaseException:
         """An exception that leaves the flow run in its present state."""
         return Stopped(reason) if self._is_subflow else Abort(reason)
+
+
+def while_stopping(failure: Exception) -> str:
+    """Why a stop ended with a failure, which may have come before or after the save."""
+    return f"failed while stopping: {failure}"
 
 
 def _is_called_silent(state: State[Any]) -> bool:
