@@ -42,7 +42,7 @@ from trialflow.flows.lifecycle.flow_run_state import set_state
 from trialflow.flows.lifecycle.requeue import has_queue, requeue
 from trialflow.flows.lifecycle.server_outage import ServerOutage, reports_kept
 from trialflow.flows.lifecycle.stop_signals import Interrupted, StopSignals
-from trialflow.tasks.report.artifact import send_unsent
+from trialflow.tasks.report.artifact import forget_unsent, send_unsent
 
 T = TypeVar("T")
 
@@ -328,12 +328,13 @@ class StopMonitor:
 
     def _send_reports(self) -> None:
         """Send the reports that the run could not write while the server was away."""
-        if self._outage.is_on:
-            return
         try:
-            send_unsent()
+            if not self._outage.is_on:
+                send_unsent()
         except _NO_ANSWER as error:
             self._logger.warning("the report on this page is not the last one: %s", error)
+        finally:
+            forget_unsent()
 
     def _say_that_it_runs(self, run: FlowRun) -> None:
         """Correct the state of a run that was presumed dead because its server was away."""
