@@ -184,6 +184,21 @@ def test_a_superseded_fit_ends(store: CheckpointStore) -> None:
     assert (manifest.progress.batches_trained, manifest.attempt) == (3, "this one")
 
 
+def test_the_log_has_the_numbers_of_the_report(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Metrics with their significant digits, as a flow's log has them."""
+    controller = FakeController(store)
+    controller.validations = [{"loss": 0.1234567891234}] * 3
+    controller.train = lambda request: Trained(  # type: ignore[method-assign]
+        batches_trained=request.until, metrics={"loss": 1 / 3}, seconds=1.0, stop_requested=False
+    )
+    with caplog.at_level(logging.INFO):
+        follow_schedule(new_fit(controller))
+    assert "trained [0→3] at 3.0 samples/s: loss 0.3333" in caplog.messages
+    assert "validated at 3: loss 0.1235" in caplog.messages
+
+
 def test_a_damaged_checkpoint_is_logged(
     store: CheckpointStore, caplog: pytest.LogCaptureFixture
 ) -> None:
