@@ -153,7 +153,7 @@ def test_metrics_without_the_searcher_metric_are_no_validation(store: Checkpoint
     """The checkpoint names the last validation that counts, with the metrics of that one."""
     controller = FakeController(store)
     controller.validations = [{"loss": 0.25}, {"lost": 0.125}]
-    with pytest.raises(TrialError, match=r'"loss" is not among .*: lost$'):
+    with pytest.raises(TrialError, match=r'"loss" is not among .*: lost\.'):
         follow_schedule(new_fit(controller))
     last = store.list()[-1]
     assert (last.progress.batches_trained, last.metrics.get("validation")) == (6, None)
