@@ -24,6 +24,7 @@ from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import (
+    CheckpointError,
     LaunchError,
     RankFailed,
     Stalled,
@@ -47,7 +48,7 @@ from trialflow.flows.lifecycle.rank_restarts import Restarts
 from trialflow.flows.lifecycle.run_log import readable_task_log
 from trialflow.flows.lifecycle.run_names import train_name
 from trialflow.flows.lifecycle.shared_gpus import gpu_slots
-from trialflow.flows.lifecycle.stop_monitor import POLL_SECONDS, StopMonitor
+from trialflow.flows.lifecycle.stop_monitor import POLL_SECONDS, StopMonitor, while_stopping
 from trialflow.flows.uploads import Uploads
 from trialflow.tasks.build import build_loaders, build_trial, fetch_checkpoint
 from trialflow.tasks.callbacks import run_callbacks
@@ -157,7 +158,7 @@ def train_trial(
             except (RankFailed, Stalled) as failure:
                 get_run_logger().error("%s", failure.report())
                 if stopping.request is not None:
-                    raise Stopped(f"not saved: {failure}{report.last_checkpoint}") from failure
+                    raise Stopped(f"{while_stopping(failure)}{report.last_checkpoint}") from failure
                 if not restarts.grant(failure, run):
                     raise
                 report.restarting(str(failure), restarts.count, restarts.limit)
@@ -166,6 +167,10 @@ def train_trial(
                     raise Stopped(f"no ranks ran{report.last_checkpoint}") from failure
             except Stopped as stopped:
                 raise Stopped(f"{stopped}{report.last_checkpoint}") from stopped
+            except (CheckpointError, TrialError) as failure:
+                if stopping.request is None:
+                    raise
+                raise type(failure)(f"{failure}{report.last_checkpoint}") from failure
             else:
                 if not result.stopped_early:
                     clear_kept(run_dir)

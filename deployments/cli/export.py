@@ -52,7 +52,7 @@ class ExportRequest:
 
 def export(
     checkpoint: Annotated[
-        str | None, Parameter(help=f"{CHECKPOINT} Default: none, with --trial.")
+        str | None, Parameter(help=f"{CHECKPOINT} Required unless --trial is given.")
     ] = None,
     /,
     *,

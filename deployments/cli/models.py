@@ -97,7 +97,7 @@ def promote(
     model
         The model's name.
     version
-        The version's number. Default: none, with --checkpoint.
+        The version's number. Required unless --checkpoint is given.
     """
     registry = _registry(config, storage)
     if checkpoint is not None and version is None:

@@ -69,13 +69,16 @@ def train(
         store = outcome.store = open_store_of(experiment)
         display = _display(quiet, json_, (experiment.searcher.metric, "loss"))
         outcome.run_status = display
+        earlier: int | None = None  # when the trial's earlier run wrote its report
 
         def call(on_running: StateHook) -> TrialResult:
             from trial_core.run.run_dirs import trial_id
             from trialflow.flows.train import TrialResult
             from trialflow.flows.train import train as train_flow
 
+            nonlocal earlier
             trial = _trial_to_resume(store, experiment.name, display) if resume else None
+            earlier = None if trial is None else _page_written_at(trial)
 
             def note_ids(flow: Any, flow_run: Any, state: Any) -> None:
                 outcome.flow_run_id = str(flow_run.id)
@@ -98,8 +101,8 @@ def train(
             outcome.failed(run.failure, exit_code)
         elif run.stopped_by is not None:
             outcome.stopped(run.stopped_by)
-        if outcome.trial is not None and (page := _report_page(outcome.trial)):
-            console.note(f"report with curves: {page}")
+        if outcome.trial is not None and _page_written_at(outcome.trial) != earlier:
+            console.note(f"HTML report: {_report_page(outcome.trial)}")
         if display.committed_at is not None:
             console.note(
                 f"the last checkpoint is at batch {display.committed_at}; "
@@ -129,12 +132,17 @@ def _trial_to_resume(store: CheckpointStore, experiment: str, display: Display) 
     return trial
 
 
-def _report_page(trial: str) -> str | None:
-    """The trial's HTML report on this machine, if there is one."""
+def _report_page(trial: str) -> Path:
+    """Where the trial's HTML report is on this machine, once there is one."""
     from trial_core.run.run_dirs import run_dir_of
 
-    page = run_dir_of(trial) / "report.html"
-    return str(page) if page.exists() else None
+    return run_dir_of(trial) / "report.html"
+
+
+def _page_written_at(trial: str) -> int | None:
+    """When the trial's HTML report was written; None if there is none."""
+    page = _report_page(trial)
+    return page.stat().st_mtime_ns if page.exists() else None
 
 
 def _summary(result: TrialResult, seconds: float, later_ui: str | None) -> list[str]:
@@ -151,7 +159,7 @@ def _summary(result: TrialResult, seconds: float, later_ui: str | None) -> list[
         ("checkpoint", result.checkpoint_url),
         ("continue with", "--resume" if result.stop_reason else None),
         ("report", result.report_path),
-        ("with curves", _report_page(result.trial)),
+        ("HTML report", str(page) if (page := _report_page(result.trial)).exists() else None),
         ("logs", result.run_dir and str(Path(result.run_dir, "logs"))),
         ("UI", later_ui),
     ]

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from prefect import runtime
 from prefect.logging.handlers import APILogHandler
 
 from trial_core.errors import Stopped
@@ -16,16 +17,17 @@ _TASKS, _FLOWS = "prefect.task_runs", "prefect.flow_runs"
 _ENDED_BY_STOP = f"Finished in state Failed('Task run encountered an exception {Stopped.__name__}: "
 
 
+# What a flow run is about, by its id. No context variable: a run logs in several threads.
+_SUBJECTS: dict[str, str] = {}
+
+
 class _Named(logging.Formatter):
     """Puts the subject and the task's name before a line. Prefect's console names the task too."""
 
-    def __init__(self, subject: str = "") -> None:
-        super().__init__()
-        self._subject = f"{subject}: " if subject else ""
-
     def format(self, record: logging.LogRecord) -> str:
-        task = getattr(record, "task_run_name", None)
-        return f"{self._subject}{f'{task}: ' if task else ''}{super().format(record)}"
+        subject = _SUBJECTS.get(getattr(record, "flow_run_id", ""))
+        names = (subject, getattr(record, "task_run_name", None))
+        return "".join(f"{name}: " for name in names if name) + super().format(record)
 
 
 def _calm(record: logging.LogRecord) -> bool:
@@ -53,12 +55,17 @@ def readable_task_log() -> Iterator[None]:
 
 @contextmanager
 def about(subject: str) -> Iterator[None]:
-    """Name the model that the block is about on each line of the log and of the terminal."""
+    """Name the model that the block is about on each line of the log and of the terminal.
+
+    Call within `readable_task_log`.
+    """
+    flow_run = str(runtime.flow_run.id)
     current_observer().subject_changed(subject)
+    _SUBJECTS[flow_run] = subject
     try:
-        with _formatted(_Named(subject)):
-            yield
+        yield
     finally:
+        del _SUBJECTS[flow_run]
         current_observer().subject_changed("")
 
 

@@ -42,7 +42,7 @@ from trialflow.flows.lifecycle.flow_run_state import set_state
 from trialflow.flows.lifecycle.requeue import has_queue, requeue
 from trialflow.flows.lifecycle.server_outage import ServerOutage, reports_kept
 from trialflow.flows.lifecycle.stop_signals import Interrupted, StopSignals
-from trialflow.tasks.report.artifact import send_unsent
+from trialflow.tasks.report.artifact import forget_unsent, send_unsent
 
 T = TypeVar("T")
 
@@ -151,7 +151,7 @@ class StopMonitor:
         except Exception as failure:
             self.await_server()
             self._send_reports()
-            outcome = str(failure) if isinstance(failure, Stopped) else f"not saved: {failure}"
+            outcome = str(failure) if isinstance(failure, Stopped) else while_stopping(failure)
             if (state := self.final_state(outcome, failure)) is not None:
                 return state
             if isinstance(failure, Stopped) and self._stopping.request is not None:
@@ -183,7 +183,7 @@ class StopMonitor:
 
         Args:
             outcome: what was saved, for people.
-            failure: what the run ended with, if it could not save.
+            failure: what the run ended with, if it did not end by itself.
 
         Raises:
             Pause: the run was suspended, and stays so until it is resumed.
@@ -328,12 +328,13 @@ class StopMonitor:
 
     def _send_reports(self) -> None:
         """Send the reports that the run could not write while the server was away."""
-        if self._outage.is_on:
-            return
         try:
-            send_unsent()
+            if not self._outage.is_on:
+                send_unsent()
         except _NO_ANSWER as error:
             self._logger.warning("the report on this page is not the last one: %s", error)
+        finally:
+            forget_unsent()
 
     def _say_that_it_runs(self, run: FlowRun) -> None:
         """Correct the state of a run that was presumed dead because its server was away."""
@@ -358,6 +359,11 @@ class StopMonitor:
     def _keep_state(self, reason: str) -> BaseException:
         """An exception that leaves the flow run in its present state."""
         return Stopped(reason) if self._is_subflow else Abort(reason)
+
+
+def while_stopping(failure: Exception) -> str:
+    """Why a stop ended with a failure, which may have come before or after the save."""
+    return f"failed while stopping: {failure}"
 
 
 def _is_called_silent(state: State[Any]) -> bool:

@@ -59,14 +59,15 @@ class MarkdownArtifact:
         _unsent.pop(self, None)
 
     def send_last(self) -> None:
-        """Write the last text again, with Prefect's own retries.
+        """Write the text that the server has not taken, with Prefect's own retries.
 
         Raises:
             httpx.HTTPError, PrefectException: as `write`.
         """
-        text = _unsent.pop(self, None)
+        text = _unsent.get(self)
         if text is not None:
             self._send(text)
+            _unsent.pop(self, None)
 
     def belongs_to(self, flow_run_id: UUID | None) -> bool:
         """Whether it is on this flow run's page."""
@@ -104,7 +105,7 @@ class MarkdownArtifact:
 
 
 _unsent: dict[MarkdownArtifact, str] = {}
-"""Texts that the server has not taken."""
+"""Texts that the server has not taken, of all flow runs of this process."""
 
 
 def send_unsent() -> None:
@@ -113,9 +114,20 @@ def send_unsent() -> None:
     Raises:
         httpx.HTTPError, PrefectException: it does not answer, or refuses an artifact.
     """
-    here = _this_flow_run()
-    for artifact in [each for each in _unsent if each.belongs_to(here)]:
+    for artifact in _unsent_here():
         artifact.send_last()
+
+
+def forget_unsent() -> None:
+    """Drop what is still unsent at the flow run's end: a later attempt has newer texts."""
+    for artifact in _unsent_here():
+        _unsent.pop(artifact, None)
+
+
+def _unsent_here() -> list[MarkdownArtifact]:
+    here = _this_flow_run()
+    # A copy: other flow runs of this process write in their own threads.
+    return [each for each in list(_unsent) if each.belongs_to(here)]
 
 
 class ReportArtifact(MarkdownArtifact):

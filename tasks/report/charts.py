@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from decimal import Decimal
 
 from trial_core import text_format
-from trialflow.tasks.report.curves import CurveFigure, MeasuredLine
+from trialflow.tasks.report.curves import COLOURS, CurveFigure, MeasuredLine
 
 WIDTH = 900
 FONT_SIZE = 11
 # Of a character on the axis, and between two of its entries.
 CHARACTER_WIDTH, SPACE = 7, 8
-COLOURS: Mapping[str, tuple[str, str]] = {
-    "training": ("blue", "#2563eb"), "validation": ("orange", "#d97706"), "": ("", "#2563eb")
-}  # fmt: skip
 
 
 def charts(figure: CurveFigure) -> list[str]:

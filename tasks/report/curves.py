@@ -6,7 +6,7 @@ A line's points are measurements. Nothing is drawn where nothing was measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trial_core import text_format
@@ -15,6 +15,10 @@ from trialflow.tasks.report.history import Curve, ReportHistory
 TRAINING_PREFIXES = ("training_", "train_")
 VALIDATION_PREFIXES = ("validation_", "val_", "eval_")
 TWO_DECADES = 100.0
+COLOURS: Mapping[str, tuple[str, str]] = {
+    "training": ("blue", "#3b82f6"), "validation": ("orange", "#d97706"), "": ("", "#3b82f6")
+}  # fmt: skip
+"""The colour of a line, by its name: for people, and for what draws it."""
 
 
 @dataclass(frozen=True)

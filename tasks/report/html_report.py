@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
 from trial_core import text_format
-from trialflow.tasks.report.curves import CurveFigure, MeasuredLine, figures
+from trialflow.tasks.report.curves import COLOURS, CurveFigure, MeasuredLine, figures
 from trialflow.tasks.report.text_filters import FILTERS
 from trialflow.tasks.report.trial_report import TrialFacts
 
-COLOURS: Mapping[str, str] = {"training": "#3b82f6", "validation": "#d97706", "": "#3b82f6"}
 # Last values closer than this share of the axis would overlap at the same height.
 CLOSE = 0.1
 # More points than this get smaller dots, which else hide the line.
@@ -75,7 +74,7 @@ def _line(line: MeasuredLine, height: str) -> dict[str, Any]:
         "text": [*("" for _ in shown[:-1]), shown[-1]],
         "textposition": f"{height} right",
         "cliponaxis": False,  # the last value is written beside the axes
-        "line": {"color": COLOURS[line.name], "width": 1.5},
+        "line": {"color": COLOURS[line.name][1], "width": 1.5},
         "marker": {"size": 5 if len(line.points) <= MANY_POINTS else 3},
         "customdata": shown,
         "hovertemplate": f"{line.name} %{{customdata}}<extra></extra>".lstrip(),

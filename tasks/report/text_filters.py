@@ -21,7 +21,7 @@ def _metric(value: Any) -> str:
 
 
 FILTERS: Mapping[str, Callable[..., str]] = {
-    "clean": lambda value: shortened(str(value)),
+    "shortened": lambda value: shortened(str(value)),
     "duration": lambda seconds: "" if seconds is None else text_format.duration(seconds),
     "metric": _metric,
     "percent": "{:.0%}".format,

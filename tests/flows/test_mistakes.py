@@ -40,7 +40,7 @@ def test_a_missing_searcher_metric_costs_no_training(
     def config(metric: str) -> Any:
         return one_slot(here, 6, searcher=searcher(metric), hyperparameters={"record": str(here)})
 
-    with pytest.raises(TrialError, match=r'searcher.metric "accuracy" is not among .*mean_index$'):
+    with pytest.raises(TrialError, match=r'searcher.metric "accuracy" is not among .*mean_index\.'):
         train(config("accuracy"))
     last = "callbacks on_trial_shutdown @6"
     states = {stage.name: stage.state for stage in newest_run(prefect_server, last)}

@@ -69,7 +69,7 @@ def warn_of_foreign_object(storage: Storage, key: str) -> None:
     """Name an object, or a folder, that is not ours. A file that is being written is not named."""
     if not TEMPORARY_NAME.search(key):
         _logger.warning(
-            "%s/%s is ignored: trialflow gives no object such a name; move it elsewhere",
+            "%s/%s is ignored: trialflow never uses such a name here; move the object elsewhere",
             storage.url, key,
         )  # fmt: skip
 

@@ -100,7 +100,7 @@ class ExperimentConfig(Section):
         title="Scheduling unit",
         description="Batches in one train-workload; each one reports training metrics. "
         '"auto": by the length of training, so that a run has about 50 tasks at most, unless its '
-        "periods ask for more.",
+        "periods ask for more; never more than 10 000 batches.",
     )
     min_validation_period: Period = Field(
         default=None,

@@ -72,8 +72,9 @@ class OwnMarker:
         if _seconds() - self.began_seconds < limit_seconds:
             return None
         return (
-            f"to look for what needs it took longer than {limit_seconds / 60:.0f} minutes: the "
-            "storage is slow, or this machine was suspended; the next prune tries again"
+            f"the search for pins, holds and claims took longer than {limit_seconds / 60:.0f} "
+            "minutes: the storage is slow, or this machine was suspended; the next prune tries "
+            "again"
         )
 
 

@@ -119,8 +119,12 @@ class StopHandler:
         return self._request
 
     def final_request(self) -> StopRequest | None:
-        """The request, once it is known who asked. For what people read at the end of a run."""
-        self._is_clear.wait(CLARIFY_SECONDS)
+        """The request, once it is known who asked. For what people read at the end of a run.
+
+        Waits once for an answer: a run that asks several times must end before its worker kills it.
+        """
+        if not self._is_clear.wait(CLARIFY_SECONDS):
+            self._is_clear.set()
         return self._request
 
     @property

@@ -47,6 +47,7 @@ from trial_core.retention.pruning import prune_trial
 from trial_core.run.run_loop import Validation
 from trial_core.run.searcher_metric import searcher_metric
 from trial_core.run.sequencer import Progress, Schedule
+from trial_core.text_format import metrics_line, speed
 from trial_core.trainer.background_upload import BackgroundUpload, retry_storage
 from trial_core.trainer.commit_rendezvous import CommitRendezvous
 from trial_core.transfer.staged_checkpoint import StagedCheckpoint
@@ -157,8 +158,8 @@ class FitStages:
             self.metrics["training"] = trained.metrics
             samples_per_second = (reached - begin) * self.built.batch_samples / trained.seconds
             self.logger.info(
-                "trained [%d→%d] at %.1f samples/s: %s", begin, reached, samples_per_second,
-                trained.metrics,
+                "trained [%d→%d] at %s: %s", begin, reached, speed(samples_per_second),
+                metrics_line(trained.metrics),
             )  # fmt: skip
         return reached
 
@@ -166,7 +167,7 @@ class FitStages:
         validated = self.controller.validate(RunValidation())
         if validated.is_broken_off:
             return None
-        self.logger.info("validation at %d: %s", batches_trained, validated.metrics)
+        self.logger.info("validated at %d: %s", batches_trained, metrics_line(validated.metrics))
         try:
             value = None if self.metric is None else searcher_metric(validated.metrics, self.metric)
         except TrialError as mistake:  # on every rank: all have the same metrics

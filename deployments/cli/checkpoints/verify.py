@@ -55,7 +55,7 @@ class Verified:
 
 def verify(
     *checkpoints: Annotated[
-        str, Parameter(help=f"{CHECKPOINT} Default: none, with --trial or --all.")
+        str, Parameter(help=f"{CHECKPOINT} Required unless --trial or --all is given.")
     ],
     trial: Annotated[
         str | None,

@@ -71,7 +71,11 @@ def test_help_shows_the_default_of_every_value(
         if line.startswith("│"):
             entries[name] = entries.get(name, "") + line.strip("│")
     flags = {name for name in entries if all(word.startswith("-") for word in name.split())}
-    told = {name for name in entries if re.search(r"\b[dD]efault: |required]", entries[name])}
+    told = {
+        name
+        for name in entries
+        if re.search(r"\b[dD]efault: |required]|Required unless", entries[name])
+    }
     assert entries.keys() - flags - told == set()
 
 

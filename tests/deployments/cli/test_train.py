@@ -13,10 +13,12 @@ import struct
 import subprocess
 import termios
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from uuid import UUID
 
 import pytest
 
@@ -24,8 +26,11 @@ from tests.support.cli import TRIALFLOW, environment_in, trialflow, write_experi
 from tests.support.prefect import PrefectServer, isolated, prepared
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines as seen
-from trial_core.errors import ConfigError
+from trial_core.config import ExperimentConfig
+from trial_core.errors import ConfigError, StorageError
+from trialflow.deployments.cli import train as command
 from trialflow.deployments.cli.train import _summary, train
+from trialflow.flows import train as flow_module
 from trialflow.flows.lifecycle.stop_signals import SAME_REQUEST_SECONDS
 from trialflow.flows.train import TrialResult
 
@@ -58,11 +63,11 @@ def test_a_run_into_a_file(tmp_path: Path) -> None:
         assert sum(line.startswith(begins) for line in lines) == 1, (begins, done.stdout)
     summary = dict(re.split(" {2,}", line.strip()) for line in lines if line.startswith("  "))
     assert list(summary) == [
-        "loss", "mean_index", "checkpoint", "report", "with curves", "logs", "UI"
+        "loss", "mean_index", "checkpoint", "report", "HTML report", "logs", "UI"
     ]  # fmt: skip
     assert (Path(summary["checkpoint"].removeprefix("file://")) / "latest").is_file()
     assert Path(summary["report"]).read_text().startswith("# toy")
-    assert Path(summary["with curves"]).read_text().startswith("<!doctype html>")
+    assert Path(summary["HTML report"]).read_text().startswith("<!doctype html>")
     assert (Path(summary["logs"]) / "rank-0.log").is_file()
     assert "http://127.0.0.1:4200/v2/runs/flow-run/" in summary["UI"]
 
@@ -123,7 +128,7 @@ def test_json_of_an_interrupted_run(tmp_path: Path, server: Mapping[str, str]) -
     assert outcome["stop_reason"] == "interrupted (Ctrl-C)"
     assert (Path(outcome["checkpoint_url"].removeprefix("file://")) / "latest").is_file()
     assert Path(outcome["report_path"]).is_file()
-    (page,) = re.findall(r"^report with curves: (.*)$", said, flags=re.MULTILINE)
+    (page,) = re.findall(r"^HTML report: (.*)$", said, flags=re.MULTILINE)
     assert Path(page) == Path(outcome["report_path"]).with_suffix(".html")
     assert Path(page).is_file()
     assert f"stopped by Ctrl-C after {trained} batches" in said
@@ -240,6 +245,38 @@ def test_a_run_that_is_stopped(
     assert message in end
     assert "the last checkpoint is at batch 4; to continue from it, give --resume" in end
     assert "Traceback" not in terminal.text
+
+
+@pytest.mark.parametrize("has_written", [False, True])
+def test_only_the_page_of_this_run_is_named(
+    tmp_path: Path, prefect_server: PrefectServer, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], has_written: bool,
+) -> None:  # fmt: skip
+    """A resumed run that fails early leaves the page of the trial's earlier run."""
+    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path))
+    page = tmp_path / "toy-0000beef" / "report.html"
+    page.parent.mkdir()
+    page.write_text("the earlier run's")
+    os.utime(page, (1, 1))
+
+    def with_options(on_running: list[Callable[..., None]]) -> Callable[..., None]:
+        def fail(config: ExperimentConfig, **arguments: object) -> None:
+            for hook in on_running:
+                hook(None, SimpleNamespace(id=UUID(int=1)), None)
+            if has_written:
+                page.write_text("this run's")
+            raise StorageError("503 SlowDown")
+
+        return fail
+
+    flow = SimpleNamespace(with_options=with_options)
+    monkeypatch.setattr(flow_module, "train", flow)
+    monkeypatch.setattr(command, "_trial_to_resume", lambda *arguments: "toy-0000beef")
+    with prefect_server.configured():
+        assert train(write_experiment(tmp_path), resume=True) != 0
+    said = capsys.readouterr().err
+    assert "503 SlowDown" in said
+    assert (f"HTML report: {page}" in said) == has_written
 
 
 def test_take_over_needs_resume(tmp_path: Path) -> None:

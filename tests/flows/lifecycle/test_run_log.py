@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from uuid import UUID
 
 import pytest
@@ -57,9 +58,17 @@ def test_a_task_that_fails(stage: Stage) -> None:
 def comparing() -> str:
     with readable_task_log(), about("challenger"):
         get_run_logger().info("its ranks start")
+        with ThreadPoolExecutor(1) as pool:  # its channel has a thread, too
+            pool.submit(get_run_logger().info, "a rank speaks").result()
         succeeds()
+        beside()
     get_run_logger().info("compared")
     return str(runtime.flow_run.id)
+
+
+@flow(name="beside")
+def beside() -> None:
+    get_run_logger().info("another run")
 
 
 @task(name="succeeds", task_run_name="succeeds")
@@ -68,7 +77,7 @@ def succeeds() -> None:
 
 
 def test_lines_about_one_of_two_models(stage: Stage) -> None:
-    """They name the model, on the server and to the observer of the run."""
+    """They name the model, on the server and to the observer of the run. Other runs' do not."""
     subjects: list[str] = []
 
     class Subjects(Observer):
@@ -77,7 +86,10 @@ def test_lines_about_one_of_two_models(stage: Stage) -> None:
 
     with observing(Subjects()):
         lines = [text for _, text in stage.log(UUID(comparing()))]
+        (other,) = stage.server.query("flow_runs/filter", {"flows": {"name": {"any_": ["beside"]}}})
     assert "challenger: its ranks start" in lines
+    assert "challenger: a rank speaks" in lines
     assert "challenger: succeeds: began" in lines
+    assert "another run" in [text for _, text in stage.log(UUID(other["id"]))]
     assert "compared" in lines
     assert subjects == ["challenger", ""]

@@ -10,11 +10,14 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
 import pytest
-from prefect import flow, task
+from prefect import flow, runtime, task
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.exceptions import Abort, ObjectNotFound, Pause, TerminationSignal
 from prefect.states import Cancelling, Crashed, Failed, Scheduled, Suspended
@@ -23,9 +26,9 @@ import trialflow.flows.lifecycle.flow_run_reader
 import trialflow.flows.lifecycle.stop_monitor
 import trialflow.flows.train
 from tests.flows.lifecycle.conftest import TIMEOUT_SECONDS, Stage, set_state, state_of
-from trial_core.errors import Stopped, StorageError
+from trial_core.errors import RankFailed, Stopped, StorageError
 from trial_core.run.stop_requests import StopHandler
-from trialflow.flows.train import TrialResult
+from trialflow.flows.train import TrainStages, TrialResult, train_trial
 
 pytestmark = pytest.mark.server
 
@@ -152,6 +155,43 @@ def test_the_log_of_a_stopped_run(
     assert [text for level, text in log if level > logging.INFO] == []
     assert log[-2][1] == line
     assert log[-1][1].startswith(f"Finished in state {state_of(run)}(")
+
+
+SHUTDOWN_FAILED = RankFailed(
+    rank=1, host="here", during="callbacks", error_type="KeyError", error_message="'x'"
+)
+
+
+@pytest.mark.parametrize(
+    "failure", [SHUTDOWN_FAILED, StorageError("no room for the run files")], ids=type
+)
+def test_a_stop_that_saves_and_then_fails(
+    stage: Stage, failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log, the state and the report name the failure and the save. They deny no save."""
+    report: Path | None = None
+
+    def fail_after_the_save(stages: TrainStages) -> TrialResult:
+        nonlocal report
+        run = stages._run
+        run.can_save, report = True, run.run_dir / "report.md"
+        cancelled_through_a_worker(UUID(str(runtime.flow_run.id)), run.stopping)
+        run.observer.checkpoint_committed("4f0c21aa", 60, 1024)
+        raise failure
+
+    monkeypatch.setattr(trialflow.flows.train, "train_trial", train_trial)
+    monkeypatch.setattr(trialflow.flows.train, "build_trial", lambda run: None)
+    ranks = SimpleNamespace(stop=lambda: None)
+    monkeypatch.setattr(trialflow.flows.train, "launch_slots", lambda run: nullcontext(ranks))
+    monkeypatch.setattr(trialflow.flows.train, "follow_schedule", fail_after_the_save)
+    run, _ = stage.train()
+    saved = f"{failure}; the last checkpoint is at batch 60"
+    reason = f"cancelled (in Prefect); failed while stopping: {saved}"
+    log = [text for _, text in stage.log(run)]
+    assert log[-2] == f"stopped: {reason}"
+    assert log[-1] == f"Finished in state Cancelled({f'Stopped: {reason}'!r})"
+    assert report is not None
+    assert saved in report.read_text().replace("\\", "")
 
 
 @pytest.mark.parametrize(

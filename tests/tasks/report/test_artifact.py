@@ -5,15 +5,18 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from uuid import UUID, uuid4
 
 import httpx
 import pytest
 from prefect import flow
 
+import trialflow.tasks.report.artifact
 import trialflow.tasks.report.live_report
 from tests.support.prefect import PrefectServer, isolated
 from tests.support.slots import toy_config
@@ -24,7 +27,12 @@ from trial_core.text_format import unique_slug
 from trialflow.flows.server.embedded_server import flush
 from trialflow.flows.server.prefect_settings import environment
 from trialflow.tasks.report import Report
-from trialflow.tasks.report.artifact import ReportArtifact
+from trialflow.tasks.report.artifact import (
+    MarkdownArtifact,
+    ReportArtifact,
+    forget_unsent,
+    send_unsent,
+)
 
 pytestmark = pytest.mark.server
 
@@ -83,6 +91,72 @@ def test_a_server_that_does_not_answer_is_asked_once(tmp_path: Path) -> None:
         listener.shutdown(socket.SHUT_RDWR)
         thread.join()
     assert len(asked) == 1
+
+
+class Artifact(MarkdownArtifact):
+    """An artifact of a server that is away until it answers.
+
+    Attributes:
+        sent: what the server has taken.
+        look: called when a run asks whether the artifact is its own.
+    """
+
+    def __init__(self, flow_run: UUID | None = None) -> None:
+        super().__init__("report", "of a test")
+        self._flow_run_id = flow_run
+        self.is_away, self.sent = True, list[str]()
+        self.look: Callable[[], None] = lambda: None
+
+    def _send(self, text: str) -> None:
+        if self.is_away:
+            raise httpx.ConnectError("away")
+        self.sent.append(text)
+
+    def write_in_vain(self, text: str) -> None:
+        with pytest.raises(httpx.ConnectError):
+            self.write(text)
+
+    def belongs_to(self, flow_run_id: UUID | None) -> bool:
+        self.look()
+        return super().belongs_to(flow_run_id)
+
+
+@pytest.fixture
+def no_unsent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other test's texts are unsent."""
+    monkeypatch.setattr(trialflow.tasks.report.artifact, "_unsent", {})
+
+
+@pytest.mark.usefixtures("no_unsent")
+def test_a_text_is_kept_until_the_server_takes_it_or_the_run_ends() -> None:
+    """A later attempt at the run does not send an older text over its own."""
+    artifact = Artifact()
+    artifact.write_in_vain("first")
+    with pytest.raises(httpx.ConnectError):
+        send_unsent()
+    artifact.is_away = False
+    send_unsent()
+    assert artifact.sent == ["first"]
+    artifact.is_away = True
+    artifact.write_in_vain("second")
+    forget_unsent()
+    artifact.is_away = False
+    send_unsent()
+    assert artifact.sent == ["first"]
+
+
+@pytest.mark.usefixtures("no_unsent")
+def test_another_run_may_write_while_this_one_sends() -> None:
+    """They share a process in a user's program, and each has its own texts."""
+    mine, other, late = Artifact(), Artifact(uuid4()), Artifact(uuid4())
+    mine.write_in_vain("mine")
+    other.write_in_vain("other")
+    mine.look = lambda: late.write_in_vain("late")
+    mine.is_away = other.is_away = False
+    send_unsent()
+    forget_unsent()
+    other.send_last()
+    assert (mine.sent, other.sent) == (["mine"], ["other"])
 
 
 def test_the_artifact_is_updated_during_a_workload(

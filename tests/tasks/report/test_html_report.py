@@ -85,6 +85,14 @@ def test_it_has_the_facts_of_the_report(facts: TrialFacts) -> None:
     assert "30 resumed from the last checkpoint" in text
 
 
+def test_it_says_what_a_long_stage_does(facts: TrialFacts) -> None:
+    """As the report in Markdown: a build takes minutes, in which nothing else changes."""
+    facts.run_status.stage_started("build-trial", "")
+    facts.run_status.stage_takes_long("compiling cpu_adam, for 18 s")
+    text = " ".join(Page(render_html(facts)).text.split())
+    assert "now: build-trial: compiling cpu_adam, for 18 s" in text
+
+
 def test_figures_have_measured_points_and_their_last_value(facts: TrialFacts) -> None:
     """Both lines of a metric in one figure, a point per measurement, a log axis from 400 to 1.2."""
     loss, throughput = Page(render_html(facts)).figures

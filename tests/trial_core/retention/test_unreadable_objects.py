@@ -78,7 +78,7 @@ def test_a_foreign_object_is_named(
     commit_files(local_store, 7)
     local_store.storage.write(key, b"hello")
     prune_and_run(local_store)
-    assert f"{key} is ignored: trialflow gives no object such a name" in caplog.text
+    assert f"{key} is ignored: trialflow never uses such a name here" in caplog.text
     assert local_store.storage.read(key) == b"hello"
 
 

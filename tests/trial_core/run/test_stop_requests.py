@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -137,3 +138,20 @@ def test_a_signal_that_nobody_explains(
     stopping.ask("preempted", "SIGTERM", is_clear=False)
     assert stopping.wait(WAIT_SECONDS)
     assert str(stopping.final_request()) == "preempted (SIGTERM)"
+
+
+def test_the_end_of_a_run_waits_once(
+    started: Callable[[float], StopHandler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A retraining asks four times, and its worker kills it after 30 s."""
+    monkeypatch.setattr("trial_core.run.stop_requests.CLARIFY_SECONDS", 0.01)
+    stopping = started(60)
+    stopping.ask("preempted", "SIGTERM", is_clear=False)
+    assert stopping.wait(WAIT_SECONDS)
+    stopping.final_request()
+    monkeypatch.setattr("trial_core.run.stop_requests.CLARIFY_SECONDS", 600.0)
+    answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+    asking = threading.Thread(target=lambda: answers.put(str(stopping.final_request())))
+    asking.daemon = True
+    asking.start()
+    assert answers.get(timeout=WAIT_SECONDS) == "preempted (SIGTERM)"

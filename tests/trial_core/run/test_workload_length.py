@@ -66,6 +66,14 @@ def test_a_run_has_50_tasks_unless_its_periods_ask_for_more(
     assert tasks(schedule(None)) <= max(MAX_TASKS, asked_for + MIN_REPORTS + EARLY)
 
 
+def test_a_very_long_run_has_more_tasks() -> None:
+    """As the reference says: a rank keeps the metrics of at most 10 000 batches."""
+    million = Schedule(Batch(1_000_000))
+    assert 105 < tasks(million) < 115
+    stops = [0, *ends(1_000_000)]
+    assert max(b - a for a, b in itertools.pairwise(stops)) == LONGEST == 10_000
+
+
 @given(lengths, periods, periods)
 def test_no_workload_is_much_shorter_than_the_others(
     length: int, validation: Batch | None, checkpoint: Batch | None

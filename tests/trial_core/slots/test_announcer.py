@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ def test_only_rank_0_announces(monkeypatch: pytest.MonkeyPatch) -> None:
     with Announcer(sent.put, is_silent=False).doing("constructing", lambda: COMPILING):
         assert sent.get(timeout=20).text.startswith(COMPILING)
     with Announcer(sent.put, is_silent=True).doing("constructing", lambda: pytest.fail("asked")):
-        pass
+        assert "announcer" not in {thread.name for thread in threading.enumerate()}
     assert sent.empty()
 
 
