@@ -77,7 +77,8 @@ def build_engine(
         TrialError: the entrypoint is not a trial, or DeepSpeed rejects the trial's configuration.
     """
     host_store()
-    prepare_op_builds(distributed.get_local_rank())
+    with doing("waiting for a build of an operator that was killed, or runs on another machine"):
+        prepare_op_builds(distributed.get_local_rank())
     # First: a module may use a device when it is imported, and the current one is number 0.
     claim_accelerator(distributed.get_local_rank())
     entrypoint = str(info.experiment["entrypoint"])

@@ -55,15 +55,15 @@ Checkpoints = Annotated[str, Parameter(help=CHECKPOINT, required=True)]
 def read_experiment(
     path: Path, overrides: list[str], storage: str | None = None
 ) -> ExperimentConfig:
-    """Read an experiment file; warn on stderr of fields that are ignored.
+    """Read an experiment file; warn on stderr of what may not be meant.
 
     Raises:
         ConfigError: every mistake, one a line.
     """
-    from trial_core.config import IgnoredFieldWarning, load_config
+    from trial_core.config import ExperimentWarning, load_config
 
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", IgnoredFieldWarning)
+        warnings.simplefilter("always", ExperimentWarning)
         try:
             experiment = load_config(path, overrides)
         except ConfigError as error:
@@ -72,8 +72,8 @@ def read_experiment(
                 raise ConfigError(f"{error}; {hint}") from None
             raise
         finally:
-            for ignored in caught:
-                console.warning(f"{path}: {ignored.message}")
+            for each in caught:
+                console.warning(f"{path}: {each.message}")
     if storage is None:
         return experiment
     place = moved(experiment.checkpoint_storage, storage)

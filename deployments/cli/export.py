@@ -162,10 +162,10 @@ def _is_trusted(config: Path | None) -> bool:
     """
     if config is None:
         return False
-    from trial_core.config import IgnoredFieldWarning, load_config
+    from trial_core.config import ExperimentWarning, load_config
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", IgnoredFieldWarning)  # open_store has shown it
+        warnings.simplefilter("ignore", ExperimentWarning)  # open_store has shown it
         return load_config(config, []).checkpointing.trusted
 
 

@@ -10,11 +10,13 @@ A run on a terminal; the last two lines are redrawn::
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
 from typing_extensions import Self
 
@@ -74,6 +76,8 @@ class Display(RunStatus):
         samples = text_format.plural(batch_samples, "sample")
         resumed = f", continuing from batch {begins_at}" if begins_at else ""
         self.say(f"trial {trial}: {length} of {samples}{resumed}")
+        if begins_at >= total_batches:
+            self.say("nothing is left to train; a greater searcher.max_length goes on")
 
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
         self.say(
@@ -88,7 +92,7 @@ class PlainLines(Display):
 
     def __init__(self, file: IO[str] | None = None, **display: Any) -> None:
         super().__init__(**display)
-        self._file = file or sys.stdout
+        self._file = file or LastingOutput(sys.stdout)
         self._workload_begins_at = 0
         self._ended: dict[str, tuple[str, float]] = {}
 
@@ -100,7 +104,8 @@ class PlainLines(Display):
         super().stopping(why)
         if not is_known:
             # Not print(): the signal may have interrupted one.
-            os.write(2, f"{self._stop_note}\n".encode())
+            with suppress(OSError):  # a terminal that was closed
+                os.write(2, f"{self._stop_note}\n".encode())
 
     def waiting_for(self, what: str) -> None:
         super().waiting_for(what)
@@ -231,6 +236,46 @@ class LiveDisplay(Display):
         return facts
 
 
+class LastingOutput(io.TextIOBase):
+    """A stream that drops what nobody can read any more: its terminal or pipe was closed.
+
+    Training goes on.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._drop()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._drop()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    def _drop(self) -> None:
+        # By the descriptor: what is still in the stream's buffer must go somewhere.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+
+
 def display_for_stdout(is_quiet: bool, preferred: tuple[str, ...]) -> Display:
     """The display for this process's stdout."""
     if is_quiet:
@@ -238,7 +283,9 @@ def display_for_stdout(is_quiet: bool, preferred: tuple[str, ...]) -> Display:
     if is_interactive(sys.stdout):
         from rich.console import Console
 
-        return LiveDisplay(Console(), preferred=preferred)
+        return LiveDisplay(
+            Console(file=cast("IO[str]", LastingOutput(sys.stdout))), preferred=preferred
+        )
     return PlainLines(preferred=preferred)
 
 

@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -102,7 +103,8 @@ def announce_stop(signal_name: str) -> None:
     """Say what a signal does. Called in the signal handler."""
     # Not with print, which the signal may have interrupted.
     text = f"{signal_name}: stopping; runs save first (send it again to end at once)\n"
-    os.write(2, text.encode())
+    with suppress(OSError):  # a terminal that was closed
+        os.write(2, text.encode())
 
 
 def _serve(

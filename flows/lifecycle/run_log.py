@@ -17,21 +17,35 @@ _TASKS, _FLOWS = "prefect.task_runs", "prefect.flow_runs"
 _ENDED_BY_STOP = f"Finished in state Failed('Task run encountered an exception {Stopped.__name__}: "
 
 
-# What a flow run is about, by its id. No context variable: a run logs in several threads.
+# The subject of each run whose log is changed, by the flow run's id; empty: none. No context
+# variable: a run logs in several threads. Lines of other flows of this process stay as they are.
 _SUBJECTS: dict[str, str] = {}
+
+
+def _subject(record: logging.LogRecord) -> str | None:
+    """The subject of the line's run; None: its log is not changed."""
+    return _SUBJECTS.get(str(getattr(record, "flow_run_id", "")))
 
 
 class _Named(logging.Formatter):
     """Puts the subject and the task's name before a line. Prefect's console names the task too."""
 
+    def __init__(self, wrapped: logging.Formatter) -> None:
+        super().__init__()
+        self._wrapped = wrapped
+
     def format(self, record: logging.LogRecord) -> str:
-        subject = _SUBJECTS.get(getattr(record, "flow_run_id", ""))
+        subject, text = _subject(record), self._wrapped.format(record)
+        if subject is None:
+            return text
         names = (subject, getattr(record, "task_run_name", None))
-        return "".join(f"{name}: " for name in names if name) + super().format(record)
+        return "".join(f"{name}: " for name in names if name) + text
 
 
 def _calm(record: logging.LogRecord) -> bool:
     """Prefect logs a task that ends by an exception as an error, with its traceback."""
+    if _subject(record) is None:
+        return True
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, Stopped):
         record.msg, record.args = "ended by the stop: %s", (str(error),)
@@ -43,14 +57,14 @@ def _calm(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def readable_task_log() -> Iterator[None]:
-    """Change how this process logs its tasks, for the block."""
-    logger = logging.getLogger(_TASKS)
-    logger.addFilter(_calm)
+    """Change how this flow run logs its tasks, for the block."""
+    _install()
+    flow_run = str(runtime.flow_run.id)
+    _SUBJECTS[flow_run] = ""
     try:
-        with _formatted(_Named()):
-            yield
+        yield
     finally:
-        logger.removeFilter(_calm)
+        _SUBJECTS.pop(flow_run, None)
 
 
 @contextmanager
@@ -65,22 +79,14 @@ def about(subject: str) -> Iterator[None]:
     try:
         yield
     finally:
-        del _SUBJECTS[flow_run]
+        _SUBJECTS[flow_run] = ""
         current_observer().subject_changed("")
 
 
-@contextmanager
-def _formatted(formatter: logging.Formatter) -> Iterator[None]:
-    """Format what this process sends to the server, for the block."""
-    loggers = map(logging.getLogger, (_TASKS, _FLOWS))
-    handlers = {
-        each for logger in loggers for each in logger.handlers if isinstance(each, APILogHandler)
-    }
-    before = {handler: handler.formatter for handler in handlers}
-    for handler in handlers:
-        handler.setFormatter(formatter)
-    try:
-        yield
-    finally:
-        for handler, previous in before.items():
-            handler.setFormatter(previous)
+def _install() -> None:
+    """Wrap the formatter of what this process sends to the server. For good: runs may overlap."""
+    logging.getLogger(_TASKS).addFilter(_calm)  # once, however often it is added
+    for logger in map(logging.getLogger, (_TASKS, _FLOWS)):
+        for handler in logger.handlers:
+            if isinstance(handler, APILogHandler) and not isinstance(handler.formatter, _Named):
+                handler.setFormatter(_Named(handler.formatter or logging.Formatter()))

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM to a flow: the first asks the run to stop, the second kills its ranks."""
+"""Signals to a flow: the first asks the run to stop, the second kills its ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from trial_core.run.stop_requests import StopHandler, StopReason
 
 # One Ctrl-C may arrive twice: from the terminal, and from a parent that forwards it.
 SAME_REQUEST_SECONDS = 1.0
-_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+_NAMES = {
+    signal.SIGINT: "Ctrl-C",
+    signal.SIGTERM: "SIGTERM",
+    signal.SIGHUP: "SIGHUP: its terminal was closed",
+}
 
 
 class Interrupted(Abort, KeyboardInterrupt):

@@ -16,7 +16,7 @@ a Prefect server that validates parameters refuses them.
 from __future__ import annotations
 
 from trial_core.config.checkpoint_storage import StorageConfig
-from trial_core.config.error_text import IgnoredFieldWarning, error_lines
+from trial_core.config.error_text import ExperimentWarning, IgnoredFieldWarning, error_lines
 from trial_core.config.experiment import ExperimentConfig, load_config
 from trial_core.config.retraining_section import RetrainingConfig, ScheduleConfig
 from trial_core.config.sections import (
@@ -29,6 +29,7 @@ from trial_core.config.sections import (
 __all__ = [
     "EnvironmentConfig",
     "ExperimentConfig",
+    "ExperimentWarning",
     "IgnoredFieldWarning",
     "ReproducibilityConfig",
     "ResourcesConfig",

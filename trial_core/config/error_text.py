@@ -20,7 +20,11 @@ Problem = tuple[Location, str]
 """A path, and what is wrong there."""
 
 
-class IgnoredFieldWarning(UserWarning):
+class ExperimentWarning(UserWarning):
+    """Something in an experiment that is allowed, and may not be meant."""
+
+
+class IgnoredFieldWarning(ExperimentWarning):
     """A field of Determined that has no effect here; the message begins with its path."""
 
 
@@ -28,6 +32,21 @@ def warn_ignored(message: str) -> None:
     """Warn that a field of the experiment has no effect."""
     # `warn_explicit`, because no stack level points to the experiment: the stack is pydantic's.
     warnings.warn_explicit(message, IgnoredFieldWarning, filename="<experiment>", lineno=1)
+
+
+class MetricDirectionWarning(ExperimentWarning):
+    """The searcher metric sounds as if a greater value were better, and the default is not that."""
+
+
+def warn_of_direction(metric: str) -> None:
+    """Warn that the worst value of a metric would count as the best."""
+    warnings.warn_explicit(
+        f"searcher.smaller_is_better is not set, so the smallest {metric} counts as the best; set "
+        "it to false if greater is better, else to true",
+        MetricDirectionWarning,
+        filename="<experiment>",
+        lineno=1,
+    )
 
 
 def format_value(value: object) -> str:

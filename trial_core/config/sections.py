@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -9,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Wit
 
 from trial_core.checkpoint.layout import is_uuid
 from trial_core.config import determined
-from trial_core.config.error_text import format_value, validation_error
+from trial_core.config.error_text import format_value, validation_error, warn_of_direction
 from trial_core.config.lengths import Length
 from trial_core.config.section_base import Section
 from trial_core.config.values import Flag, Seed, Text
@@ -81,6 +82,12 @@ class ResourcesConfig(Section):
     )
 
 
+GREATER_IS_BETTER = re.compile(
+    r"(?<![a-z])(acc|accuracy|auc|f1|precision|recall|bleu|rouge|reward)(?![a-z])", re.IGNORECASE
+)
+"""Metrics of which the greatest value is usually the best."""
+
+
 class SearcherConfig(Section):
     """How long to train, and which metric decides which checkpoint is best."""
 
@@ -120,8 +127,15 @@ class SearcherConfig(Section):
 
     @classmethod
     def prepare(cls, data: Any) -> dict[str, Any]:
-        """Refuses `source_weights_only` without a source checkpoint."""
+        """Refuses `source_weights_only` without a source; warns of a doubtful direction."""
         given = super().prepare(data)
+        metric = given.get("metric")
+        if (
+            isinstance(metric, str)
+            and "smaller_is_better" not in given
+            and GREATER_IS_BETTER.search(metric)
+        ):
+            warn_of_direction(metric)
         if given.get("source_weights_only") is True and "source_checkpoint_uuid" not in given:
             raise validation_error(
                 "has no effect without source_checkpoint_uuid; name the checkpoint",

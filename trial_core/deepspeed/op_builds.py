@@ -91,7 +91,8 @@ def op_being_built() -> str | None:
         return None
     return (
         f"compiling DeepSpeed's operator {', '.join(names)} "
-        "(once in this environment, usually 1 to 4 minutes)"
+        "(once in this environment, usually 1 to 4 minutes; optimizers with "
+        '"torch_adam": true need none)'
     )
 
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 
 import pytest
 from rich.console import Console
 
-from trialflow.deployments.cli.run_display import Display, LiveDisplay, PlainLines, is_interactive
+from trialflow.deployments.cli.run_display import (
+    Display,
+    LastingOutput,
+    LiveDisplay,
+    PlainLines,
+    is_interactive,
+)
 
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7])[;m]")
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
@@ -199,3 +206,14 @@ def test_is_interactive() -> None:
     assert not is_interactive(Tty(), {"TERM": "dumb"}.get)
     assert not is_interactive(Tty(), {}.get)
     assert not is_interactive(io.StringIO(), {"TERM": "xterm"}.get)
+
+
+def test_a_display_outlives_its_reader() -> None:
+    """`trialflow train | head`: what nobody reads is dropped, and training goes on."""
+    reading, writing = os.pipe()
+    with open(writing, "w") as pipe:
+        display = PlainLines(LastingOutput(pipe))
+        display.say("read")
+        os.close(reading)
+        display.say("dropped")
+        display.say("dropped, too")

@@ -26,6 +26,7 @@ from tests.support.cli import TRIALFLOW, environment_in, trialflow, write_experi
 from tests.support.prefect import PrefectServer, isolated, prepared
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines as seen
+from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import ConfigError, StorageError
 from trialflow.deployments.cli import train as command
@@ -170,6 +171,12 @@ class Terminal:
         """Type Ctrl-C: the terminal sends SIGINT to its foreground processes."""
         os.write(self._descriptor, b"\x03")
 
+    def close(self) -> None:
+        """Close the terminal, as the end of an ssh connection does."""
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, self._descriptor)
+        os.close(nothing)
+
     def _read(self) -> bool:
         ready, _, _ = select.select([self._descriptor], [], [], 0.5)
         if not ready:
@@ -245,6 +252,23 @@ def test_a_run_that_is_stopped(
     assert message in end
     assert "the last checkpoint is at batch 4; to continue from it, give --resume" in end
     assert "Traceback" not in terminal.text
+
+
+@pytest.mark.long
+def test_a_terminal_that_is_closed(tmp_path: Path, server: Mapping[str, str]) -> None:
+    """The run saves, and no process is left."""
+    endless = {"metric": "loss", "max_length": {"batches": 10**6}}
+    path = write_experiment(tmp_path, searcher=endless)
+    with on_a_terminal(tmp_path, "train", str(path), **server) as terminal:
+        terminal.read_until("samples/s · loss")
+        pids = descendants(terminal.process.pid)
+        terminal.close()
+        terminal.process.wait(LIMIT_SECONDS)
+        assert wait_until_gone(pids, 10) == []
+    saved = CheckpointStore(f"file://{tmp_path}/home/checkpoints").list()[-1]
+    (report,) = tmp_path.glob("home/toy-*/report.md")
+    expected = "SIGHUP: its terminal was closed); saved at batch "
+    assert f"{expected}{saved.progress.batches_trained}," in report.read_text()
 
 
 @pytest.mark.parametrize("has_written", [False, True])

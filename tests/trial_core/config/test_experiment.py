@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.support.strategies import plain_data
 from trial_core.config import ExperimentConfig, load_config
+from trial_core.config.error_text import MetricDirectionWarning
 from trial_core.config.parsing import parse_yaml
 from trial_core.errors import ConfigError
 from trial_core.run.sequencer import Schedule
@@ -234,3 +237,21 @@ def test_every_field_of_the_form_has_a_title_and_a_description() -> None:
             assert "title" in field, name
             assert "description" in field or "$ref" in field, name
     assert schema["required"] == ["entrypoint", "searcher"]
+
+
+@pytest.mark.parametrize(
+    ("metric", "is_doubtful"),
+    [("val_accuracy", True), ("F1", True), ("loss", False), ("vacc_loss", False)],
+)
+def test_the_smallest_accuracy_as_the_best_is_doubtful(metric: str, is_doubtful: bool) -> None:
+    """A warning, unless the experiment says which direction is meant."""
+    searcher = {"metric": metric, "max_length": {"batches": 1}}
+    expected = pytest.warns(
+        MetricDirectionWarning, match=f"the smallest {metric} counts as the best"
+    )
+    with expected if is_doubtful else nullcontext():
+        ExperimentConfig.from_mapping({"entrypoint": "a:B", "searcher": searcher})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        searcher["smaller_is_better"] = True
+        ExperimentConfig.from_mapping({"entrypoint": "a:B", "searcher": searcher})

@@ -172,7 +172,8 @@ def test_a_build_is_named(lock: Path) -> None:
     lock.touch()
     assert op_builds.op_being_built() == (
         "compiling DeepSpeed's operator deepspeed_shm_comm "
-        "(once in this environment, usually 1 to 4 minutes)"
+        "(once in this environment, usually 1 to 4 minutes; optimizers with "
+        '"torch_adam": true need none)'
     )
 
 
