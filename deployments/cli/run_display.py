@@ -77,7 +77,7 @@ class Display(RunStatus):
         resumed = f", continuing from batch {begins_at}" if begins_at else ""
         self.say(f"trial {trial}: {length} of {samples}{resumed}")
         if begins_at >= total_batches:
-            self.say("nothing is left to train; a greater searcher.max_length goes on")
+            self.say("nothing is left to train: set a greater searcher.max_length to continue")
 
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
         self.say(
@@ -237,10 +237,7 @@ class LiveDisplay(Display):
 
 
 class LastingOutput(io.TextIOBase):
-    """A stream that drops what nobody can read any more: its terminal or pipe was closed.
-
-    Training goes on.
-    """
+    """A stream that drops its output once its terminal or pipe is closed, so training continues."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()

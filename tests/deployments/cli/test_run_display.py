@@ -5,15 +5,16 @@ from __future__ import annotations
 import io
 import os
 import re
+import sys
 
 import pytest
 from rich.console import Console
 
 from trialflow.deployments.cli.run_display import (
     Display,
-    LastingOutput,
     LiveDisplay,
     PlainLines,
+    display_for_stdout,
     is_interactive,
 )
 
@@ -208,12 +209,25 @@ def test_is_interactive() -> None:
     assert not is_interactive(io.StringIO(), {"TERM": "xterm"}.get)
 
 
-def test_a_display_outlives_its_reader() -> None:
-    """`trialflow train | head`: what nobody reads is dropped, and training goes on."""
+def test_a_display_outlives_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`trialflow train | head`: once the pipe is closed, output is dropped without an error."""
     reading, writing = os.pipe()
     with open(writing, "w") as pipe:
-        display = PlainLines(LastingOutput(pipe))
+        monkeypatch.setattr(sys, "stdout", pipe)
+        display = display_for_stdout(False, ())
         display.say("read")
+        assert os.read(reading, 100) == b"read\n"
         os.close(reading)
         display.say("dropped")
+        assert os.path.samestat(os.fstat(writing), os.stat(os.devnull))
         display.say("dropped, too")
+
+
+@pytest.mark.parametrize(("begins_at", "is_over"), [(99, False), (100, True)])
+def test_a_run_without_batches_left_says_so(begins_at: int, is_over: bool) -> None:
+    """A resumed run that only ends would look like one that has trained."""
+    display, out, _ = plain()
+    display.run_started("toy-0000beef", 100, begins_at, 4)
+    assert (
+        "nothing is left to train: set a greater searcher.max_length" in out.getvalue()
+    ) == is_over

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -105,3 +108,21 @@ def test_the_accelerators_generator_is_saved_and_restored(fake: FakeAccelerator)
     fake.rng = "advanced"
     accelerator.restore_accelerator_rng(state)
     assert fake.rng == "seeded"
+
+
+def test_a_wait_for_a_killed_build_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take minutes, before anything of the trial is imported."""
+    announced: list[str] = []
+
+    @contextmanager
+    def doing(what: str, special: Callable[[], str | None] = lambda: None) -> Iterator[None]:
+        announced.append(what)
+        yield
+
+    def wait(local_rank: int) -> None:
+        raise InterruptedError(announced[-1])
+
+    monkeypatch.setattr(entrypoint, "prepare_op_builds", wait)
+    info = RunInfo(trial="toy-0000beef", experiment={"entrypoint": "a:B"})
+    with pytest.raises(InterruptedError, match="waiting for a build of an operator"):
+        entrypoint.build_engine(info, RANK_1, doing)
