@@ -21,6 +21,7 @@ from trial_core.config.experiment import ExperimentConfig, load_config
 from trial_core.config.retraining_section import RetrainingConfig, ScheduleConfig
 from trial_core.config.sections import (
     EnvironmentConfig,
+    OptimizationsConfig,
     ReproducibilityConfig,
     ResourcesConfig,
     SearcherConfig,
@@ -31,6 +32,7 @@ __all__ = [
     "ExperimentConfig",
     "ExperimentWarning",
     "IgnoredFieldWarning",
+    "OptimizationsConfig",
     "ReproducibilityConfig",
     "ResourcesConfig",
     "RetrainingConfig",

@@ -22,6 +22,7 @@ from trial_core.config.retraining_section import RetrainingConfig
 from trial_core.config.section_base import Section
 from trial_core.config.sections import (
     EnvironmentConfig,
+    OptimizationsConfig,
     ReproducibilityConfig,
     ResourcesConfig,
     SearcherConfig,
@@ -130,6 +131,9 @@ class ExperimentConfig(Section):
     )
     reproducibility: ReproducibilityConfig = Field(
         default_factory=ReproducibilityConfig, title="Reproducibility"
+    )
+    optimizations: OptimizationsConfig = Field(
+        default_factory=OptimizationsConfig, title="Optimizations"
     )
     max_restarts: Count = Field(
         default=5,

@@ -13,7 +13,7 @@ from trial_core.config import determined
 from trial_core.config.error_text import format_value, validation_error, warn_of_direction
 from trial_core.config.lengths import Length
 from trial_core.config.section_base import Section
-from trial_core.config.values import Flag, Seed, Text
+from trial_core.config.values import Flag, Positive, Seed, Text
 
 MAX_SLOTS = 1024
 """More than any machine has accelerators, or can run CPU ranks on."""
@@ -153,6 +153,34 @@ class ReproducibilityConfig(Section):
         default=0,
         title="Seed",
         description="Seeds Python, NumPy, torch and the order of the training data.",
+    )
+
+
+class OptimizationsConfig(Section):
+    """How a `PyTorchTrial` combines gradients and metrics. A DeepSpeedTrial has its own config."""
+
+    yaml_path: ClassVar[str] = "optimizations"
+    ignored: ClassVar[Mapping[str, str]] = determined.IGNORED_OPTIMIZATIONS
+
+    aggregation_frequency: Positive = Field(
+        default=1,
+        title="Aggregation frequency",
+        description="Optimizers step once in so many batches, with the gradients of all of them.",
+    )
+    average_aggregated_gradients: Flag = Field(
+        default=True,
+        title="Average aggregated gradients",
+        description="Whether added-up gradients are divided by the number of batches.",
+    )
+    average_training_metrics: Flag = Field(
+        default=True,
+        title="Average training metrics",
+        description="Whether training metrics are averaged over ranks; if not, rank 0's count.",
+    )
+    gradient_compression: Flag = Field(
+        default=False,
+        title="Gradient compression",
+        description="Whether ranks send gradients to each other as float16.",
     )
 
 

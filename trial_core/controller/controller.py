@@ -322,8 +322,10 @@ class Controller:
         arguments = {**self._hook_arguments.get(request.hook, {}), **request.arguments}
         # By position, in the reference's order: callbacks may use other parameter names.
         positional = [arguments[name] for name in HOOKS[request.hook]]
-        for callback in self._trial.engine.callbacks.values():
-            getattr(callback, request.hook)(*positional)
+        engine, is_chief = self._trial.engine, self._distributed.get_rank() == 0
+        if is_chief or request.hook not in engine.chief_hooks:
+            for callback in engine.callbacks.values():
+                getattr(callback, request.hook)(*positional)
         return HookDone(stop_requested=self._trial.info.stop_requested)
 
     def finish_run_files(self, request: FinishRunFiles) -> RunFilesStored:

@@ -17,12 +17,11 @@ from trial_core.config.script import named_metric, script_config
 from trial_core.context import RunInfo
 from trial_core.controller.collective_errors import run_on_all_ranks, run_on_rank_0
 from trial_core.controller.controller import Controller
-from trial_core.deepspeed.context import DeepSpeedTrialContext
-from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.distributed import DistributedContext
-from trial_core.entrypoint import build_engine, engine_of
+from trial_core.entrypoint import Context, Trial, build_engine, engine_of
 from trial_core.errors import ConfigError, StorageError, TrialError
 from trial_core.messages import TrialBuilt
+from trial_core.pytorch.trial import PyTorchTrial
 from trial_core.retention.claims import RunClaim
 from trial_core.retention.trial_owner import own_trial
 from trial_core.run.choose_resume_point import resume_points
@@ -46,7 +45,7 @@ NO_METRIC_FOR_BEST = (
 
 
 class Trainer:
-    """Trains, validates and saves a trial, within `trial_core.deepspeed.init`.
+    """Trains, validates and saves a trial, within `init` of its kind.
 
     Args:
         trial: constructed with `context`, on every rank.
@@ -56,14 +55,16 @@ class Trainer:
         TrialError: an argument has the wrong type.
     """
 
-    def __init__(self, trial: DeepSpeedTrial, context: DeepSpeedTrialContext) -> None:
-        if not isinstance(trial, DeepSpeedTrial):
+    def __init__(self, trial: Trial, context: Context) -> None:
+        if not isinstance(trial, Trial):
             raise TrialError(
-                f"Trainer takes a constructed trial, a DeepSpeedTrial; got {_kind(trial)}"
+                "Trainer takes a constructed trial, a PyTorchTrial or DeepSpeedTrial; got "
+                f"{_kind(trial)}"
             )
-        if not isinstance(context, DeepSpeedTrialContext):
+        if not isinstance(context, type(trial).trial_context_class):
+            kind = "pytorch" if isinstance(trial, PyTorchTrial) else "deepspeed"
             raise TrialError(
-                "Trainer takes the context that trial_core.deepspeed.init gives as its second "
+                f"Trainer takes the context that trial_core.{kind}.init gives as its second "
                 f"argument; got {_kind(context)}"
             )
         self._trial = trial
