@@ -1,4 +1,4 @@
-"""Runs a flow in this process, on the configured Prefect server or on an embedded one."""
+"""Runs a flow in this process, on the Prefect server that it finds or on an embedded one."""
 
 from __future__ import annotations
 
@@ -105,6 +105,8 @@ class FlowRun(Generic[Result]):
                 self.later_ui = f"prefect server start, then {later_page}"
             elif api.ui_url:
                 self.later_ui = _page(api.ui_url, self.flow_run_id)
+            if api.is_of_up:
+                self._display.say(f"on the server of `trialflow up`, {api.api_url}")
             if api.ui_url:
                 self._display.say(f"watch it at {_way_in(api, api.ui_url, self.flow_run_id)}")
 

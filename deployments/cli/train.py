@@ -65,7 +65,8 @@ def train(
 ) -> int:
     """Train an experiment's trial on this machine.
 
-    Uses the Prefect server at PREFECT_API_URL; if that is not set, starts one for this run.
+    Uses the Prefect server at PREFECT_API_URL; if that is not set, the one of a running `trialflow
+    up`; else starts one for this run.
     """
     began = time.monotonic()
     if take_over and not resume:
