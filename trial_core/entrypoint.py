@@ -18,6 +18,7 @@ from trial_core.controller.rank_state import seed_everything
 from trial_core.controller.trial_engine import TrialEngine
 from trial_core.deepspeed.accelerator import claim_accelerator
 from trial_core.deepspeed.collectives import init_distributed
+from trial_core.deepspeed.config_rejection import rejection
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.deepspeed_engine import DeepSpeedTrialEngine
 from trial_core.deepspeed.mpu import forget_model_parallelism
@@ -99,7 +100,7 @@ def build_engine(
     except (AssertionError, ValueError) as error:
         if not _was_raised_by_deepspeed(error):
             raise
-        raise TrialError(f"DeepSpeed rejects the trial's configuration: {error}") from error
+        raise TrialError(rejection(error)) from error
     return engine_of(trial, context, seed)
 
 
