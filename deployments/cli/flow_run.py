@@ -70,7 +70,7 @@ class FlowRun(Generic[Result]):
         return 0
 
     def _run_on_server(self, call: Callable[[StateHook], Result]) -> Result:
-        from trialflow.flows.server.embedded_server import prefect_api
+        from trialflow.flows.server.embedded_server import is_unauthorized, prefect_api
         from trialflow.flows.server.prefect_server import PrefectServerError
 
         self._display.waiting_for("starting Prefect")
@@ -89,6 +89,11 @@ class FlowRun(Generic[Result]):
             except (Abort, CancelledRun, Pause) as stop:
                 raise Stopped(str(stop) or "the run was stopped in Prefect") from stop
             except httpx.HTTPError as error:  # in this process only Prefect's client raises these
+                if is_unauthorized(error):
+                    raise PrefectServerError(
+                        f"the Prefect server at {api.api_url} was started again with another "
+                        "password, so it does not learn how this run ended"
+                    ) from error
                 log = f"; its log: {api.server_log}" if api.server_log else ""
                 raise PrefectServerError(
                     f"the Prefect server at {api.api_url} failed during the run "

@@ -143,7 +143,7 @@ def configured_api_problem() -> str | None:
             problem = _version_error(client)
     if problem is None:
         return None
-    if _is_unauthorized(problem):
+    if is_unauthorized(problem):
         return (
             f"the configured Prefect server {api_url} asks for another password: set"
             " PREFECT_API_AUTH_STRING to the one that `trialflow up` or the server's"
@@ -168,13 +168,14 @@ def _version_error(client: SyncPrefectClient) -> Exception | None:
     try:
         client.api_version()
     except httpx.HTTPStatusError as error:
-        return error if _is_unauthorized(error) else None  # Prefect Cloud has no such route
+        return error if is_unauthorized(error) else None  # Prefect Cloud has no such route
     except httpx.HTTPError as error:
         return error
     return None
 
 
-def _is_unauthorized(error: Exception) -> bool:
+def is_unauthorized(error: Exception) -> bool:
+    """Whether a Prefect server has refused the password."""
     import httpx
 
     return (

@@ -264,7 +264,9 @@ def test_an_override_of_no_hyperparameter_of_the_file(
         load_config(path, [override])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        load_config(written(tmp_path, MINIMAL), [override])  # a file without hyperparameters has no names to compare
+        load_config(
+            written(tmp_path, MINIMAL), [override]
+        )  # a file without hyperparameters has no names to compare
 
 
 @pytest.mark.parametrize(
