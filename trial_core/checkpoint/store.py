@@ -241,8 +241,8 @@ class CheckpointStore:
         found = exact or [name for name in names if uuid and name.uuid.startswith(uuid)]
         if len(found) > 1:
             raise CheckpointNotFound(
-                f"{len(found)} checkpoints in {self.url} begin with {uuid!r}: {self._shown(found)}; "
-                "give more of the uuid"
+                f"{len(found)} checkpoints in {self.url} begin with {uuid!r}; give more of the "
+                f"uuid: {self._shown(found)}"
             )
         if not found:
             there = (

@@ -215,7 +215,7 @@ def test_the_server_of_a_running_up_is_used(prefect_server: PrefectServer, tmp_p
     """Where none is configured: no other server is started on the same database."""
     password = password_path(tmp_path, urlsplit(prefect_server.api_url).port or 80)
     with environment(isolated(tmp_path)), single_instance(tmp_path) as store_address:
-        with pytest.raises(ConfigError, match="is starting in .*: wait until"), prefect_api():
+        with pytest.raises(ConfigError, match=r"is starting in .*: wait until"), prefect_api():
             pass
         store_address(f"{prefect_server.api_url} (password: in {password})")
         password.write_text("me:secret\n")

@@ -288,7 +288,9 @@ def test_open_takes_a_unique_prefix(local_store: CheckpointStore) -> None:
         local_store.commit(new_manifest(uuid=name))
     assert local_store.open("aaaa").uuid == "aaaa-1"
     assert local_store.open("aaab").uuid == "aaab"
-    with pytest.raises(CheckpointNotFound, match=r"3 checkpoints .* begin with 'aaa': .*aaaa-1"):
+    with pytest.raises(
+        CheckpointNotFound, match=r"3 checkpoints .* begin with 'aaa'; .*: .*aaaa-1"
+    ):
         local_store.open("aaa")
     with pytest.raises(CheckpointNotFound, match=r"there are 3: .*7 batches"):
         local_store.open("b")

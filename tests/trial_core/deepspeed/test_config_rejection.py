@@ -19,7 +19,7 @@ UNEQUAL = (
             f"{UNEQUAL}48 != 9 * 1 * 5",
             "the DeepSpeed config's train_batch_size is 48, but 5 data-parallel ranks train 45 "
             "samples a batch: 9 (micro-batch) x 1 (gradient accumulation) each. train_batch_size "
-            "counts the samples of all ranks together. Choose one that 5 divides, or a "
+            "counts the samples of all ranks. Choose one that 5 divides, or a "
             "resources.slots_per_trial that divides 48",
             id="not divisible",
         ),
