@@ -27,8 +27,9 @@ def rejection(error: Exception) -> str:
 def _unequal(train: int, micro: int, accumulation: int, ranks: int) -> str:
     seen = (
         f"the DeepSpeed config's train_batch_size is {train}, but {ranks} data-parallel ranks "
-        f"train {micro * accumulation * ranks} samples a batch: {micro} (micro-batch) x {accumulation} "
-        "(gradient accumulation) each. train_batch_size counts the samples of all ranks. "
+        f"train {micro * accumulation * ranks} samples a batch: {micro} (micro-batch) x "
+        f"{accumulation} (gradient accumulation) each. train_batch_size counts the samples of all "
+        "ranks. "
     )
     if train % ranks:
         return seen + (
