@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -91,9 +93,73 @@ def test_an_unusable_loader(which: str, loader: Any, message: str) -> None:
     assert str(refusal.value) == message.format(which)
 
 
+@pytest.mark.parametrize(
+    ("loader", "name"),
+    [(itertools.cycle([1]), "cycle"), ((each for each in [1]), "generator")],
+    ids=["endless", "generator"],
+)
+def test_a_validation_loader_that_is_an_iterator_without_a_length(loader: Any, name: str) -> None:
+    """It may never end: it is refused before training, not waited for."""
+    own: Any = engine(validation_loader=lambda: loader, requires_reproducible_loaders=False)
+    with pytest.raises(TrialError) as refusal:
+        build_loaders(own, alone(), seed=0)
+    assert str(refusal.value) == (
+        f"build_validation_data_loader returned an iterator ({name}) without a length. It may "
+        "never end, and a second validation would find it used up. Return an object whose __iter__ "
+        "begins a new pass, such as a DataLoader or a list, or give the iterator a __len__"
+    )
+
+
+class Sized:
+    """An iterator with a length, which is that of one pass."""
+
+    def __init__(self, source: Any, length: int) -> None:
+        self.source, self.length = source, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.source)
+
+
+def test_a_validation_takes_as_many_batches_of_an_endless_loader_as_its_length() -> None:
+    """And the next validation continues with the loader's next batches."""
+    endless = Sized(itertools.count(), 3)
+    own: Any = engine(validation_loader=lambda: endless, requires_reproducible_loaders=False)
+    validation = build_loaders(own, alone(), seed=0).validation
+    for expected in ([0, 1, 2], [3, 4, 5]):
+        batches = validation.begin()
+        assert batches is not None
+        assert [next(batches) for _ in validation.evaluations(batches, alone())] == expected
+
+
+def test_a_validation_without_a_length_says_that_it_is_long(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No rank can know whether such a loader ever ends."""
+
+    class Endless:
+        def __iter__(self) -> Any:
+            return itertools.repeat(7)
+
+    own: Any = engine(validation_loader=Endless, requires_reproducible_loaders=False)
+    validation = build_loaders(own, alone(), seed=0).validation
+    evaluations = validation.evaluations(validation.begin(), alone())
+    with caplog.at_level(logging.WARNING):
+        assert all(itertools.islice(evaluations, 10_000))
+        assert caplog.messages == []
+        assert next(evaluations)
+    (message,) = caplog.messages
+    assert message.startswith("this validation has evaluated 10000 batches of a loader without a")
+
+
 def test_a_validation_loader_that_can_be_read_only_once() -> None:
     """A rank that needs padding reads the loader again, for one more batch."""
-    read_once = iter(DataLoader(samples(3)))
+    read_once = Sized(iter(DataLoader(samples(3))), 3)
     own: Any = engine(validation_loader=lambda: read_once, requires_reproducible_loaders=False)
     validation = build_loaders(own, alone(), seed=0).validation
     assert len(list(validation.begin() or ())) == 3
