@@ -189,12 +189,14 @@ class _Driver:
         if results[0].is_broken_off:
             self.stop_requested = True
             return
-        self.run.validation.append(results[0].metrics)
         self.run.stages.append(f"validate @{self.run.progress.batches_trained}")
-        metric = float(results[0].metrics[self._config.searcher.metric])
+        done = self.hook("on_validation_end")
+        metrics = done[0].metrics if done else results[0].metrics
+        assert metrics is not None
+        self.run.validation.append(metrics)
+        metric = float(metrics[self._config.searcher.metric])
         smaller_is_better = self._config.searcher.smaller_is_better
         self.run.progress = self.run.progress.after_validation(metric, smaller_is_better)
-        self.hook("on_validation_end")
 
     def save(self) -> None:
         checkpoint = str(uuid.uuid4())
@@ -210,12 +212,13 @@ class _Driver:
         self.run.stages.append(f"checkpoint @{self.run.progress.batches_trained}")
         self.run.progress = self.run.progress.after_checkpoint()
 
-    def hook(self, name: str, **arguments: Any) -> None:
-        """Run a hook on every rank if a callback overrides it."""
-        if name in self._hooks:
-            self._note_stop_requests(
-                self._slots.request(RunHook(hook=name, arguments=arguments), HookDone)
-            )
+    def hook(self, name: str, **arguments: Any) -> list[HookDone]:
+        """Run a hook on every rank if a callback overrides it; the results."""
+        if name not in self._hooks:
+            return []
+        results = self._slots.request(RunHook(hook=name, arguments=arguments), HookDone)
+        self._note_stop_requests(results)
+        return results
 
     def _note_stop_requests(self, results: Sequence[Trained | Validated | HookDone]) -> None:
         self.stop_requested |= any(result.stop_requested for result in results)

@@ -11,6 +11,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,7 +27,7 @@ from trial_core.controller.reshard_rank_state import RankRemap
 from trial_core.controller.run_file_upload import RunFileUpload, instruments_in
 from trial_core.controller.training import ProgressReporter, train_batches
 from trial_core.controller.trial_engine import TrialEngine
-from trial_core.controller.validation import metric_names, validate
+from trial_core.controller.validation import evaluating, metric_names, validate
 from trial_core.distributed import DistributedContext
 from trial_core.errors import CheckpointDamaged, CheckpointError, SlotsError, StorageError
 from trial_core.messages import (
@@ -59,6 +60,7 @@ from trial_core.messages import (
     Validated,
 )
 from trial_core.pytorch.callback import HOOKS, overridden_hooks
+from trial_core.pytorch.metric_values import as_reported
 from trial_core.slots.stop_barrier import StopBarrier
 
 T = TypeVar("T")
@@ -272,8 +274,9 @@ class Controller:
         if metrics is None:
             restore_rng(rng, engine)  # the resumed run repeats this validation
         else:
-            info.instruments.report("validation", info.batches_trained, metrics)
             self._hook_arguments["on_validation_end"] = {"metrics": metrics}
+            if "on_validation_end" not in overridden_hooks(engine.callbacks):
+                info.instruments.report("validation", info.batches_trained, metrics)
         return Validated(
             metrics=metrics or {},
             seconds=time.monotonic() - began,
@@ -319,12 +322,20 @@ class Controller:
 
     def run_hook(self, request: RunHook) -> HookDone:
         """Call one hook of every callback, in the order in which the trial names them."""
+        engine, info = self._trial.engine, self._trial.info
         arguments = {**self._hook_arguments.get(request.hook, {}), **request.arguments}
         # By position, in the reference's order: callbacks may use other parameter names.
         positional = [arguments[name] for name in HOOKS[request.hook]]
-        for callback in self._trial.engine.callbacks.values():
-            getattr(callback, request.hook)(*positional)
-        return HookDone(stop_requested=self._trial.info.stop_requested)
+        is_validating = request.hook == "on_validation_end"
+        with evaluating(engine) if is_validating else nullcontext():
+            for callback in engine.callbacks.values():
+                getattr(callback, request.hook)(*positional)
+        metrics = None
+        if is_validating and self._distributed.get_rank() == 0:
+            metrics = as_reported(arguments["metrics"], "on_validation_end")
+            if "on_validation_end" in overridden_hooks(engine.callbacks):
+                info.instruments.report("validation", info.batches_trained, metrics)
+        return HookDone(stop_requested=info.stop_requested, metrics=metrics)
 
     def finish_run_files(self, request: FinishRunFiles) -> RunFilesStored:
         """Stop the profiler, and upload the remaining files for TensorBoard."""

@@ -113,8 +113,8 @@ class DeepSpeedTrial(ABC):
         shard has ended then gets a batch whose metrics do not count.
 
         Called once before training as well, only for the names of the metrics (unless a callback
-        overrides ``on_validation_start`` or one of the ``on_validation_epoch_`` hooks). So reset
-        values that the trial collects itself in ``on_validation_start``.
+        overrides one of the ``on_validation_`` hooks). So reset values that the trial collects
+        itself in ``on_validation_start``.
 
         Args:
             dataloader_iter: micro-batches of this rank's shard; None on ranks that need no data.

@@ -40,6 +40,41 @@ def as_array(name: str, value: Any, source: str) -> Array:
     return array.astype(np.float64 if array.dtype.kind == "f" else np.int64)
 
 
+def as_reported(metrics: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Metrics that need no reduction, as JSON can hold them.
+
+    Args:
+        source: the method, hook or reducer that gave the metrics, for the message.
+
+    Raises:
+        TrialError: a value is not made of numbers, text, None, arrays, lists and dicts.
+    """
+    invalid = [name for name in metrics if not isinstance(name, str)]
+    if invalid:
+        raise TrialError(
+            f"the names of metrics must be strings, but {source} gave a metric named "
+            f"{invalid[0]!r} ({type_of(invalid[0])})"
+        )
+    return {name: plain_value(name, value, source) for name, value in metrics.items()}
+
+
+def plain_value(name: str, value: Any, source: str) -> Any:
+    """The value of one metric as JSON can hold it: tensors and arrays become numbers and lists.
+
+    Raises:
+        TrialError: the value is not made of numbers, text, None, arrays, lists and dicts.
+    """
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return float(value)  # numpy's float64 is a float
+    if isinstance(value, Mapping):
+        return {str(key): plain_value(name, each, source) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_value(name, each, source) for each in value]
+    return as_plain(as_array(name, value, source))
+
+
 def as_plain(value: Array) -> Value:
     """An array as plain Python: a number, or nested lists of numbers."""
     result: Value = value.tolist()
