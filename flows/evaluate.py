@@ -1,6 +1,7 @@
 """The flow `evaluate`: validates a committed checkpoint once on the experiment's slots.
 
 It trains and stores nothing. The metrics are the run's result, and a table among its artifacts.
+The validation hooks of callbacks run, on_validation_end included, which may change the metrics.
 The slots may have another topology than those that saved the checkpoint.
 """
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.flows.test_evaluate import evaluate
 from tests.support.fitting import fit_toys
 from tests.support.flow import train
 from tests.support.hook_calls import (

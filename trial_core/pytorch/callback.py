@@ -55,7 +55,8 @@ class PyTorchCallback:
                     on_training_epoch_end(epoch_idx)        if an epoch ends with it
                 on_training_workload_end(avg_metrics, batch_metrics)
 
-            a validation, if one is due and no stop is requested; optionally before all training:
+            a validation, if one is due and no stop is requested; optionally before all training;
+            its hooks run in evaluation mode without gradients:
                 on_validation_start()
                 on_validation_epoch_start()
                 for each batch:
@@ -131,7 +132,10 @@ class PyTorchCallback:
         """
 
     def on_validation_start(self) -> None:
-        """Called before each validation."""
+        """Called before each validation, in evaluation mode without gradients.
+
+        Custom reducers are reset before it: what validation hooks add to them counts.
+        """
 
     def on_validation_epoch_start(self) -> None:
         """Called before the first batch of a validation."""
@@ -145,10 +149,11 @@ class PyTorchCallback:
         """
 
     def on_validation_end(self, metrics: dict[str, Any]) -> None:
-        """Called after each validation.
+        """Called after each validation, in evaluation mode without gradients.
 
         Args:
-            metrics: metrics reduced over all batches and ranks, and custom reducers'.
+            metrics: metrics reduced over all batches and ranks, and custom reducers'. They are
+                reported after the hook, as rank 0's callbacks leave them.
         """
 
     def on_checkpoint_save_start(self, checkpoint: dict[str, Any]) -> None:
