@@ -77,7 +77,7 @@ class Snapshots:
         for callback in engine.callbacks.values():
             callback.on_checkpoint_save_start(state)
         memory.begin()
-        engine.save(folder, memory)
+        engine.save(folder, memory, self._reader)
         memory.end()
         write_rank_state(folder, self._distributed.get_rank(), state, self._reader)
         return folder

@@ -89,10 +89,13 @@ class TrialEngine(Protocol):
     def restore_accelerator_rng(self, state: Any) -> None:
         """Restore a state from `accelerator_rng_state`, if this rank has an accelerator."""
 
-    def save(self, folder: Path, memory_files: MemoryFiles) -> None:
+    def save(self, folder: Path, memory_files: MemoryFiles, reader: Reader) -> None:
         """Write this rank's shards below `folder`, as far as possible as memory files.
 
         Collective: every rank calls this.
+
+        Args:
+            reader: will read the shards; see `safe_save.readable`.
         """
 
     def load(self, folder: Path, reader: Reader, reshape: bool = False) -> None:

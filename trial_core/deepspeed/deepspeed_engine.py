@@ -131,8 +131,9 @@ class DeepSpeedTrialEngine:
     def restore_accelerator_rng(self, state: Any) -> None:
         restore_accelerator_rng(state)
 
-    def save(self, folder: Path, memory_files: MemoryFiles) -> None:
-        with snapshot_checkpoint_engines(self._context.models, folder, memory_files=memory_files):
+    def save(self, folder: Path, memory_files: MemoryFiles, reader: Reader) -> None:
+        engines = self._context.models
+        with snapshot_checkpoint_engines(engines, folder, memory_files=memory_files, reader=reader):
             self._trial.save(self._context, folder)
 
     def load(self, folder: Path, reader: Reader, reshape: bool = False) -> None:

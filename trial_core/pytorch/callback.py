@@ -184,7 +184,11 @@ class PyTorchCallback:
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """The callback's state to save, picklable."""
+        """The callback's state to save: plain data, tensors and arrays, in lists and dicts.
+
+        Other mappings and sequences are stored as dicts, lists and tuples. Objects of other classes
+        are refused, unless the experiment sets ``checkpointing.trusted``.
+        """
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
