@@ -7,7 +7,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
 from trial_core.messages import MetricsNamed, NameMetrics, RunValidation, Validated
-from trial_core.run.searcher_metric import searcher_metric
+from trial_core.run.searcher_metric import searcher_metric, with_single_number
 from trial_core.text_format import metrics_line
 from trialflow.tasks.trial_run import TrialRun
 
@@ -43,7 +43,7 @@ def report_validation(run: TrialRun, batches_trained: int) -> float:
     Raises:
         TrialError: the trial does not report the searcher metric.
     """
-    metrics = run.validated
+    metrics = with_single_number(run.validated, run.config.searcher.metric)
     get_run_logger().info("validated at %d: %s", batches_trained, metrics_line(metrics))
     run.observer.metrics_reported("validation", batches_trained, metrics)
     metric = searcher_metric(metrics, run.config.searcher.metric)

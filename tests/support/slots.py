@@ -40,6 +40,7 @@ from trial_core.messages import (
     TrialBuilt,
     Validated,
 )
+from trial_core.run.searcher_metric import searcher_metric, with_single_number
 from trial_core.run.sequencer import Checkpoint, Finish, Progress, Train, Validate, next_workload
 from trial_core.slots.slot_group import SlotGroup
 from trial_core.units import EpochLength
@@ -93,7 +94,12 @@ class Driven:
 
 
 def build(slots: SlotGroup, config: ExperimentConfig, run_dir: Path) -> TrialBuilt:
-    """Build the trial of `config` on warm ranks."""
+    """Build the trial of `config` on warm ranks. The result of rank 0."""
+    return build_on_ranks(slots, config, run_dir)[0]
+
+
+def build_on_ranks(slots: SlotGroup, config: ExperimentConfig, run_dir: Path) -> list[TrialBuilt]:
+    """Build the trial of `config` on warm ranks. The result of each rank."""
     return slots.request(
         BuildTrial(
             trial="toy-0000beef",
@@ -102,7 +108,7 @@ def build(slots: SlotGroup, config: ExperimentConfig, run_dir: Path) -> TrialBui
             storage=CheckpointStore(config.checkpoint_storage.url).spec,
         ),
         TrialBuilt,
-    )[0]
+    )
 
 
 def drive(
@@ -123,9 +129,9 @@ def drive(
         persist: whether to upload checkpoints.
         names_metrics: whether to look for the names of the validation metrics before training.
     """
-    built = build(slots, config, run_dir)
-    driver = _Driver(slots, config, built.hooks, persist)
-    driver.run.topology = built.topology
+    ranks = build_on_ranks(slots, config, run_dir)
+    driver = _Driver(slots, config, {hook for rank in ranks for hook in rank.hooks}, persist)
+    driver.run.topology = ranks[0].topology
     driver.run.progress = resume.progress.stopping(False) if resume else Progress()
     schedule, epoch = config.schedule(), driver.start(resume)
     if names_metrics:
@@ -193,8 +199,9 @@ class _Driver:
         done = self.hook("on_validation_end")
         metrics = done[0].metrics if done else results[0].metrics
         assert metrics is not None
+        metrics = with_single_number(metrics, self._config.searcher.metric)
         self.run.validation.append(metrics)
-        metric = float(metrics[self._config.searcher.metric])
+        metric = searcher_metric(metrics, self._config.searcher.metric)
         smaller_is_better = self._config.searcher.smaller_is_better
         self.run.progress = self.run.progress.after_validation(metric, smaller_is_better)
 

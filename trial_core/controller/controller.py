@@ -111,6 +111,7 @@ class Controller:
         self._attached: _AttachedTrial | None = None
         self._loaders: Loaders | None = None
         self._rng: dict[str, Any] | None = None
+        self._wants_batch_metrics = False
         # Arguments that only this rank knows, for the hooks that follow a workload.
         self._hook_arguments: dict[str, dict[str, Any]] = {}
         self._handlers: dict[type, Callable[[Any], AnyResult]] = {
@@ -217,6 +218,10 @@ class Controller:
             logger.info("%s", remap)
         state = trial.snapshots.read_state(request.checkpoint, request.restore, remap)
         loaders = build_loaders(engine, self._distributed, seed)
+        hooks = overridden_hooks(engine.callbacks)
+        self._wants_batch_metrics = any(  # of any rank: all ranks must exchange the same
+            self._distributed.allgather("on_training_workload_end" in hooks)
+        )
         loaders.validation.limit = request.validation_limit
         info.epoch = loaders.epoch
         if request.checkpoint is not None:
@@ -243,6 +248,7 @@ class Controller:
             self._progress(BatchesTrained),
             self._stop_barrier,
             self._request_stop,
+            self._wants_batch_metrics,
         )
         info.instruments.report("training", info.batches_trained, outcome.avg_metrics)
         self._hook_arguments["on_training_workload_end"] = {

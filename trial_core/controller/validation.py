@@ -26,7 +26,7 @@ import torch
 from trial_core.controller.data.loaders import Loaders
 from trial_core.controller.data.validation_set import ValidationSet
 from trial_core.controller.rank_state import capture_rng, restore_rng
-from trial_core.controller.reduction import reduce_metrics
+from trial_core.controller.reduction import reduce_validation
 from trial_core.controller.training import ProgressReporter
 from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
@@ -100,10 +100,10 @@ def validate(
             return None
         if not stop_barrier.may_finish_workload():
             return None
-        outputs = metrics.per_batch()
+        outputs = metrics.per_call()
         for callback in engine.callbacks.values():
             callback.on_validation_epoch_end(outputs)
-        return reduce_metrics("validation", metrics, engine, distributed, reducers, contribution)
+        return reduce_validation(metrics, engine, distributed, reducers, contribution)
 
 
 def metric_names(
@@ -137,7 +137,7 @@ def metric_names(
     engine.reducers.reset(for_validation=True)
     restore_rng(rng, engine)
     partials = distributed.allgather(metrics.partials() if engine.reports_metrics else {})
-    evaluated = [part["metrics"] for part in partials if part.get("batches")]
+    evaluated = [part["metrics"] for part in partials if part.get("calls")]
     return sorted({*(of_reducers or ()), *evaluated[0]}) if evaluated else None
 
 

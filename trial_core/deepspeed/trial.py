@@ -72,8 +72,10 @@ class DeepSpeedTrial(ABC):
             batch_idx: number of batches that the trial has trained before this one.
 
         Returns:
-            Metrics: a scalar tensor (reported as ``loss``), or numbers by name. They may stay on
-            the device: the controller reads them when the workload ends.
+            Metrics: a scalar tensor (reported as ``loss``), or values by name. Numbers and arrays
+            are averaged, without values that are None. Text, dicts and other lists are reported as
+            the first rank returned them last. Tensors may stay on the device: the controller reads
+            them when the workload ends.
         """
 
     @abstractmethod
@@ -121,8 +123,8 @@ class DeepSpeedTrial(ABC):
             batch_idx: counts the calls of this validation from 0. The parameter is optional.
 
         Returns:
-            Numbers, or arrays of numbers, by name; the same names in every call. They may stay on
-            the device. `evaluation_reducer` says how to reduce them.
+            Metrics by name, as `train_batch` returns them; the same names in every call.
+            `evaluation_reducer` says how to reduce numbers and arrays.
         """
         raise TrialError(f"{type(self).__name__} does not define evaluate_batch")
 

@@ -127,8 +127,8 @@ class PyTorchCallback:
 
         Args:
             avg_metrics: metrics averaged over all its batches and ranks, and custom reducers'.
-            batch_metrics: this rank's metrics, a list with a dict for each batch; empty on a rank
-                that reports none.
+            batch_metrics: a list with a dict for each call of train_batch (each micro-batch, or with
+                pipelines each batch): its metrics averaged over all ranks.
         """
 
     def on_validation_start(self) -> None:

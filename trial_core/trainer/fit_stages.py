@@ -45,7 +45,7 @@ from trial_core.messages import (
 from trial_core.retention.claims import RunClaim
 from trial_core.retention.pruning import prune_trial
 from trial_core.run.run_loop import Validation
-from trial_core.run.searcher_metric import searcher_metric
+from trial_core.run.searcher_metric import searcher_metric, with_single_number
 from trial_core.run.sequencer import Progress, Schedule
 from trial_core.text_format import metrics_line, speed
 from trial_core.trainer.background_upload import BackgroundUpload, retry_storage
@@ -173,7 +173,7 @@ class FitStages:
 
     def report_validation(self, batches_trained: int) -> Validation:
         # Callbacks may have changed the metrics of each rank; those of rank 0 count.
-        metrics: dict[str, Any] = self.distributed.broadcast(self._validated)
+        metrics = with_single_number(self.distributed.broadcast(self._validated), self.metric)
         self.logger.info("validated at %d: %s", batches_trained, metrics_line(metrics))
         try:
             value = None if self.metric is None else searcher_metric(metrics, self.metric)

@@ -22,7 +22,7 @@ from trial_core.context import RunInfo
 from trial_core.controller.controller import Controller
 from trial_core.controller.data.loaders import build_loaders
 from trial_core.controller.rank_state import read_rank_state, restore_callbacks
-from trial_core.controller.reduction import reduce_metrics
+from trial_core.controller.reduction import reduce_training, reduce_validation
 from trial_core.deepspeed.load_engine import load_engine
 from trial_core.distributed import DistributedContext
 from trial_core.entrypoint import build_engine
@@ -171,14 +171,17 @@ def test_a_validation_loader_that_can_be_read_only_once() -> None:
 
 
 @pytest.mark.parametrize("kind", ["training", "validation"])
-def test_a_reducer_with_the_name_of_a_metric(kind: Any) -> None:
+def test_a_reducer_with_the_name_of_a_metric(kind: str) -> None:
     """One would hide the other."""
     reducers, metrics = ReducerRegistry(), BatchMetrics()
     reducers.wrap(len, name="accuracy")
     metrics.add_batch([{"loss": 1.5, "accuracy": 0.5}])
     message = f"{kind} metric(s) accuracy are both returned by the trial and given by a wrapped"
     with pytest.raises(TrialError, match=re.escape(message)):
-        reduce_metrics(kind, metrics, engine(reducers=reducers), alone())
+        if kind == "training":
+            reduce_training(metrics, engine(reducers=reducers), alone(), with_calls=False)
+        else:
+            reduce_validation(metrics, engine(reducers=reducers), alone())
 
 
 # ------------------------------------------------------------------------------------- engines

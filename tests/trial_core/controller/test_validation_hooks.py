@@ -58,3 +58,15 @@ def test_on_validation_end_may_change_the_metrics(
     assert run.metric_names is None
     assert [sorted(metrics) for metrics in run.validation] == [["mean_index", "perplexity"]] * 2
     assert [metrics["perplexity"] for metrics in run.validation] == [10, 20]
+
+
+def test_metrics_that_a_callback_of_another_rank_changes_do_not_count(
+    warm_slots: Warm, tmp_path: Path
+) -> None:
+    """Rank 0 has no callback, and reports the metrics as they were."""
+    config = toy_config(
+        tmp_path, 1, entrypoint="validation_hook_trials:Changed",
+        hyperparameters={"callback_on": 1},
+    )  # fmt: skip
+    (metrics,) = drive(warm_slots(2), config, tmp_path).validation
+    assert sorted(metrics) == ["loss", "mean_index"]
