@@ -25,7 +25,6 @@ from tests.support.hook_calls import (
     logged,
 )
 from tests.support.slots import toy_config
-from tests.flows.test_evaluate import evaluate
 from trial_core.checkpoint.store import CheckpointStore
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]

@@ -136,10 +136,10 @@ def _refusal(others: Iterable[tuple[_Place, Any]], reader: Reader) -> TrialError
         if classes:
             break
     return TrialError(
-        f"the checkpoint would hold an object of {', '.join(classes)} at {_text(place)}, and no run "
-        f"could resume from it: reading such objects can run code. {WHAT_TO_SAVE}. To allow single "
-        "classes, call torch.serialization.add_safe_globals([…]) in the trial's module; to allow "
-        "all, set checkpointing.trusted: true"
+        f"the checkpoint would hold an object of {', '.join(classes)} at {_text(place)}, and no "
+        f"run could resume from it: reading such objects can run code. {WHAT_TO_SAVE}. To allow "
+        "single classes, call torch.serialization.add_safe_globals([…]) in the trial's module; to "
+        "allow all, set checkpointing.trusted: true"
     )
 
 

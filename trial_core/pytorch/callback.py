@@ -127,8 +127,8 @@ class PyTorchCallback:
 
         Args:
             avg_metrics: metrics averaged over all its batches and ranks, and custom reducers'.
-            batch_metrics: a list with a dict for each call of train_batch (each micro-batch, or with
-                pipelines each batch): its metrics averaged over all ranks.
+            batch_metrics: a list with a dict for each call of train_batch (each micro-batch, or
+                with pipelines each batch): its metrics averaged over all ranks.
         """
 
     def on_validation_start(self) -> None:

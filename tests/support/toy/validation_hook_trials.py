@@ -45,7 +45,7 @@ def count(hooks: list[str]) -> dict[str, int]:
 
 
 class Sampling(ToyTrial):
-    """Logs whether the model is the same at each call, which dropout prevents, and its gradients."""
+    """Logs whether two runs of the model are equal, which dropout prevents, and its gradients."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         super().__init__(context)

@@ -170,6 +170,13 @@ def test_a_validation_loader_that_can_be_read_only_once() -> None:
 # ------------------------------------------------------------------------------------- metrics
 
 
+def reduce_one_batch(kind: str, metrics: BatchMetrics, of: Any) -> None:
+    if kind == "training":
+        reduce_training(metrics, of, alone(), with_calls=False)
+    else:
+        reduce_validation(metrics, of, alone())
+
+
 @pytest.mark.parametrize("kind", ["training", "validation"])
 def test_a_reducer_with_the_name_of_a_metric(kind: str) -> None:
     """One would hide the other."""
@@ -178,10 +185,7 @@ def test_a_reducer_with_the_name_of_a_metric(kind: str) -> None:
     metrics.add_batch([{"loss": 1.5, "accuracy": 0.5}])
     message = f"{kind} metric(s) accuracy are both returned by the trial and given by a wrapped"
     with pytest.raises(TrialError, match=re.escape(message)):
-        if kind == "training":
-            reduce_training(metrics, engine(reducers=reducers), alone(), with_calls=False)
-        else:
-            reduce_validation(metrics, engine(reducers=reducers), alone())
+        reduce_one_batch(kind, metrics, engine(reducers=reducers))
 
 
 # ------------------------------------------------------------------------------------- engines

@@ -213,9 +213,9 @@ def too_small_error(group_size: int, seen: str) -> TrialError:
 
 def _endless_error(name: str) -> TrialError:
     return TrialError(
-        f"build_validation_data_loader returned an iterator ({name}) without a length. It may never "
-        "end, and a second validation would find it used up. Return an object whose __iter__ begins "
-        "a new pass, such as a DataLoader or a list, or give the iterator a __len__"
+        f"build_validation_data_loader returned an iterator ({name}) without a length. It may "
+        "never end, and a second validation would find it used up. Return an object whose __iter__ "
+        "begins a new pass, such as a DataLoader or a list, or give the iterator a __len__"
     )
 
 
