@@ -22,7 +22,7 @@ from typing import Any
 
 from trial_core.context import RunInfo
 from trial_core.controller.data.loaders import MicroBatches
-from trial_core.controller.reduction import reduce_metrics
+from trial_core.controller.reduction import reduce_training
 from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
 from trial_core.pytorch.callback import PyTorchCallback
@@ -39,7 +39,7 @@ class TrainOutcome:
 
     Attributes:
         avg_metrics: averaged over the workload's batches and all ranks.
-        batch_metrics: this rank's metrics, one mapping per batch.
+        batch_metrics: of each call of train_batch, averaged over all ranks, if they are wanted.
     """
 
     avg_metrics: dict[str, Any]
@@ -70,12 +70,14 @@ def train_batches(
     progress: ProgressReporter,
     stop_barrier: StopBarrier,
     on_stop_requested: Callable[[], None],
+    wants_batch_metrics: bool,
 ) -> TrainOutcome:
     """Train from `info.batches_trained` up to `until`. Collective: every rank calls this.
 
     Args:
         stop_barrier: may end the workload early, after the same batch on every rank.
         on_stop_requested: called after each batch while this rank's trial requests a stop.
+        wants_batch_metrics: whether a callback of any rank gets them; the same on every rank.
     """
     first_batch = info.batches_trained
     stop_barrier.begin_workload()
@@ -98,8 +100,7 @@ def train_batches(
             on_stop_requested()
     if info.batches_trained == first_batch:
         return TrainOutcome({}, [])  # nothing to average
-    averages = reduce_metrics("training", metrics, engine, distributed)
-    return TrainOutcome(averages, metrics.per_batch())
+    return TrainOutcome(*reduce_training(metrics, engine, distributed, wants_batch_metrics))
 
 
 def _begin_epochs(

@@ -19,6 +19,7 @@ from trial_core.deepspeed.checkpoint_engine import (
     snapshot_checkpoint_engines,
 )
 from trial_core.deepspeed.context import DeepSpeedTrialContext
+from trial_core.deepspeed.data_loaders import finite, finite_and_separate
 from trial_core.deepspeed.mpu import check_mpu
 from trial_core.deepspeed.pipeline_leftovers import forget_pipeline
 from trial_core.deepspeed.reshard.reshard_loader import resharded
@@ -83,10 +84,10 @@ class DeepSpeedTrialEngine:
         self._evaluate_takes_index = _accepts_batch_idx(trial.evaluate_batch)
 
     def training_loader(self) -> Any:
-        return self._trial.build_training_data_loader()
+        return finite(self._trial.build_training_data_loader())
 
     def validation_loader(self) -> Any:
-        return self._trial.build_validation_data_loader()
+        return finite_and_separate(self._trial.build_validation_data_loader())
 
     def train_batch(
         self, micro_batches: Iterator[Any] | None, epoch_idx: int, batch_idx: int
@@ -138,8 +139,15 @@ class DeepSpeedTrialEngine:
     def read_hook_state(self, folder: Path, reader: Reader) -> dict[str, Any]:
         return {}
 
-    def save(self, folder: Path, memory_files: MemoryFiles, hook_state: Mapping[str, Any]) -> None:
-        with snapshot_checkpoint_engines(self._context.models, folder, memory_files=memory_files):
+    def save(
+        self,
+        folder: Path,
+        memory_files: MemoryFiles,
+        reader: Reader,
+        hook_state: Mapping[str, Any],
+    ) -> None:
+        engines = self._context.models
+        with snapshot_checkpoint_engines(engines, folder, memory_files=memory_files, reader=reader):
             self._trial.save(self._context, folder)
 
     def load(

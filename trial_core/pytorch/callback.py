@@ -55,7 +55,8 @@ class PyTorchCallback:
                     on_training_epoch_end(epoch_idx)        if an epoch ends with it
                 on_training_workload_end(avg_metrics, batch_metrics)
 
-            a validation, if one is due and no stop is requested; optionally before all training:
+            a validation, if one is due and no stop is requested; optionally before all training;
+            its hooks run in evaluation mode without gradients:
                 on_validation_start()
                 on_validation_epoch_start()
                 for each batch:
@@ -126,12 +127,15 @@ class PyTorchCallback:
 
         Args:
             avg_metrics: metrics averaged over all its batches and ranks, and custom reducers'.
-            batch_metrics: this rank's metrics, a list with a dict for each batch; empty on a rank
-                that reports none.
+            batch_metrics: a list with a dict for each call of train_batch (each micro-batch, or
+                with pipelines each batch): its metrics averaged over all ranks.
         """
 
     def on_validation_start(self) -> None:
-        """Called before each validation."""
+        """Called before each validation, in evaluation mode without gradients.
+
+        Custom reducers are reset before it: what validation hooks add to them counts.
+        """
 
     def on_validation_epoch_start(self) -> None:
         """Called before the first batch of a validation."""
@@ -145,10 +149,11 @@ class PyTorchCallback:
         """
 
     def on_validation_end(self, metrics: dict[str, Any]) -> None:
-        """Called after each validation.
+        """Called after each validation, in evaluation mode without gradients.
 
         Args:
-            metrics: metrics reduced over all batches and ranks, and custom reducers'.
+            metrics: metrics reduced over all batches and ranks, and custom reducers'. They are
+                reported after the hook, as rank 0's callbacks leave them.
         """
 
     def on_checkpoint_save_start(self, checkpoint: dict[str, Any]) -> None:
@@ -179,7 +184,11 @@ class PyTorchCallback:
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """The callback's state to save, picklable."""
+        """The callback's state to save: plain data, tensors and arrays, in lists and dicts.
+
+        Other mappings and sequences are stored as dicts, lists and tuples. Objects of other classes
+        are refused, unless the experiment sets ``checkpointing.trusted``.
+        """
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trial_core.errors import TrialError
-from trial_core.pytorch.metric_values import as_array, as_plain
+from trial_core.pytorch.metric_values import plain_value
 from trial_core.run.observer import MetricsKind
 
 
@@ -65,8 +65,8 @@ class MetricReducer(ABC):
             per_slot_metrics: the results of `per_slot_reduce`, in the order of ranks.
 
         Returns:
-            If the reducer was wrapped with a name: a number, or an array or list of numbers. If it
-            was wrapped without: a dict of such values by name.
+            If the reducer was wrapped with a name: a number, text, None, or an array or list of
+            these. If it was wrapped without: a dict of such values by name.
         """
 
 
@@ -262,7 +262,7 @@ def _named(wrapped: _Wrapped, reduced: Any) -> dict[str, Any]:
             f"the {wrapped.label} returned a dict with the key {invalid[0]!r}; the names of "
             "metrics must be strings"
         )
-    return {key: as_plain(as_array(key, value, wrapped.label)) for key, value in reduced.items()}
+    return {key: plain_value(key, value, wrapped.label) for key, value in reduced.items()}
 
 
 def _name_of(value: Any) -> str:

@@ -70,7 +70,7 @@ def _loss(outputs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.mse_loss(outputs.sum(1, keepdim=True), index / 64)
 
 
-def pipeline(hparams: dict[str, Any], stages: int) -> Any:
+def pipeline(hparams: dict[str, Any], stages: int, training_data: Any = None) -> Any:
     """The engine of a pipeline, with dropout in the first stage."""
     model = PipelineModule(
         layers=[
@@ -91,6 +91,7 @@ def pipeline(hparams: dict[str, Any], stages: int) -> Any:
         model=model,
         model_parameters=[p for p in model.parameters() if p.requires_grad],
         config=ds_config(hparams),
+        training_data=training_data,
     )
     return engine
 
@@ -115,6 +116,24 @@ class PipelineTrial(_SplitTrial):
             for index in micro_batch:
                 self.seen_indices.update(index)
         return {"loss": loss, "stage": float(self.engine.stage_id)}
+
+
+class PipelineWithLoader(PipelineTrial):
+    """Trains and validates on the loader of deepspeed.initialize, which repeats without end."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        self._prepare(context)
+        context.disable_dataset_reproducibility_checks()
+        dataset = samples(self.hparams["train_samples"])
+        engine = pipeline(self.hparams, self.hparams.get("stages", 2), dataset)
+        self.engine = context.wrap_model_engine(engine)
+        self.seen_indices = context.wrap_reducer(sorted, name="indices", for_training=False)
+
+    def build_training_data_loader(self) -> Any:
+        return self.engine.training_dataloader
+
+    def build_validation_data_loader(self) -> Any:
+        return self.engine.training_dataloader
 
 
 class TwoPipelines(PipelineTrial):

@@ -72,6 +72,20 @@ def test_a_trial_that_breaks_a_rule(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
+@pytest.mark.slots
+def test_a_state_that_no_run_would_read_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    """As the trial's mistake: a restart would fail again."""
+    config = toy_config(tmp_path, 1, entrypoint="state_trials:UnreadableState")
+    with SlotGroup(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
+        drive(slots, config, tmp_path)
+    assert failure.value.is_trial_mistake
+    assert failure.value.during == "checkpoint-save"
+    assert str(failure.value.error_message).startswith(
+        "the checkpoint would hold an object of state_trials.Unreadable at callbacks.unreadable."
+    )
+
+
 @pytest.mark.slots
 def test_a_trials_exception_shows_the_trials_code(tmp_path: Path) -> None:
     """The traceback begins in the trial, without the library's frames."""
