@@ -33,6 +33,7 @@ class Case:
 TOO_SMALL = "the validation set is too small for pipeline parallelism, where"
 NO_GROUP = {"validation_samples": 5, "accumulation": 4}
 IN_GROUPS = "gradient_accumulation_steps = 4 micro-batches"
+ACCEPTED = "not refused"
 NO_STEP = "DeepSpeed model engine did not train for gradient accumulation steps: "
 
 REFUSED = {
@@ -100,13 +101,20 @@ REFUSED = {
         "training metric(s) loss are both returned by the trial and given by a wrapped reducer; "
         "rename one of them",
     ),
-    "no step": Case(
-        "bad_trials:ForgetsToStep", "train",
-        NO_STEP + "1 call(s) of train_batch led to 0 optimizer step(s)",
+    "half a batch": Case(
+        "bad_trials:StepsOnce", "train",
+        NO_STEP + "2 call(s) of train_batch led to 1 micro-step(s) of the first engine; expected 2",
+        hparams={"accumulation": 2},
     ),
-    "no step by hand": Case(
-        "engine_trials:ByHandTooLittle", "train",
-        NO_STEP + "1 call(s) of train_batch led to 0 optimizer step(s) of the first engine",
+    "no metrics, and half a batch": Case(
+        "bad_trials:ReturnsNothing", "train",
+        "train_batch must return a dictionary mapping string names to metrics",
+        hparams={"accumulation": 2},
+    ),
+    "no step": Case("bad_trials:ForgetsToStep", "train", ACCEPTED),
+    "too little by hand": Case("engine_trials:ByHandTooLittle", "train", ACCEPTED),
+    "an engine that is trained more rarely": Case(
+        "engine_trials:RareGenerator", "train", ACCEPTED
     ),
     "no whole group of micro-batches": Case(
         "parallel_trials:PipelineTrial", "validate", TOO_SMALL,
@@ -137,7 +145,7 @@ REFUSED = {
         'DeepSpeed found no weights (tag "model0") in ',
         ("; a trial that overrides save must also override load_weights",),
     ),
-    "nothing": Case("toy_trial:ToyTrial", "weights", "not refused"),
+    "nothing": Case("toy_trial:ToyTrial", "weights", ACCEPTED),
 }  # fmt: skip
 
 
