@@ -29,7 +29,9 @@ class RunInfo:
     Attributes:
         trial: the trial's id, ``name-1a2b3c4d``.
         experiment: the experiment configuration, as plain data.
-        batches_trained: batches trained so far; in `train_batch`, the current batch's index.
+        batches_trained: batches trained so far.
+        current_batch: index of the batch that is being trained, or was trained last; None before
+            training.
         epoch: the length of an epoch; None before the loaders are built, or if they have none.
         stop_requested: whether the trial has asked to save and end.
         instruments: the TensorBoard writer and the profiler of this rank.
@@ -38,6 +40,7 @@ class RunInfo:
     trial: str
     experiment: dict[str, Any]
     batches_trained: int = 0
+    current_batch: int | None = None
     epoch: EpochLength | None = None
     stop_requested: bool = False
     instruments: Instruments = field(default_factory=Instruments)
@@ -148,8 +151,12 @@ class TrialContext:
         self._info.stop_requested = stop_requested
 
     def current_train_batch(self) -> int:
-        """Index of the batch being trained, from 0, counted over all runs of the trial."""
-        return self._info.batches_trained
+        """Index of the current batch, from 0, counted over all runs of the trial.
+
+        Between two batches it is the last one. Before training it is the first one.
+        """
+        current = self._info.current_batch
+        return self._info.batches_trained if current is None else current
 
     def is_epoch_start(self) -> bool:
         """Whether the current batch is the first to begin in its epoch.
@@ -157,7 +164,7 @@ class TrialContext:
         Raises:
             TrialError: the length of an epoch is unknown.
         """
-        batch, epoch = self._info.batches_trained, self._known_epoch("is_epoch_start")
+        batch, epoch = self.current_train_batch(), self._known_epoch("is_epoch_start")
         return batch == 0 or epoch.epoch_of(batch) != epoch.epoch_of(batch - 1)
 
     def is_epoch_end(self) -> bool:
@@ -166,7 +173,7 @@ class TrialContext:
         Raises:
             TrialError: the length of an epoch is unknown.
         """
-        batch, epoch = self._info.batches_trained, self._known_epoch("is_epoch_end")
+        batch, epoch = self.current_train_batch(), self._known_epoch("is_epoch_end")
         return epoch.epoch_of(batch + 1) != epoch.epoch_of(batch)
 
     # ------------------------------------------------------------- TensorBoard and profiling
