@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from typing_extensions import Self
 
 from trial_core.config.determined import hyperparameters
-from trial_core.config.error_text import error_lines
+from trial_core.config.error_text import error_lines, format_value
+from trial_core.config.search_ranges import draw
 from trial_core.distributed import DistributedContext
 from trial_core.errors import ConfigError, TrialError
 from trial_core.run.instruments import Instruments
@@ -73,18 +74,21 @@ class TrialContext:
         Python has one rank; torchrun and ``deepspeed`` may start several.
 
         Args:
-            config: an experiment configuration; it needs only the fields that the trial reads.
+            config: an experiment configuration; it needs only the fields that the trial reads. In
+                place of a search range, a value is drawn from it, by the experiment's seed.
 
         Raises:
-            ConfigError: a hyperparameter is a search range instead of a value.
+            ConfigError: a search range is not complete, or a hyperparameter is not plain data.
         """
+        info = RunInfo(DEBUGGED_TRIAL, copy.deepcopy(dict(config)))
+        given = info.experiment.get("hyperparameters") or {}
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"hyperparameters: expected a mapping, got {format_value(given)}")
         try:
-            hparams = hyperparameters(dict(config.get("hyperparameters") or {}))
+            info.experiment["hyperparameters"] = hyperparameters(draw(given, info.experiment_seed))
         except ValidationError as error:
             raise ConfigError(f"hyperparameters: {'; '.join(error_lines(error))}") from error
-        experiment = {**copy.deepcopy(dict(config)), "hyperparameters": hparams}
-        distributed = DistributedContext.from_environment()
-        return cls(RunInfo(DEBUGGED_TRIAL, experiment), distributed)
+        return cls(info, DistributedContext.from_environment())
 
     @property
     def run_info(self) -> RunInfo:

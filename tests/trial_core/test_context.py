@@ -261,11 +261,22 @@ def test_from_config(monkeypatch: pytest.MonkeyPatch) -> None:
     os.rmdir(context.get_tensorboard_path())
 
 
-def test_from_config_refuses_a_search_range() -> None:
-    """A hyperparameter needs one value."""
-    config = {"hyperparameters": {"lr": {"type": "log", "minval": -4, "maxval": -1}}}
-    with pytest.raises(ConfigError, match="hyperparameters: lr: is a search range"):
-        TrialContext.from_config(config)
+def test_from_config_draws_from_search_ranges() -> None:
+    """A YAML file for a search can be debugged as it is; the experiment's seed decides."""
+    config: dict[str, Any] = {
+        "hyperparameters": {"lr": {"type": "log", "base": 10, "minval": -4, "maxval": -1}},
+        "reproducibility": {"experiment_seed": 3},
+    }
+    first, again = (TrialContext.from_config(config).get_hparam("lr") for _ in range(2))
+    assert 1e-4 <= first == again <= 1e-1
+    config["reproducibility"]["experiment_seed"] = 4
+    assert TrialContext.from_config(config).get_hparam("lr") != first
+
+
+def test_from_config_refuses_a_list_of_hyperparameters() -> None:
+    """They have names."""
+    with pytest.raises(ConfigError, match="hyperparameters: expected a mapping, got"):
+        TrialContext.from_config({"hyperparameters": ["lr"]})
 
 
 DEBUGGING = f"""

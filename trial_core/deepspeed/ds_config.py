@@ -29,7 +29,7 @@ def overwrite_deepspeed_config(
         TrialError: the file cannot be read, or does not hold a JSON object.
     """
     if isinstance(base_ds_config, (str, Path)):
-        base = _read(Path(base_ds_config))
+        base: Mapping[str, Any] = _read(Path(base_ds_config))
     elif isinstance(base_ds_config, Mapping):
         base = base_ds_config
     else:
