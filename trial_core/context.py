@@ -98,8 +98,9 @@ class TrialContext:
     # -------------------------------------------------------------- the experiment and trial
 
     def get_experiment_config(self) -> dict[str, Any]:
-        """The experiment configuration, as plain data."""
-        return copy.deepcopy(self._info.experiment)
+        """The experiment configuration, as plain data, with the fields that have no effect here."""
+        experiment = copy.deepcopy(self._info.experiment)
+        return _completed(experiment, experiment.pop("ignored_fields", {}))
 
     def get_data_config(self) -> dict[str, Any]:
         """The `data` section of the experiment configuration."""
@@ -237,3 +238,12 @@ class TrialContext:
                 "(or is not built yet); return a loader that has a len()"
             )
         return self._info.epoch
+
+
+def _completed(experiment: dict[str, Any], ignored: Mapping[str, Any]) -> dict[str, Any]:
+    """`experiment` with ignored fields in their places."""
+    for name, value in ignored.items():
+        section = experiment.setdefault(name, value)
+        if section is not value and isinstance(section, dict) and isinstance(value, dict):
+            _completed(section, value)
+    return experiment
