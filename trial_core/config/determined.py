@@ -92,12 +92,6 @@ IGNORED_SEARCHER = dict.fromkeys(
     _OTHER_SEARCHER,
 )
 
-# Ignoring a warm start would train a different model from the one that was asked for.
-REFUSED_SEARCHER = {
-    "source_trial_id": "only Determined's server can find a checkpoint by a trial's number; give "
-    "source_checkpoint_uuid instead",
-}
-
 ENTRYPOINT_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
 
 

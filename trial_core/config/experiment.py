@@ -264,6 +264,8 @@ class ExperimentConfig(Section):
         every credential.
         """
         content = self.model_dump(mode="json", exclude=_NOT_IN_DIGEST)
+        if self.searcher.source_trial_id is None:  # as in releases that did not have the field
+            del content["searcher"]["source_trial_id"]
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
