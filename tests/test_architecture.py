@@ -22,10 +22,12 @@ RANK_HALF = (
     "trial_core.deepspeed",
 )
 RANK_MODULES = {
+    "trial_core.accelerator",
     "trial_core.context",
     "trial_core.distributed",
     "trial_core.entrypoint",
     "trial_core.exchange",
+    "trial_core.process_group",
     "trial_core.rendezvous",
 }
 

@@ -13,11 +13,10 @@ from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, Protocol
 
+from trial_core.accelerator import claim_accelerator
 from trial_core.context import RunInfo
 from trial_core.controller.rank_state import seed_everything
 from trial_core.controller.trial_engine import TrialEngine
-from trial_core.deepspeed.accelerator import claim_accelerator
-from trial_core.deepspeed.collectives import init_distributed
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.deepspeed_engine import DeepSpeedTrialEngine
 from trial_core.deepspeed.mpu import forget_model_parallelism
@@ -25,12 +24,21 @@ from trial_core.deepspeed.op_builds import op_being_built, prepare_op_builds
 from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
+from trial_core.process_group import init_distributed
+from trial_core.pytorch.context import PyTorchTrialContext
+from trial_core.pytorch.pytorch_engine import PyTorchTrialEngine
+from trial_core.pytorch.trial import PyTorchTrial
 from trial_core.rendezvous import host_store
+
+Trial = DeepSpeedTrial | PyTorchTrial
+"""A trial of any kind."""
+
+Context = DeepSpeedTrialContext | PyTorchTrialContext
 
 MANUAL_INIT_VARIABLES = ("TRIALFLOW_MANUAL_INIT_DISTRIBUTED", "DET_MANUAL_INIT_DISTRIBUTED")
 
 
-def load_trial_class(entrypoint: str) -> type[DeepSpeedTrial]:
+def load_trial_class(entrypoint: str) -> type[Trial]:
     """The class that `entrypoint` names.
 
     Raises:
@@ -43,10 +51,11 @@ def load_trial_class(entrypoint: str) -> type[DeepSpeedTrial]:
         if not hasattr(found, part):
             raise TrialError(_no_such_class(entrypoint, module, part))
         found = getattr(found, part)
-    if not inspect.isclass(found) or not issubclass(found, DeepSpeedTrial):
+    if not inspect.isclass(found) or not issubclass(found, (DeepSpeedTrial, PyTorchTrial)):
         raise TrialError(
             f'entrypoint "{entrypoint}" is not a trial: {class_name} is {_describe(found)}, but '
-            "must be a subclass of trial_core.deepspeed.DeepSpeedTrial"
+            "must be a subclass of trial_core.pytorch.PyTorchTrial or "
+            "trial_core.deepspeed.DeepSpeedTrial"
         )
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
@@ -87,12 +96,12 @@ def build_engine(
     seed = info.experiment_seed
     if not initialises_torch_distributed():
         with doing("connecting the ranks", op_being_built):
-            init_distributed()
+            init_distributed(issubclass(trial_class, DeepSpeedTrial))
             distributed.connect()
     forget_model_parallelism()
     # The same seed on every rank: all must build the same weights.
     seed_everything(seed)
-    context = trial_class.trial_context_class(info, distributed)
+    context: Any = trial_class.trial_context_class(info, distributed)
     try:
         with doing(f"constructing {entrypoint}", op_being_built):
             trial = trial_class(context)
@@ -103,14 +112,18 @@ def build_engine(
     return engine_of(trial, context, seed)
 
 
-def engine_of(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, seed: int) -> TrialEngine:
+def engine_of(trial: Trial, context: Any, seed: int) -> TrialEngine:
     """The engine of a constructed trial. Collective: every rank calls this.
 
     Raises:
-        TrialError: the trial wrapped no engine, or its callbacks have the wrong type.
+        TrialError: the trial wrapped nothing to train, or its callbacks have the wrong type.
     """
     context.distributed.connect()
-    engine = DeepSpeedTrialEngine(trial, context)
+    engine: TrialEngine
+    if isinstance(trial, DeepSpeedTrial):
+        engine = DeepSpeedTrialEngine(trial, context)
+    else:
+        engine = PyTorchTrialEngine(trial, context)
     # A different seed per data shard: shards must not share their dropout masks.
     seed_everything(seed + 1 + engine.data_parallel_rank)
     return engine
@@ -144,7 +157,7 @@ def _import(module_name: str, entrypoint: str) -> ModuleType:
 
 def _no_such_class(entrypoint: str, module: ModuleType, name: str) -> str:
     classes = [n for n, value in vars(module).items() if inspect.isclass(value)]
-    trials = [n for n in classes if issubclass(vars(module)[n], DeepSpeedTrial)]
+    trials = [n for n in classes if issubclass(vars(module)[n], (DeepSpeedTrial, PyTorchTrial))]
     own = [n for n in trials if vars(module)[n].__module__ == module.__name__]
     near = own or difflib.get_close_matches(name, classes, n=1)
     hint = f'; did you mean "{near[0]}"?' if near else ""

@@ -21,6 +21,8 @@ from trial_core.config.experiment import ExperimentConfig, load_config
 from trial_core.config.retraining_section import RetrainingConfig, ScheduleConfig
 from trial_core.config.sections import (
     EnvironmentConfig,
+    OptimizationsConfig,
+    ProfilingConfig,
     ReproducibilityConfig,
     ResourcesConfig,
     SearcherConfig,
@@ -31,6 +33,8 @@ __all__ = [
     "ExperimentConfig",
     "ExperimentWarning",
     "IgnoredFieldWarning",
+    "OptimizationsConfig",
+    "ProfilingConfig",
     "ReproducibilityConfig",
     "ResourcesConfig",
     "RetrainingConfig",

@@ -32,10 +32,8 @@ IGNORED = {
     "internal": _SERVER,
     "log_pattern_policies": _SERVER,
     "log_policies": _SERVER,
-    "optimizations": "set gradient accumulation, clipping and precision in the DeepSpeed config",
     "pbs": _CLUSTER,
     "preemption_timeout": _SERVER,
-    "profiling": "trialflow has no such profiler; a trial may call context.set_profiler",
     "project": _SERVER,
     "records_per_epoch": "the training loader decides how long an epoch is",
     "retention_policy": _SERVER,
@@ -45,6 +43,18 @@ IGNORED = {
     "webhooks": _SERVER,
     "workspace": _SERVER,
 }
+
+_HOROVOD = "torch's DistributedDataParallel replaces Horovod, and groups gradients itself"
+
+IGNORED_OPTIMIZATIONS = {
+    "auto_tune_tensor_fusion": _HOROVOD,
+    "grad_updates_size_file": _HOROVOD,
+    "mixed_precision": "call context.experimental.use_amp() in the trial",
+    "tensor_fusion_cycle_time": _HOROVOD,
+    "tensor_fusion_threshold": _HOROVOD,
+}
+
+IGNORED_PROFILING = {"sync_timings": "torch's profiler reads the accelerator's own clock"}
 
 IGNORED_RESOURCES = {
     "agent_label": _CLUSTER,

@@ -22,6 +22,8 @@ from trial_core.config.retraining_section import RetrainingConfig
 from trial_core.config.section_base import Section
 from trial_core.config.sections import (
     EnvironmentConfig,
+    OptimizationsConfig,
+    ProfilingConfig,
     ReproducibilityConfig,
     ResourcesConfig,
     SearcherConfig,
@@ -148,6 +150,10 @@ class ExperimentConfig(Section):
     reproducibility: ReproducibilityConfig = Field(
         default_factory=ReproducibilityConfig, title="Reproducibility"
     )
+    optimizations: OptimizationsConfig = Field(
+        default_factory=OptimizationsConfig, title="Optimizations"
+    )
+    profiling: ProfilingConfig = Field(default_factory=ProfilingConfig, title="Profiling")
     max_restarts: Count = Field(
         default=5,
         title="Restarts",

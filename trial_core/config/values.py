@@ -47,6 +47,10 @@ def _count(value: Any) -> int:
     return _integer(value, "an integer of at least 0", 0)
 
 
+def _positive(value: Any) -> int:
+    return _integer(value, "a positive integer", 1)
+
+
 def _seed(value: Any) -> int:
     return _integer(value, f"an integer from 0 to {MAX_SEED}", 0, MAX_SEED)
 
@@ -57,6 +61,7 @@ def _positive_or_auto(value: Any) -> int | str:
 
 # No `Field` in a type that several fields share: before pydantic 2.11, the default of one field
 # leaks into the others.
+Positive = Annotated[int, Ge(1), Le(MAX_COUNT), BeforeValidator(_positive)]
 Count = Annotated[int, Ge(0), Le(MAX_COUNT), BeforeValidator(_count)]
 Seed = Annotated[int, Ge(0), Le(MAX_SEED), BeforeValidator(_seed)]
 PositiveOrAuto = Annotated[

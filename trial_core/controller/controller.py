@@ -198,6 +198,7 @@ class Controller:
             Snapshots(engine, run_dir, store, self._distributed, settings),
             RunFileUpload(info, store, run_dir),
         )
+        _set_up_profiling(info)
         self._loaders = self._rng = None
         self._has_requested_stop = self._owes_shutdown_hook = False
         self._hook_arguments = {}
@@ -346,8 +347,10 @@ class Controller:
         arguments = {**self._hook_arguments.get(request.hook, {}), **request.arguments}
         # By position, in the reference's order: callbacks may use other parameter names.
         positional = [arguments[name] for name in HOOKS[request.hook]]
-        for callback in self._trial.engine.callbacks.values():
-            getattr(callback, request.hook)(*positional)
+        engine, is_chief = self._trial.engine, self._distributed.get_rank() == 0
+        if is_chief or request.hook not in engine.chief_hooks:
+            for callback in engine.callbacks.values():
+                getattr(callback, request.hook)(*positional)
         return HookDone(stop_requested=self._trial.info.stop_requested)
 
     def finish_run_files(self, request: FinishRunFiles) -> RunFilesStored:
@@ -385,6 +388,20 @@ class Controller:
     @property
     def _built_loaders(self) -> Loaders:
         return _require(self._loaders, BuildLoaders)
+
+
+PROFILED_BATCHES = 5
+"""How many batches are profiled, if the experiment does not name the last one."""
+
+
+def _set_up_profiling(info: RunInfo) -> None:
+    settings = info.experiment.get("profiling") or {}
+    if not settings.get("enabled"):
+        return
+    first, last = settings.get("begin_on_batch", 0), settings.get("end_after_batch")
+    if last is None:
+        last = first + PROFILED_BATCHES - 1
+    info.instruments.profile_batches(first, last, lambda: info.batches_trained)
 
 
 def _require(value: T | None, request: type[Request]) -> T:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +73,12 @@ class Snapshots:
         """Write this rank's shards and state. Collective: every rank calls this."""
         engine, folder, memory = self._engine, self.staging(uuid), self._memory_files()
         folder.mkdir(parents=True, exist_ok=True)
-        state = rank_state(batches_trained, engine, training_data)
+        of_engine = engine.hook_state()
+        state = {**of_engine, **rank_state(batches_trained, engine, training_data)}
         for callback in engine.callbacks.values():
             callback.on_checkpoint_save_start(state)
         memory.begin()
-        engine.save(folder, memory)
+        engine.save(folder, memory, _taken_out(state, of_engine))
         memory.end()
         write_rank_state(folder, self._distributed.get_rank(), state, self._reader)
         return folder
@@ -160,9 +161,12 @@ class Snapshots:
         if state is None:
             engine.load_weights(folder, self._reader)
             return
+        of_engine = engine.read_hook_state(folder, self._reader)
+        state.update(of_engine)
         for callback in engine.callbacks.values():
             callback.on_checkpoint_load_start(state)
-        engine.load(folder, self._reader, reshape=remap is not None)
+        of_engine = _taken_out(state, of_engine)
+        engine.load(folder, self._reader, of_engine, reshape=remap is not None)
         restore_callbacks(state, engine.callbacks)
 
     def _memory_files(self) -> MemoryFiles:
@@ -172,3 +176,8 @@ class Snapshots:
             given = self._memory_gib
             self._memory = MemoryFiles(limit if given is None else int(given * GIB))
         return self._memory
+
+
+def _taken_out(state: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Those entries of `state`, without those that a hook has removed. `state` loses them."""
+    return {name: state.pop(name) for name in names if name in state}

@@ -89,7 +89,7 @@ def train_batches(
         calls = engine.train_batch(micro_batches, epoch_idx, batch_idx)
         if micro_batches is not None:
             micro_batches.batch_ended()
-        if engine.reports_metrics:
+        if engine.reports_training_metrics:
             metrics.add_batch(calls)
         _end_epochs(engine.callbacks, info.epoch, batch_idx)
         info.batches_trained = batch_idx + 1

@@ -24,6 +24,7 @@ class TrialEngine(Protocol):
         data_parallel_rank: this rank's data shard.
         data_parallel_size: the number of data shards.
         reports_metrics: whether this rank's metrics count.
+        reports_training_metrics: whether its training metrics count, too.
         needs_data: whether this rank needs data loaders.
         micro_batches_per_batch: micro-batches of one batch from this rank's loader.
         batch_samples: samples of one batch, over all ranks.
@@ -34,6 +35,7 @@ class TrialEngine(Protocol):
             that do not count. Otherwise all ranks end with the shortest shard.
         evaluates_full_dataset: whether the trial validates the whole set at once, on one rank.
         requires_reproducible_loaders: whether loaders must be `trial_core.pytorch.DataLoader`s.
+        chief_hooks: the callbacks' hooks that rank 0 alone calls.
     """
 
     callbacks: Mapping[str, PyTorchCallback]
@@ -41,6 +43,7 @@ class TrialEngine(Protocol):
     data_parallel_rank: int
     data_parallel_size: int
     reports_metrics: bool
+    reports_training_metrics: bool
     needs_data: bool
     micro_batches_per_batch: int
     batch_samples: int
@@ -49,6 +52,7 @@ class TrialEngine(Protocol):
     pads_evaluation: bool
     evaluates_full_dataset: bool
     requires_reproducible_loaders: bool
+    chief_hooks: frozenset[str]
 
     @property
     def checkpoint_classes(self) -> Sequence[Any]:
@@ -89,16 +93,31 @@ class TrialEngine(Protocol):
     def restore_accelerator_rng(self, state: Any) -> None:
         """Restore a state from `accelerator_rng_state`, if this rank has an accelerator."""
 
-    def save(self, folder: Path, memory_files: MemoryFiles) -> None:
-        """Write this rank's shards below `folder`, as far as possible as memory files.
+    def hook_state(self) -> dict[str, Any]:
+        """What `on_checkpoint_save_start` finds beside the rank's state, by the reference's names.
 
         Collective: every rank calls this.
         """
 
-    def load(self, folder: Path, reader: Reader, reshape: bool = False) -> None:
+    def read_hook_state(self, folder: Path, reader: Reader) -> dict[str, Any]:
+        """What `on_checkpoint_load_start` finds beside the rank's state. Not collective."""
+
+    def save(self, folder: Path, memory_files: MemoryFiles, hook_state: Mapping[str, Any]) -> None:
+        """Write this rank's shards below `folder`, as far as possible as memory files.
+
+        Collective: every rank calls this.
+
+        Args:
+            hook_state: the result of `hook_state`, as the hooks left it.
+        """
+
+    def load(
+        self, folder: Path, reader: Reader, hook_state: Mapping[str, Any], reshape: bool = False
+    ) -> None:
         """Restore from all ranks' shards below `folder`. Collective: every rank calls this.
 
         Args:
+            hook_state: the result of `read_hook_state`, as the hooks left it.
             reshape: whether the shards are of another number of ranks, or another ZeRO stage.
         """
 

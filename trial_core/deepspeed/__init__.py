@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         make_deepspeed_mpu,
     )
     from trial_core.deepspeed.trial import DeepSpeedTrial
-    from trial_core.trainer.init import init
+    from trial_core.trainer.init import deepspeed_init as init
     from trial_core.trainer.trainer import Trainer
 
 _HOMES = {
@@ -22,7 +22,6 @@ _HOMES = {
     "DeepSpeedTrialContext": "trial_core.deepspeed.context",
     "ModelParallelUnit": "trial_core.deepspeed.mpu",
     "Trainer": "trial_core.trainer.trainer",
-    "init": "trial_core.trainer.init",
     "make_data_parallel_mpu": "trial_core.deepspeed.mpu",
     "make_deepspeed_mpu": "trial_core.deepspeed.mpu",
     "overwrite_deepspeed_config": "trial_core.deepspeed.ds_config",
@@ -42,6 +41,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Resolved on first use, so that importing the package costs nothing (PEP 562).
+    if name == "init":
+        return importlib.import_module("trial_core.trainer.init").deepspeed_init
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
@@ -19,9 +19,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
-from torch.utils.serialization import config as serialization
 
 from trial_core.controller.safe_load import Reader
+from trial_core.controller.tensor_files import write_tensors
 from trial_core.transfer.memory_files import MemoryFiles
 
 CHECKPOINT_CLASSES = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
@@ -55,7 +55,9 @@ class SnapshotCheckpointEngine(TorchCheckpointEngine):
             torch.save(state_dict, path)
         else:
             name = Path(path).relative_to(self._folder).as_posix()
-            self._memory_files.write(self._folder, name, lambda file: _write(state_dict, file))
+            self._memory_files.write(
+                self._folder, name, lambda file: write_tensors(state_dict, file)
+            )
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Read one shard of a fetched and verified checkpoint."""
@@ -115,11 +117,3 @@ def checkpoint_engines_replaced(
     finally:
         for engine, checkpoint_engine in zip(engines, previous, strict=True):
             engine.checkpoint_engine = checkpoint_engine
-
-
-def _write(state: Any, file: IO[bytes]) -> None:
-    """Write as `torch.save` does, without a CRC and with pinned memory for accelerators."""
-    # The manifest's digest covers every byte, and is computed while training continues.
-    changes = {"save.compute_crc32": False, "save.use_pinned_memory_for_d2h": True}
-    with serialization.patch(changes):  # type: ignore[attr-defined]  # added at run time
-        torch.save(state, file)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, overload
+from collections.abc import Mapping
+from typing import Any
 
-import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from typing_extensions import Self
 
-from trial_core.context import RunInfo, TrialContext
+from trial_core.context import RunInfo
 from trial_core.deepspeed.mpu import (
     ModelParallelUnit,
     make_data_parallel_mpu,
@@ -22,37 +20,29 @@ from trial_core.deepspeed.mpu import (
 from trial_core.deepspeed.op_builds import prepare_op_builds
 from trial_core.distributed import DistributedContext, is_launched
 from trial_core.errors import TrialError
-from trial_core.pytorch.custom_reducers import FunctionReducer, MetricReducer, ReducerRegistry
-from trial_core.pytorch.to_device import to_device
+from trial_core.pytorch.torch_context import TorchTrialContext
 from trial_core.rendezvous import host_single_rank
 
 logger = logging.getLogger(__name__)
 
-ReducerT = TypeVar("ReducerT", bound=MetricReducer)
 
-
-class DeepSpeedTrialContext(TrialContext):
+class DeepSpeedTrialContext(TorchTrialContext):
     """Passed to a `DeepSpeedTrial`'s ``__init__`` on every rank.
 
     Follows ``determined.pytorch.deepspeed.DeepSpeedTrialContext``.
 
     Attributes:
         models: the wrapped engines, in the order of wrapping.
-        device: the device that this rank trains on.
         mpu: this rank's place in the parallel layout.
     """
 
     def __init__(self, info: RunInfo, distributed: DistributedContext) -> None:
         super().__init__(info, distributed)
         self.models: list[DeepSpeedEngine] = []
-        self.device = torch.device(get_accelerator().current_device_name())
-        self.reducers = ReducerRegistry()
         self.mpu: ModelParallelUnit = make_data_parallel_mpu(distributed)
         self.auto_grad_accumulation = True
-        self.reproducible_loaders = True
         self.uses_pipeline = False
         self._mpu_was_set = False
-        self._warned_types: set[type] = set()
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
@@ -122,64 +112,6 @@ class DeepSpeedTrialContext(TrialContext):
     def disable_auto_grad_accumulation(self) -> None:
         """Call `train_batch` once a batch; the trial then trains all its micro-batches itself."""
         self.auto_grad_accumulation = False
-
-    def disable_dataset_reproducibility_checks(self) -> None:
-        """Allow data loaders other than `trial_core.pytorch.DataLoader`.
-
-        The trial must then shard and shuffle the data itself. Checkpoints hold the state of a
-        training loader with ``state_dict`` and ``load_state_dict``, such as torchdata's
-        ``StatefulDataLoader``, for each rank. Any other loader starts from its first micro-batch
-        when the run resumes, with a warning.
-        """
-        self.reproducible_loaders = False
-
-    @overload
-    def wrap_reducer(
-        self,
-        reducer: ReducerT,
-        name: str | None = None,
-        for_training: bool = True,
-        for_validation: bool = True,
-    ) -> ReducerT: ...
-
-    @overload
-    def wrap_reducer(
-        self,
-        reducer: Callable[[list[Any]], Any],
-        name: str | None = None,
-        for_training: bool = True,
-        for_validation: bool = True,
-    ) -> FunctionReducer: ...
-
-    def wrap_reducer(
-        self,
-        reducer: Callable[[list[Any]], Any] | MetricReducer,
-        name: str | None = None,
-        for_training: bool = True,
-        for_validation: bool = True,
-    ) -> MetricReducer:
-        """Register a metric that is computed from the values of all ranks.
-
-        Every rank wraps the same reducers, in the same order.
-
-        Args:
-            reducer: a `MetricReducer`, or a function of the list of all values passed to
-                ``update``.
-            name: the metric's name; None if the reducer returns a dict of metrics.
-            for_training: report the metric after training workloads.
-            for_validation: report the metric after validations.
-
-        Returns:
-            The `MetricReducer`; for a function, an object with ``update(value)``.
-
-        Raises:
-            TrialError: `reducer` is neither, or was wrapped before, or is used for nothing.
-        """
-        return self.reducers.wrap(reducer, name, for_training, for_validation)
-
-    def to_device(self, data: Any) -> Any:
-        """`data` with all tensors and arrays on this rank's device, also in dicts and sequences."""
-        return to_device(data, self.device, self._warned_types)
 
     def _check_later_engine(self, model: DeepSpeedEngine) -> None:
         if isinstance(model, PipelineEngine):

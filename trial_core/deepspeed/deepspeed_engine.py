@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from trial_core.accelerator import accelerator_rng_state, restore_accelerator_rng
 from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.controller.safe_load import Reader
-from trial_core.deepspeed.accelerator import accelerator_rng_state, restore_accelerator_rng
 from trial_core.deepspeed.checkpoint_engine import (
     CHECKPOINT_CLASSES,
     snapshot_checkpoint_engines,
@@ -52,6 +52,7 @@ class DeepSpeedTrialEngine:
     """
 
     checkpoint_classes = CHECKPOINT_CLASSES
+    chief_hooks: frozenset[str] = frozenset()
 
     def __init__(self, trial: DeepSpeedTrial, context: DeepSpeedTrialContext) -> None:
         if not context.models:
@@ -69,6 +70,7 @@ class DeepSpeedTrialEngine:
         self.data_parallel_rank = context.mpu.data_parallel_rank
         self.data_parallel_size = context.mpu.data_parallel_world_size
         self.reports_metrics = context.mpu.should_report_metrics
+        self.reports_training_metrics = self.reports_metrics
         self.needs_data = context.mpu.should_build_data_loader
         self.micro_batches_per_batch = int(first.gradient_accumulation_steps())
         self.batch_samples = int(first.train_batch_size())
@@ -144,11 +146,19 @@ class DeepSpeedTrialEngine:
     def restore_accelerator_rng(self, state: Any) -> None:
         restore_accelerator_rng(state)
 
-    def save(self, folder: Path, memory_files: MemoryFiles) -> None:
+    def hook_state(self) -> dict[str, Any]:
+        return {}  # DeepSpeed writes its files itself
+
+    def read_hook_state(self, folder: Path, reader: Reader) -> dict[str, Any]:
+        return {}
+
+    def save(self, folder: Path, memory_files: MemoryFiles, hook_state: Mapping[str, Any]) -> None:
         with snapshot_checkpoint_engines(self._context.models, folder, memory_files=memory_files):
             self._trial.save(self._context, folder)
 
-    def load(self, folder: Path, reader: Reader, reshape: bool = False) -> None:
+    def load(
+        self, folder: Path, reader: Reader, hook_state: Mapping[str, Any], reshape: bool = False
+    ) -> None:
         engines = self._context.models
         with ExitStack() as stack:
             stack.enter_context(snapshot_checkpoint_engines(engines, folder, reader=reader))

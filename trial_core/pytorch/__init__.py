@@ -11,34 +11,50 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trial_core import deepspeed
     from trial_core.pytorch.callback import PyTorchCallback
+    from trial_core.pytorch.context import PyTorchExperimentalContext, PyTorchTrialContext
     from trial_core.pytorch.custom_reducers import MetricReducer
     from trial_core.pytorch.data import samplers
     from trial_core.pytorch.data.dataloader import DataLoader
+    from trial_core.pytorch.lr_scheduler import LRScheduler
     from trial_core.pytorch.metric_reduction import Reducer
     from trial_core.pytorch.to_device import TorchData
+    from trial_core.pytorch.trial import PyTorchTrial
+    from trial_core.trainer.init import pytorch_init as init
+    from trial_core.trainer.trainer import Trainer
     from trial_core.units import Batch, Epoch, TrainUnit
 
 _HOMES = {
     "Batch": "trial_core.units",
     "DataLoader": "trial_core.pytorch.data.dataloader",
     "Epoch": "trial_core.units",
+    "LRScheduler": "trial_core.pytorch.lr_scheduler",
     "MetricReducer": "trial_core.pytorch.custom_reducers",
     "PyTorchCallback": "trial_core.pytorch.callback",
+    "PyTorchExperimentalContext": "trial_core.pytorch.context",
+    "PyTorchTrial": "trial_core.pytorch.trial",
+    "PyTorchTrialContext": "trial_core.pytorch.context",
     "Reducer": "trial_core.pytorch.metric_reduction",
     "TorchData": "trial_core.pytorch.to_device",
     "TrainUnit": "trial_core.units",
+    "Trainer": "trial_core.trainer.trainer",
 }
 
 __all__ = [
     "Batch",
     "DataLoader",
     "Epoch",
+    "LRScheduler",
     "MetricReducer",
     "PyTorchCallback",
+    "PyTorchExperimentalContext",
+    "PyTorchTrial",
+    "PyTorchTrialContext",
     "Reducer",
     "TorchData",
     "TrainUnit",
+    "Trainer",
     "deepspeed",
+    "init",
     "samplers",
 ]
 
@@ -48,6 +64,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("trial_core.pytorch.data.samplers")
     if name == "deepspeed":  # for ``from determined.pytorch import deepspeed``
         return importlib.import_module("trial_core.deepspeed")
+    if name == "init":
+        return importlib.import_module("trial_core.trainer.init").pytorch_init
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

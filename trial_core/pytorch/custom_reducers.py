@@ -132,7 +132,7 @@ class ReducerRegistry:
         for_training: bool = True,
         for_validation: bool = True,
     ) -> MetricReducer:
-        """Register a reducer; see `DeepSpeedTrialContext.wrap_reducer`."""
+        """Register a reducer; see `TorchTrialContext.wrap_reducer`."""
         # A function may be wrapped twice: its values are in the FunctionReducer.
         if any(reducer is wrapped.reducer for wrapped in self._wrapped):
             raise TrialError(

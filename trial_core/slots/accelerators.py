@@ -1,7 +1,7 @@
 """The accelerators of this machine, found without torch, which the driver must not import.
 
 The driver launches one rank per accelerator and tells the ranks which kind it has counted. A rank
-that cannot use its accelerator refuses to train (`trial_core.deepspeed.accelerator`): otherwise
+that cannot use its accelerator refuses to train (`trial_core.accelerator`): otherwise
 DeepSpeed would train on the CPU and say nothing.
 """
 

@@ -1,9 +1,9 @@
-"""`init`: a trial's context in a user's own script. Follows Determined's function.
+"""`init`: a trial's context in a user's own script. Follows Determined's functions.
 
 Start the script with plain ``python`` (one rank), ``torchrun`` or ``deepspeed``. It needs no
 Prefect, server or driver; every rank runs the same script::
 
-    with init(exp_conf={"hyperparameters": {"lr": 1e-3}}) as context:
+    with pytorch.init(exp_conf={"hyperparameters": {"lr": 1e-3}}) as context:
         trial = MyTrial(context)
         Trainer(trial, context).fit(max_length=Epoch(3), validation_period=Batch(100))
 """
@@ -16,25 +16,30 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import deepspeed
 import torch.distributed as dist
 
+from trial_core.accelerator import claim_accelerator
 from trial_core.config.script import script_config
 from trial_core.context import RunInfo
 from trial_core.controller.rank_state import seed_everything
 from trial_core.controller.run_file_upload import instruments_in
-from trial_core.deepspeed.accelerator import claim_accelerator
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.mpu import forget_model_parallelism
 from trial_core.deepspeed.op_builds import prepare_op_builds
 from trial_core.distributed import DistributedContext, is_launched
 from trial_core.entrypoint import initialises_torch_distributed
+from trial_core.process_group import init_torch_distributed
+from trial_core.pytorch.context import PyTorchTrialContext
+from trial_core.pytorch.torch_context import TorchTrialContext
 from trial_core.rendezvous import host_single_rank
 from trial_core.run.run_dirs import run_dir_of, trial_id
 from trial_core.trainer import uncaught_errors
+
+ContextT = TypeVar("ContextT", DeepSpeedTrialContext, PyTorchTrialContext)
 
 _INITIALISED_HERE: list[bool] = []
 """Not empty if `init`, not the script, initialised torch.distributed."""
@@ -43,11 +48,12 @@ _RANKS: WeakKeyDictionary[Any, DistributedContext] = WeakKeyDictionary()
 
 
 @contextmanager
-def init(
+def deepspeed_init(
     *,
     hparams: Mapping[str, Any] | None = None,
     exp_conf: Mapping[str, Any] | None = None,
     distributed: DistributedContext | None = None,
+    enable_tensorboard_logging: bool = True,
 ) -> Iterator[DeepSpeedTrialContext]:
     """A context for constructing a trial; its `Trainer` fits within the block.
 
@@ -61,12 +67,59 @@ def init(
         exp_conf: any part of an experiment file, as plain data: name, hyperparameters, data,
             checkpoint_storage, searcher.metric, reproducibility.experiment_seed, …
         distributed: this rank's place among all; by default from the environment.
+        enable_tensorboard_logging: see `TrialContext.set_enable_tensorboard_logging`.
 
     Raises:
         ConfigError: `exp_conf` or `hparams` is invalid; lists every mistake.
     """
+    with _context(
+        DeepSpeedTrialContext, hparams, exp_conf, distributed, enable_tensorboard_logging
+    ) as context:
+        yield context
+
+
+@contextmanager
+def pytorch_init(
+    *,
+    hparams: Mapping[str, Any] | None = None,
+    exp_conf: Mapping[str, Any] | None = None,
+    distributed: DistributedContext | None = None,
+    aggregation_frequency: int = 1,
+    enable_tensorboard_logging: bool = True,
+) -> Iterator[PyTorchTrialContext]:
+    """A context for constructing a `PyTorchTrial`; its `Trainer` fits within the block.
+
+    Collective: every rank calls this. As `trial_core.deepspeed.init`, but without DeepSpeed.
+
+    Args:
+        hparams, exp_conf, distributed: as for `trial_core.deepspeed.init`.
+        aggregation_frequency: optimizers step once in so many batches. 1 takes the value of
+            ``optimizations.aggregation_frequency`` in `exp_conf`, if there is one.
+        enable_tensorboard_logging: see `TrialContext.set_enable_tensorboard_logging`.
+
+    Raises:
+        ConfigError: an argument is invalid; lists every mistake.
+    """
+    if aggregation_frequency != 1:
+        given = dict((exp_conf or {}).get("optimizations") or {})
+        given["aggregation_frequency"] = aggregation_frequency
+        exp_conf = {**(exp_conf or {}), "optimizations": given}
+    with _context(
+        PyTorchTrialContext, hparams, exp_conf, distributed, enable_tensorboard_logging
+    ) as context:
+        yield context
+
+
+@contextmanager
+def _context(
+    context_class: type[ContextT],
+    hparams: Mapping[str, Any] | None,
+    exp_conf: Mapping[str, Any] | None,
+    distributed: DistributedContext | None,
+    enable_tensorboard_logging: bool,
+) -> Iterator[ContextT]:
     uncaught_errors.install()
-    with _visible_logs(), _rank_environment(), _initialised():
+    with _visible_logs(), _rank_environment(), _initialised(context_class):
         # Within, so that the ranks can agree on who shows a mistake.
         config = script_config(exp_conf, hparams)
         ranks = distributed or _ranks()
@@ -82,8 +135,11 @@ def init(
         forget_model_parallelism()
         # The same seed on every rank: all must build the same weights.
         seed_everything(config.reproducibility.experiment_seed)
+        context = context_class(info, ranks)
+        if not enable_tensorboard_logging:
+            context.set_enable_tensorboard_logging(False)
         try:
-            yield DeepSpeedTrialContext(info, ranks)
+            yield context
         finally:
             info.instruments.finish()
 
@@ -101,7 +157,7 @@ def _rank_environment() -> Iterator[None]:
 
 
 @contextmanager
-def _initialised() -> Iterator[None]:
+def _initialised(context_class: type[TorchTrialContext]) -> Iterator[None]:
     """Initialise torch.distributed; the process group stays for a later block.
 
     Ranks cannot initialise it twice at the same port: a fast rank would connect to the old store.
@@ -111,7 +167,10 @@ def _initialised() -> Iterator[None]:
     claim_accelerator(local_rank)
     prepare_op_builds(local_rank)
     if not dist.is_initialized() and not initialises_torch_distributed():
-        deepspeed.init_distributed()
+        if issubclass(context_class, DeepSpeedTrialContext):
+            deepspeed.init_distributed()
+        else:
+            init_torch_distributed()
         _INITIALISED_HERE.append(True)
     yield
     # Not after a failure: a failed rank must end at once, without waiting for the others.

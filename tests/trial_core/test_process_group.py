@@ -9,7 +9,7 @@ import deepspeed
 import pytest
 import torch.distributed.distributed_c10d as c10d
 
-from trial_core.deepspeed import collectives
+from trial_core import process_group
 
 
 @pytest.fixture
@@ -19,13 +19,13 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(deepspeed, "init_distributed", given.update)
     monkeypatch.setattr(c10d, "default_pg_timeout", timedelta(minutes=30))
     monkeypatch.setattr(c10d, "default_pg_nccl_timeout", timedelta(minutes=10))
-    monkeypatch.delenv(collectives.TIMEOUT_VARIABLE, raising=False)
+    monkeypatch.delenv(process_group.TIMEOUT_VARIABLE, raising=False)
     return given
 
 
 def test_no_collective_ends_a_rank_before_the_driver_does(given: dict[str, Any]) -> None:
     """The first process group, and those that DeepSpeed makes later."""
-    collectives.init_distributed()
+    process_group.init_distributed(with_deepspeed=True)
     assert given == {"timeout": timedelta(days=7)}
     for backend in ("nccl", "gloo"):
         assert c10d._get_default_timeout(c10d.Backend(backend)) == timedelta(days=7)
@@ -33,7 +33,7 @@ def test_no_collective_ends_a_rank_before_the_driver_does(given: dict[str, Any])
 
 def test_the_users_timeout_stays(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """DEEPSPEED_TIMEOUT."""
-    monkeypatch.setenv(collectives.TIMEOUT_VARIABLE, "30")
-    collectives.init_distributed()
+    monkeypatch.setenv(process_group.TIMEOUT_VARIABLE, "30")
+    process_group.init_distributed(with_deepspeed=True)
     assert given == {}
     assert c10d._get_default_timeout(c10d.Backend("nccl")) == timedelta(minutes=10)

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from trial_core import entrypoint
+from trial_core import accelerator, entrypoint
 from trial_core.context import RunInfo
-from trial_core.deepspeed import accelerator
 from trial_core.deepspeed import context as context_module
 from trial_core.distributed import DistributedContext
 from trial_core.errors import LaunchError

@@ -1,0 +1,401 @@
+"""`PyTorchTrialContext`: what a `PyTorchTrial` asks and tells. Follows Determined's class."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from trial_core.context import RunInfo
+from trial_core.distributed import DistributedContext
+from trial_core.errors import TrialError
+from trial_core.pytorch.custom_reducers import MetricReducer
+from trial_core.pytorch.distributed_model import DistributedModel, unwrapped
+from trial_core.pytorch.gradient_averaging import GradientAveraging, parameters_of
+from trial_core.pytorch.lr_scheduler import LRScheduler
+from trial_core.pytorch.mixed_precision import MixedPrecision, apex_scaler
+from trial_core.pytorch.torch_context import TorchTrialContext
+
+logger = logging.getLogger(__name__)
+
+SchedulerT = TypeVar("SchedulerT")
+
+
+class PyTorchTrialContext(TorchTrialContext):
+    """Passed to a `PyTorchTrial`'s ``__init__`` on every rank.
+
+    Follows ``determined.pytorch.PyTorchTrialContext``.
+
+    Attributes:
+        models: the wrapped models, in the order of wrapping.
+        optimizers: the wrapped optimizers, in the order of wrapping.
+        lr_schedulers: the wrapped schedulers, in the order of wrapping.
+        scaler: the loss scaler that checkpoints hold; None if there is none.
+        aggregation_frequency: optimizers step once in so many batches
+            (``optimizations.aggregation_frequency``).
+        experimental: less common settings.
+    """
+
+    def __init__(self, info: RunInfo, distributed: DistributedContext) -> None:
+        super().__init__(info, distributed)
+        settings = info.experiment.get("optimizations") or {}
+        self.models: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
+        self.lr_schedulers: list[LRScheduler] = []
+        self.scaler: Any = None
+        self.aggregation_frequency = int(settings.get("aggregation_frequency", 1))
+        self.experimental = PyTorchExperimentalContext(self)
+        self.moves_batches = True
+        self.precision = MixedPrecision(self.device)
+        self._averages_by_default = bool(settings.get("average_aggregated_gradients", True))
+        self._compresses_by_default = bool(settings.get("gradient_compression", False))
+        self._divides: dict[int, bool] = {}
+        self._averaging = GradientAveraging(distributed.get_size())
+
+    # ------------------------------------------------------------------------------ wrapping
+
+    def wrap_model(self, model: nn.Module, find_unused_parameters: bool = False) -> nn.Module:
+        """Move a model to this rank's device, and have checkpoints contain it.
+
+        With several ranks the result is a replica whose gradients are averaged; the model's
+        attributes and methods can be reached through it. Every rank calls this, in the same order,
+        which is the model's index in checkpoints.
+
+        Args:
+            find_unused_parameters: say True if not every parameter gets a gradient in every batch.
+
+        Raises:
+            TrialError: `model` is not a model, or is wrapped already.
+        """
+        if not isinstance(model, nn.Module):
+            raise TrialError(f"wrap_model takes a torch.nn.Module, got {_kind(model)}")
+        if any(unwrapped(wrapped) is unwrapped(model) for wrapped in self.models):
+            raise TrialError("wrap_model was called twice with the same model; wrap each one once")
+        model = model.to(self.device)
+        is_trained = any(each.requires_grad for each in model.parameters())
+        if self.distributed.get_size() > 1 and is_trained:
+            replica = DistributedModel(model, self.device)
+            self._averaging.add_model(replica, in_backward=not find_unused_parameters)
+            model = replica
+        self.models.append(model)
+        return model
+
+    def wrap_optimizer(
+        self,
+        optimizer: Optimizer,
+        backward_passes_per_step: int = 1,
+        fp16_compression: bool | None = None,
+        average_aggregated_gradients: bool | None = None,
+    ) -> Optimizer:
+        """Register an optimizer of wrapped models, so that checkpoints contain it.
+
+        Every rank calls this, in the same order, after the models are wrapped.
+
+        Args:
+            backward_passes_per_step: calls of `backward` for each call of `step_optimizer`.
+            fp16_compression: send gradients between ranks as float16; default: the experiment's
+                ``optimizations.gradient_compression``.
+            average_aggregated_gradients: divide gradients that were added up over several batches
+                by their number; default: the experiment's
+                ``optimizations.average_aggregated_gradients``.
+
+        Returns:
+            `optimizer`.
+
+        Raises:
+            TrialError: an argument has the wrong type, or the optimizer is wrapped already.
+        """
+        if not isinstance(optimizer, Optimizer):
+            raise TrialError(
+                f"wrap_optimizer takes a torch.optim.Optimizer, got {_kind(optimizer)}"
+            )
+        if any(wrapped is optimizer for wrapped in self.optimizers):
+            raise TrialError(
+                "wrap_optimizer was called twice with the same optimizer; wrap each one once"
+            )
+        if type(backward_passes_per_step) is not int or backward_passes_per_step < 1:
+            raise TrialError(
+                "wrap_optimizer: backward_passes_per_step is a positive int, got "
+                f"{backward_passes_per_step!r}"
+            )
+        known = {id(each) for model in self.models for each in model.parameters()}
+        foreign = sum(id(each) not in known for each in parameters_of(optimizer))
+        if foreign:
+            logger.warning(
+                "%d parameter tensor(s) of optimizer %d belong to no wrapped model: checkpoints do "
+                "not contain them; call context.wrap_model first, and pass its result's parameters "
+                "to the optimizer",
+                foreign,
+                len(self.optimizers),
+            )
+        self.optimizers.append(optimizer)
+        is_only = len(self.optimizers) == 1
+        self._averaging.add_optimizer(optimizer, is_only, backward_passes_per_step)
+        if _default(fp16_compression, self._compresses_by_default):
+            self._averaging.compress()
+        self._divides[id(optimizer)] = _default(
+            average_aggregated_gradients, self._averages_by_default
+        )
+        return optimizer
+
+    def wrap_lr_scheduler(
+        self, lr_scheduler: SchedulerT, step_mode: LRScheduler.StepMode, frequency: int = 1
+    ) -> SchedulerT:
+        """Step a scheduler of a wrapped optimizer, and have checkpoints contain it.
+
+        Args:
+            lr_scheduler: one of ``torch.optim.lr_scheduler``.
+            step_mode: when to step it. ReduceLROnPlateau is stepped by hand.
+            frequency: step at every `frequency`-th such time.
+
+        Returns:
+            `lr_scheduler`.
+
+        Raises:
+            TrialError: an argument has the wrong type, or the optimizer is not wrapped.
+        """
+        wrapped = LRScheduler(lr_scheduler, step_mode, frequency)  # type: ignore[arg-type]
+        optimizer = getattr(lr_scheduler, "optimizer", None)
+        if not any(optimizer is each for each in self.optimizers):
+            raise TrialError(
+                "wrap_lr_scheduler got the scheduler of an optimizer that is not wrapped; call "
+                "context.wrap_optimizer first"
+            )
+        self.lr_schedulers.append(wrapped)
+        return lr_scheduler
+
+    def wrap_scaler(self, scaler: GradScaler) -> GradScaler:
+        """Have checkpoints contain a scaler that the trial uses itself.
+
+        The trial scales its losses, passes the scaler to `step_optimizer` and calls its ``update``.
+
+        Returns:
+            `scaler`.
+
+        Raises:
+            TrialError: `scaler` is not a ``torch.amp.GradScaler``, or there is one already.
+        """
+        if not isinstance(scaler, GradScaler):
+            raise TrialError(f"wrap_scaler takes a torch.amp.GradScaler, got {_kind(scaler)}")
+        if self.scaler is not None:
+            raise TrialError(
+                "a trial has one scaler: call wrap_scaler once, and not beside "
+                "experimental.use_amp() or configure_apex_amp"
+            )
+        self.scaler = scaler
+        return scaler
+
+    def configure_apex_amp(
+        self,
+        models: Any,
+        optimizers: Any,
+        enabled: bool = True,
+        opt_level: str = "O1",
+        cast_model_type: torch.dtype | None = None,
+        patch_torch_functions: bool | None = None,
+        keep_batchnorm_fp32: bool | str | None = None,
+        master_weights: bool | None = None,
+        loss_scale: float | str | None = None,
+        cast_model_outputs: torch.dtype | None = None,
+        num_losses: int = 1,
+        verbosity: int = 1,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float | None = 2.0**24,
+    ) -> tuple[Any, Any]:
+        """Use mixed precision: torch's, since Apex is no longer developed.
+
+        Level O0 changes nothing. O1, O2 and O3 become autocast with a gradient scaler (a constant
+        one for a number as `loss_scale`), or autocast without a scaler if `cast_model_type` is
+        ``torch.bfloat16``. The other arguments are accepted as in the reference and not used.
+
+        Returns:
+            `models` and `optimizers`, unchanged.
+
+        Raises:
+            TrialError: `opt_level` or `loss_scale` has another value than in the reference.
+        """
+        if enabled:
+            is_on, scaler = apex_scaler(self.device, opt_level, cast_model_type, loss_scale)
+            if is_on:
+                self._use_amp(scaler, cast_model_type)
+        return models, optimizers
+
+    # ------------------------------------------------------------------------------ training
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        gradient: torch.Tensor | None = None,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+    ) -> None:
+        """Compute gradients, with the arguments of ``torch.Tensor.backward``.
+
+        Scales the loss if mixed precision was switched on by `configure_apex_amp` or
+        ``experimental.use_amp``. Does not send anything to other ranks in batches without an
+        optimizer step.
+        """
+        if self.precision.scaler is not None:
+            loss = self.precision.scaler.scale(loss)
+        with self.precision.paused():
+            loss.backward(  # type: ignore[no-untyped-call]
+                gradient=gradient, retain_graph=retain_graph, create_graph=create_graph
+            )
+        self._averaging.backward_ended()
+
+    def step_optimizer(
+        self,
+        optimizer: Optimizer,
+        clip_grads: Callable[[Iterator[nn.Parameter]], Any] | None = None,
+        auto_zero_grads: bool = True,
+        scaler: GradScaler | None = None,
+    ) -> None:
+        """Step an optimizer, with gradients averaged over ranks. Collective: every rank calls it.
+
+        With ``optimizations.aggregation_frequency`` n, gradients are added up, and only every n-th
+        batch steps. Call this once for each optimizer in every `train_batch`, in any order.
+
+        Args:
+            clip_grads: called with the optimizer's parameters, before it steps.
+            auto_zero_grads: set the gradients to None after the step.
+            scaler: the scaler that has scaled the loss, if the trial uses one itself.
+
+        Raises:
+            TrialError: the optimizer is not wrapped; or `auto_zero_grads` is False while gradients
+                are added up over batches.
+        """
+        if id(optimizer) not in self._divides:
+            raise TrialError(
+                "step_optimizer got an optimizer that is not wrapped; pass it to "
+                "context.wrap_optimizer in __init__"
+            )
+        if self.aggregation_frequency > 1 and not auto_zero_grads:
+            raise TrialError(
+                "step_optimizer(auto_zero_grads=False) does not work with "
+                f"optimizations.aggregation_frequency {self.aggregation_frequency}: gradients "
+                "would be zeroed between the batches that add them up"
+            )
+        if not self.steps_in_this_batch:
+            return
+        parameters = [each for each in parameters_of(optimizer) if each.requires_grad]
+        self._averaging.before_step(parameters)
+        if self.aggregation_frequency > 1 and self._divides[id(optimizer)]:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.div_(self.aggregation_frequency)
+        scaler = scaler or self.precision.scaler
+        if clip_grads is not None:
+            if self.precision.scaler is not None:
+                self.precision.scaler.unscale_(optimizer)
+            clip_grads(iter(parameters))
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+        if auto_zero_grads:
+            optimizer.zero_grad()
+
+    @property
+    def steps_in_this_batch(self) -> bool:
+        """Whether optimizers step in the current batch; in others, gradients are added up."""
+        return (self.run_info.batches_trained + 1) % self.aggregation_frequency == 0
+
+    @contextmanager
+    def training_batch(self) -> Iterator[None]:
+        """The controller trains one batch within the block."""
+        with self._averaging.batch(self.steps_in_this_batch), self.precision.autocast():
+            yield
+        if self.precision.scaler is not None and self.steps_in_this_batch:
+            self.precision.scaler.update()
+        for scheduler in self.lr_schedulers:
+            scheduler.batch_ended(
+                self.run_info.batches_trained, self.aggregation_frequency, self.run_info.epoch
+            )
+
+    # --------------------------------------------------------------------------- batch sizes
+
+    def get_global_batch_size(self) -> int:
+        """The hyperparameter ``global_batch_size``: samples of one batch on all ranks.
+
+        Raises:
+            TrialError: it is missing, not a positive int, or less than the number of ranks.
+        """
+        size, ranks = self.get_hparam("global_batch_size"), self.distributed.get_size()
+        if type(size) is not int or size < 1:
+            raise TrialError(
+                f'the hyperparameter "global_batch_size" is a positive int, got {size!r}'
+            )
+        if size < ranks:
+            raise TrialError(
+                f'the hyperparameter "global_batch_size" is {size}, less than the {ranks} slots '
+                "that share a batch; enlarge it, or lower resources.slots_per_trial"
+            )
+        return size
+
+    def get_per_slot_batch_size(self) -> int:
+        """Samples of one batch on one rank: the global batch size divided by the ranks.
+
+        Raises:
+            TrialError: as `get_global_batch_size`.
+        """
+        size, ranks = self.get_global_batch_size(), self.distributed.get_size()
+        if size % ranks and self.distributed.get_rank() == 0:
+            logger.warning(
+                "global_batch_size %d is not a multiple of the %d slots: a batch has %d samples",
+                size, ranks, size // ranks * ranks,
+            )  # fmt: skip
+        return size // ranks
+
+    # ----------------------------------------------------------------------------- internals
+
+    def _use_amp(self, scaler: GradScaler | None, dtype: torch.dtype | None = None) -> None:
+        if scaler is not None:
+            self.wrap_scaler(scaler)
+        self.precision.switch_on(scaler, dtype)
+
+
+class PyTorchExperimentalContext:
+    """`PyTorchTrialContext.experimental`. Follows ``determined.pytorch``'s class of that name."""
+
+    def __init__(self, parent: PyTorchTrialContext) -> None:
+        self._parent = parent
+
+    def use_amp(self) -> None:
+        """Train and validate in mixed precision, with a gradient scaler, without further calls.
+
+        Raises:
+            TrialError: the trial has wrapped a scaler.
+        """
+        self._parent._use_amp(GradScaler(self._parent.device.type))
+
+    def disable_auto_to_device(self) -> None:
+        """Leave batches where the loaders put them; the trial calls ``context.to_device``."""
+        self._parent.moves_batches = False
+
+    def disable_dataset_reproducibility_checks(self) -> None:
+        """As `PyTorchTrialContext.disable_dataset_reproducibility_checks`."""
+        self._parent.disable_dataset_reproducibility_checks()
+
+    def wrap_reducer(
+        self,
+        reducer: Callable[[list[Any]], Any] | MetricReducer,
+        name: str | None = None,
+        for_training: bool = True,
+        for_validation: bool = True,
+    ) -> MetricReducer:
+        """As `PyTorchTrialContext.wrap_reducer`."""
+        return self._parent.wrap_reducer(reducer, name, for_training, for_validation)
+
+
+def _default(given: bool | None, default: bool) -> bool:
+    return default if given is None else given
+
+
+def _kind(thing: object) -> str:
+    return f"the class {thing.__name__}" if isinstance(thing, type) else type(thing).__name__

@@ -1,0 +1,111 @@
+"""When the ranks' gradients are averaged.
+
+A trial with one model and one optimizer averages them in its backward pass: torch's
+DistributedDataParallel sends some gradients while it still computes others. That is right only if
+each forward pass is followed by one backward pass. A trial with several models or optimizers may
+run forward and backward passes in any order, so its gradients are averaged in `step_optimizer`.
+
+Averaging twice is harmless: the mean of what the ranks have in common is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+from trial_core.pytorch.distributed_model import DistributedModel, average
+
+
+class GradientAveraging:
+    """Averages the gradients of a trial's models over its ranks.
+
+    Args:
+        ranks: the number of ranks; one rank has nothing to average.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._models: list[DistributedModel] = []
+        self._overlaps = True
+        self._forwards = 0
+        self._compresses = False
+        self._has_begun = False
+        self._is_incomplete = False
+
+    def add_model(self, model: DistributedModel, in_backward: bool) -> None:
+        """Average this model's gradients, too.
+
+        Args:
+            in_backward: whether every parameter gets a gradient in every batch. If not, averaging
+                waits for `step_optimizer`.
+        """
+        self._models.append(model)
+        self._overlaps &= in_backward and len(self._models) == 1
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer, is_only: bool, passes: int) -> None:
+        """Take note of an optimizer.
+
+        Args:
+            is_only: whether it is the trial's only one.
+            passes: backward passes between two of its steps.
+        """
+        averaged = {id(each) for model in self._models for each in model.parameters()}
+        covers = all(id(each) in averaged for each in parameters_of(optimizer))
+        self._overlaps &= is_only and passes == 1 and covers
+
+    def compress(self) -> None:
+        """Send gradients as float16."""
+        self._compresses = True
+
+    @contextmanager
+    def batch(self, steps: bool) -> Iterator[None]:
+        """A batch, in which optimizers step or only collect gradients."""
+        if not self._has_begun and self._overlaps and self._compresses:
+            for model in self._models:
+                model.register_comm_hook(None, fp16_compress_hook)
+        self._has_begun = True
+        self._is_incomplete = not self._overlaps
+        self._forwards = self._forward_count()
+        with ExitStack() as stack:
+            if not (steps and self._overlaps):
+                for model in self._models:
+                    stack.enter_context(model.no_sync())
+            yield
+
+    def backward_ended(self) -> None:
+        """Take note of a backward pass: without a forward pass before it, it has averaged nothing.
+
+        That is so for a second backward pass through the same graph, and for a model whose other
+        methods the trial calls instead of the model itself.
+        """
+        forwards = self._forward_count()
+        self._is_incomplete |= forwards == self._forwards
+        self._forwards = forwards
+
+    def before_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Average the gradients of `parameters`, unless the backward pass has. Collective."""
+        if self._ranks == 1 or not self._is_incomplete:
+            return
+        with_gradient = torch.tensor([each.grad is not None for each in parameters])
+        used = with_gradient.to(parameters[0].device, torch.int32)
+        dist.all_reduce(used, dist.ReduceOp.MAX)
+        gradients = []
+        for parameter, is_used in zip(parameters, used.tolist(), strict=True):
+            if is_used:  # on some rank
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients.append(parameter.grad)
+        average(gradients, self._ranks, self._compresses)
+
+    def _forward_count(self) -> int:
+        return sum(model.forwards for model in self._models)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """All parameters of an optimizer."""
+    return [each for group in optimizer.param_groups for each in group["params"]]

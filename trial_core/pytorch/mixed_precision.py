@@ -1,0 +1,102 @@
+"""Automatic mixed precision: torch's, and what Apex's settings become."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from trial_core.errors import TrialError
+
+logger = logging.getLogger(__name__)
+
+GROWS_NEVER = 2**31 - 1
+"""A growth interval longer than any training: the loss scale is constant."""
+
+
+class MixedPrecision:
+    """Whether a trial's batches run with autocast, and the scaler that follows from it.
+
+    Attributes:
+        scaler: scales losses by itself, in `backward` and `step_optimizer`; None: no scaling.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_on = False
+        self._type: torch.dtype | None = None
+        self.scaler: GradScaler | None = None
+
+    def switch_on(self, scaler: GradScaler | None, dtype: torch.dtype | None = None) -> None:
+        """Use autocast from now on.
+
+        Args:
+            dtype: of computations that are safe in less precision; None: torch's default.
+        """
+        self._is_on, self.scaler, self._type = True, scaler, dtype
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Within the block, operations run in mixed precision, if it is switched on."""
+        if not self._is_on:
+            yield
+            return
+        with torch.autocast(self._device.type, dtype=self._type):
+            yield
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within the block, operations run in the precision of their tensors."""
+        if not self._is_on:
+            yield
+            return
+        with torch.autocast(self._device.type, enabled=False):
+            yield
+
+
+def apex_scaler(
+    device: torch.device,
+    opt_level: str,
+    cast_model_type: torch.dtype | None,
+    loss_scale: float | str | None,
+) -> tuple[bool, GradScaler | None]:
+    """What ``apex.amp.initialize`` with these arguments becomes: autocast or not, and a scaler.
+
+    Raises:
+        TrialError: Apex has no such level or loss scale.
+    """
+    if opt_level not in ("O0", "O1", "O2", "O3"):
+        raise TrialError(f'configure_apex_amp: opt_level is "O0" to "O3", got {opt_level!r}')
+    if opt_level == "O0":
+        return False, None
+    logger.warning(
+        'Apex is no longer developed: configure_apex_amp(opt_level="%s") uses torch\'s automatic '
+        "mixed precision, which keeps weights in float32. context.experimental.use_amp() does the "
+        "same",
+        opt_level,
+    )
+    if cast_model_type is torch.bfloat16:
+        return True, None
+    fixed = _fixed_scale(loss_scale)
+    if fixed is None:
+        return True, GradScaler(device.type)
+    return True, GradScaler(device.type, init_scale=fixed, growth_interval=GROWS_NEVER)
+
+
+def _fixed_scale(loss_scale: Any) -> float | None:
+    """A constant loss scale; None if it is to be found while training."""
+    if loss_scale in (None, "dynamic"):
+        return None
+    try:
+        scale = float(loss_scale)
+    except (TypeError, ValueError):
+        scale = 0.0
+    if scale <= 0:
+        raise TrialError(
+            f'configure_apex_amp: loss_scale is a positive number or "dynamic", got {loss_scale!r}'
+        )
+    return scale

@@ -1,0 +1,128 @@
+"""`PyTorchTrial`: the class a user writes. Follows Determined's class of the same name."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+
+from trial_core.errors import TrialError
+from trial_core.pytorch.batch_length import batch_length
+from trial_core.pytorch.callback import PyTorchCallback
+from trial_core.pytorch.context import PyTorchTrialContext
+from trial_core.pytorch.metric_reduction import Reducer
+
+
+class PyTorchTrial(ABC):
+    """Models, optimizers, data, and how to train and validate one batch.
+
+    Follows ``determined.pytorch.PyTorchTrial``. There is one instance on every rank. Unless stated
+    otherwise, every rank calls every method, in the same order.
+    """
+
+    trial_context_class: ClassVar[type[PyTorchTrialContext]] = PyTorchTrialContext
+
+    @abstractmethod
+    def __init__(self, context: PyTorchTrialContext) -> None:
+        """Build models, optimizers and LR schedulers, and wrap them::
+
+        self.context = context
+        self.model = context.wrap_model(nn.Linear(64, 10))
+        self.optimizer = context.wrap_optimizer(torch.optim.Adam(self.model.parameters()))
+        self.scheduler = context.wrap_lr_scheduler(
+            torch.optim.lr_scheduler.StepLR(self.optimizer, 5),
+            step_mode=LRScheduler.StepMode.STEP_EVERY_EPOCH,
+        )
+
+        Any number of each. Checkpoints contain what is wrapped.
+        """
+
+    @abstractmethod
+    def train_batch(
+        self, batch: Any, epoch_idx: int, batch_idx: int
+    ) -> torch.Tensor | dict[str, Any]:
+        """Train on one batch of this rank's shard::
+
+            images, labels = batch
+            loss = nn.functional.cross_entropy(self.model(images), labels)
+            self.context.backward(loss)
+            self.context.step_optimizer(self.optimizer)
+            return {"loss": loss}
+
+        Args:
+            batch: from the training loader, on this rank's device.
+            epoch_idx: the epoch in which this batch begins, counted from 0.
+            batch_idx: number of batches that the trial has trained before this one.
+
+        Returns:
+            Metrics: a scalar tensor (reported as ``loss``), or numbers by name. They may stay on
+            the device: the controller reads them when the workload ends.
+        """
+
+    @abstractmethod
+    def build_training_data_loader(self) -> Any:
+        """The training data: a `trial_core.pytorch.DataLoader`.
+
+        Give it ``batch_size=self.context.get_per_slot_batch_size()``. After
+        ``context.disable_dataset_reproducibility_checks()`` it may be any iterable of this rank's
+        batches; when it ends, it is iterated over again. Checkpoints hold the state of an iterable
+        with ``state_dict`` and ``load_state_dict``, such as torchdata's ``StatefulDataLoader``.
+        """
+
+    @abstractmethod
+    def build_validation_data_loader(self) -> Any:
+        """The validation data: a `trial_core.pytorch.DataLoader`."""
+
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        """Validation metrics of one batch, by name::
+
+            images, labels = batch
+            return {"validation_loss": nn.functional.cross_entropy(self.model(images), labels)}
+
+        Called without gradients, with the models in evaluation mode. Called once before training as
+        well, only for the names of the metrics (unless a callback overrides ``on_validation_start``
+        or one of the ``on_validation_epoch_`` hooks).
+
+        Args:
+            batch: from this rank's shard of the validation loader, on this rank's device.
+            batch_idx: counts the calls of this validation from 0. The parameter is optional.
+
+        Returns:
+            Numbers, or arrays of numbers, by name; the same names in every call.
+            `evaluation_reducer` says how to reduce them.
+        """
+        raise TrialError(f"{type(self).__name__} does not define evaluate_batch")
+
+    def evaluate_full_dataset(self, data_loader: Any) -> dict[str, Any]:
+        """Validation metrics of the whole set; define this instead of `evaluate_batch`.
+
+        Called on rank 0 only, while the other ranks wait for at most the deadline of
+        `DistributedContext`'s collectives.
+
+        Args:
+            data_loader: all batches of the validation set, unsharded, not moved to the device.
+
+        Returns:
+            Final metrics by name; `evaluation_reducer` does not apply.
+        """
+        raise TrialError(f"{type(self).__name__} does not define evaluate_full_dataset")
+
+    def evaluation_reducer(self) -> Reducer | dict[str, Reducer]:
+        """How to reduce validation metrics over batches: one way, or one for each metric name."""
+        return Reducer.AVG
+
+    def get_batch_length(self, batch: Any) -> int:
+        """The number of records in `batch`, a batch of the training or validation loader.
+
+        By default the length of the first tensor or array in nested dicts, lists and tuples.
+        Override it for batches of other types.
+
+        Raises:
+            TrialError: there is no tensor or array with a first dimension.
+        """
+        return batch_length(batch)
+
+    def build_callbacks(self) -> dict[str, PyTorchCallback]:
+        """Callbacks by name. Checkpoints hold their state under these names."""
+        return {}
