@@ -57,9 +57,7 @@ class TrialValueError(TrialError, ValueError):
 InvalidExperimentException = TrialError
 """Determined's name, for trials that catch it."""
 
-_TRIAL_MISTAKES = frozenset(
-    each.__name__ for each in (TrialError, TrialTypeError, TrialValueError)
-)
+_TRIAL_MISTAKES = frozenset(each.__name__ for each in (TrialError, TrialTypeError, TrialValueError))
 
 
 class SlotsError(TrialflowError):

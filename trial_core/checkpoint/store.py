@@ -224,7 +224,9 @@ class CheckpointStore:
 
     def newest_trial(self, experiment: str) -> str | None:
         """The trial of an experiment that saved last, None if none has saved."""
-        newest = [manifest for trial in self.trials() if (manifest := self.newest(trial)) is not None]
+        newest = [
+            manifest for trial in self.trials() if (manifest := self.newest(trial)) is not None
+        ]
         saved = [(each.created_at, each.trial) for each in newest if each.experiment == experiment]
         return max(saved)[1] if saved else None
 

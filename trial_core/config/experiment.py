@@ -75,8 +75,7 @@ def _ignored_fields(section: type[Section], data: Any) -> dict[str, Any]:
     for name, field in section.model_fields.items():
         annotation = field.annotation
         if isinstance(annotation, type) and issubclass(annotation, Section):
-            if inner := _ignored_fields(annotation, data.get(name)):
-                found[name] = inner
+            found[name] = _ignored_fields(annotation, data.get(name)) or None
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -169,8 +168,8 @@ class ExperimentConfig(Section):
     ignored_fields: PlainMapping = Field(
         default={},
         title="Ignored fields",
-        description="Filled in: fields of Determined that have no effect here. The trial finds them "
-        "in their places in context.get_experiment_config().",
+        description="Filled in: Determined's fields that have no effect. The trial finds them in "
+        "their places in context.get_experiment_config().",
     )
 
     @classmethod

@@ -62,7 +62,9 @@ def test_an_entrypoint_that_is_not_a_trial(entrypoint: str, message: str) -> Non
 @pytest.mark.slots
 def test_a_trial_that_breaks_a_rule(tmp_path: Path) -> None:
     """The driver reports the trial's mistake, not a crash."""
-    config = toy_config(tmp_path, 2, entrypoint="bad_trials:StepsOnce", hyperparameters={"accumulation": 2})
+    config = toy_config(
+        tmp_path, 2, entrypoint="bad_trials:StepsOnce", hyperparameters={"accumulation": 2}
+    )
     with SlotGroup(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
         drive(slots, config, tmp_path)
     assert failure.value.is_trial_mistake

@@ -119,5 +119,7 @@ def test_a_trial_whose_checkpoints_are_all_damaged_does_not_begin_again() -> Non
 
 def test_a_damaged_source_checkpoint_is_named_as_such() -> None:
     """The error says that the experiment names it."""
-    with pytest.raises(CheckpointDamaged, match=r"^the source checkpoint of the searcher: it lacks"):
+    with pytest.raises(
+        CheckpointDamaged, match=r"^the source checkpoint of the searcher: it lacks"
+    ):
         fetch_first_intact([ResumePoint.warm(SOURCE, True)], lambda _: "it lacks a file")
