@@ -37,7 +37,13 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"trial_core.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise _unknown(name)
+
+
+def _unknown(name: str) -> AttributeError:
+    from trial_core.unknown_names import unknown_name
+
+    return unknown_name(__name__, name, __all__)
 
 
 def __dir__() -> list[str]:

@@ -16,7 +16,7 @@ from trial_core.config.determined import hyperparameters
 from trial_core.config.error_text import error_lines, format_value
 from trial_core.config.search_ranges import draw
 from trial_core.distributed import DistributedContext
-from trial_core.errors import ConfigError, TrialError
+from trial_core.errors import ConfigError, TrialError, TrialTypeError, TrialValueError
 from trial_core.run.instruments import Instruments
 from trial_core.units import EpochLength
 
@@ -31,6 +31,7 @@ class RunInfo:
         trial: the trial's id, ``name-1a2b3c4d``.
         experiment: the experiment configuration, as plain data.
         batches_trained: batches trained so far.
+        initial_batch: how many batches earlier runs have trained.
         current_batch: index of the batch that is being trained, or was trained last; None before
             training.
         epoch: the length of an epoch; None before the loaders are built, or if they have none.
@@ -41,6 +42,7 @@ class RunInfo:
     trial: str
     experiment: dict[str, Any]
     batches_trained: int = 0
+    initial_batch: int = 0
     current_batch: int | None = None
     epoch: EpochLength | None = None
     stop_requested: bool = False
@@ -114,12 +116,12 @@ class TrialContext:
         """One hyperparameter.
 
         Raises:
-            TrialError: the experiment does not set it.
+            TrialValueError: the experiment does not set it.
         """
         hparams = self._info.experiment.get("hyperparameters") or {}
         if name not in hparams:
             known = ", ".join(sorted(hparams)) or "none"
-            raise TrialError(
+            raise TrialValueError(
                 f'the trial asks for hyperparameter "{name}", which the experiment does not set; '
                 f"it sets: {known}"
             )
@@ -128,6 +130,10 @@ class TrialContext:
     def get_trial_id(self) -> int:
         """A number that identifies this trial, from the hexadecimal end of its id."""
         return int(self._info.trial.rpartition("-")[2], 16)
+
+    def get_trial_seed(self) -> int:
+        """The seed of all random generators: ``reproducibility.experiment_seed``."""
+        return self._info.experiment_seed
 
     def get_experiment_id(self) -> int:
         """A number that identifies the experiment: equal for all runs with the same name."""
@@ -149,10 +155,10 @@ class TrialContext:
         A validation is finished first. The request cannot be withdrawn after the batch has ended.
 
         Raises:
-            TrialError: `stop_requested` is not a bool.
+            TrialTypeError: `stop_requested` is not a bool.
         """
         if not isinstance(stop_requested, bool):
-            raise TrialError(f"set_stop_requested takes a bool, got {stop_requested!r}")
+            raise TrialTypeError(f"set_stop_requested takes a bool, got {stop_requested!r}")
         self._info.stop_requested = stop_requested
 
     def current_train_batch(self) -> int:
@@ -162,6 +168,21 @@ class TrialContext:
         """
         current = self._info.current_batch
         return self._info.batches_trained if current is None else current
+
+    def get_initial_batch(self) -> int:
+        """Index of the first batch of this run: how many batches earlier runs have trained.
+
+        Known once the data loaders are built; 0 before.
+        """
+        return self._info.initial_batch
+
+    def current_train_epoch(self) -> int:
+        """The epoch in which the current batch begins, from 0.
+
+        Raises:
+            TrialError: the length of an epoch is unknown.
+        """
+        return self._known_epoch("current_train_epoch").epoch_of(self.current_train_batch())
 
     def is_epoch_start(self) -> bool:
         """Whether the current batch is the first to begin in its epoch.
@@ -205,10 +226,11 @@ class TrialContext:
         calls `get_tensorboard_writer`. Call it on every rank, in ``__init__``.
 
         Raises:
-            TrialError: the value is not a bool; or it is True and TensorBoard is not installed.
+            TrialTypeError: the value is not a bool.
+            TrialError: it is True, and TensorBoard is not installed.
         """
         if not isinstance(enable_tensorboard_logging, bool):
-            raise TrialError(
+            raise TrialTypeError(
                 f"set_enable_tensorboard_logging takes a bool, got {enable_tensorboard_logging!r}"
             )
         self._info.instruments.set_automatic(enable_tensorboard_logging)

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from trial_core.errors import TrialError
+from trial_core.errors import TrialError, TrialValueError
 from trial_core.exchange import Exchange
 from trial_core.run.timeouts import COLLECTIVE_SECONDS
 
@@ -294,14 +294,16 @@ class DistributedContext:
 
 def _check_within(name: str, value: int, of: str, count: int) -> None:
     if not 0 <= value < count:
-        raise TrialError(f"{name} must be at least 0 and less than {of}, got {value} of {count}")
+        raise TrialValueError(
+            f"{name} must be at least 0 and less than {of}, got {value} of {count}"
+        )
 
 
 def _parsed(name: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise TrialError(f"{name} in the environment must be a number, got {text!r}") from None
+        raise TrialValueError(f"{name} in the environment must be a number, got {text!r}") from None
 
 
 def _deadline(seconds: float | None) -> float:
@@ -314,7 +316,7 @@ def _deadline(seconds: float | None) -> float:
     else:
         text = str(seconds)
     if not (0 < seconds < math.inf):
-        raise TrialError(
+        raise TrialValueError(
             f"the deadline of collectives ({DEADLINE_VARIABLE}) must be a positive number of "
             f"seconds, got {text!r}"
         )

@@ -7,9 +7,7 @@ import pytest
 import trial_core
 
 
-@pytest.mark.parametrize(
-    ("variable", "expected"), [(None, "latest"), ("0a1b", "0a1b"), ("", None)]
-)
+@pytest.mark.parametrize(("variable", "expected"), [(None, "latest"), ("0a1b", "0a1b"), ("", None)])
 def test_the_latest_checkpoint_is_an_argument_of_fit(
     monkeypatch: pytest.MonkeyPatch, variable: str | None, expected: str | None
 ) -> None:

@@ -231,7 +231,7 @@ class Controller:
         """Build the loaders, and restore from a fetched checkpoint. Collective."""
         trial = self._trial
         engine, info = trial.engine, trial.info
-        info.batches_trained = request.batches_trained
+        info.batches_trained = info.initial_batch = request.batches_trained
         seed = info.experiment_seed
         remap = RankRemap.of(request.saved_by, engine, seed, request.batches_trained)
         if remap is not None and self._distributed.get_rank() == 0:
