@@ -66,9 +66,7 @@ REFERENCE: dict[str, str] = {
         "Trainer adapt_batch_sampler data_length init load_trial_from_checkpoint_path samplers "
         "to_device"
     ),
-    "pytorch.PyTorchTrial": (
-        f"{_TRIAL} evaluate_full_dataset evaluation_reducer get_batch_length"
-    ),
+    "pytorch.PyTorchTrial": (f"{_TRIAL} evaluate_full_dataset evaluation_reducer get_batch_length"),
     "pytorch.PyTorchTrialContext": (
         f"{_CONTEXT} backward configure_apex_amp experimental step_optimizer wrap_lr_scheduler "
         "wrap_model wrap_optimizer wrap_scaler"
@@ -109,9 +107,10 @@ _PYTORCH_TRIALS = (
     "pytorch.PyTorchTrial", "pytorch.PyTorchTrialContext", "pytorch.PyTorchExperimentalContext",
     "pytorch.LRScheduler", "pytorch.LRScheduler.StepMode",
 )  # fmt: skip
-NOT_YET = {
-    f"{owner}.{name}" for owner in _PYTORCH_TRIALS for name in REFERENCE[owner].split()
-} | {"pytorch.Trainer.configure_profiler", "pytorch.Trainer.fit"}
+NOT_YET = {f"{owner}.{name}" for owner in _PYTORCH_TRIALS for name in REFERENCE[owner].split()} | {
+    "pytorch.Trainer.configure_profiler",
+    "pytorch.Trainer.fit",
+}
 """Names of trials without DeepSpeed that have no row yet."""
 NOT_YET -= {"pytorch.PyTorchTrialContext.configure_apex_amp"}
 

@@ -207,8 +207,8 @@ class TrialContext:
     def get_tensorboard_writer(self) -> Any:
         """This rank's `torch.utils.tensorboard.SummaryWriter`, the same one on every call.
 
-        Its event files are uploaded with the run. From now on, rank 0 also writes the reported
-        metrics to it, as ``training/…`` and ``validation/…``.
+        Its event files are uploaded with the run. Rank 0 also writes the reported metrics to it, as
+        ``Determined/loss`` and, for validation metrics, ``Determined/val_loss``.
 
         Raises:
             TrialError: TensorBoard is not installed.
@@ -222,8 +222,8 @@ class TrialContext:
     def set_enable_tensorboard_logging(self, enable_tensorboard_logging: bool) -> None:
         """Switch automatic TensorBoard logging: reported metrics are written, files are uploaded.
 
-        False keeps the files on this machine. True writes reported metrics even if the trial never
-        calls `get_tensorboard_writer`. Call it on every rank, in ``__init__``.
+        On by default, if TensorBoard is installed. False keeps the files on this machine, and
+        writes no metrics. Call it on every rank, in ``__init__``.
 
         Raises:
             TrialTypeError: the value is not a bool.

@@ -176,8 +176,10 @@ def test_reported_metrics_are_written_for_a_trial_with_a_writer(
     info.instruments.report("validation", 12, {"loss": 0.5, "confusion": [[1, 2], [3, 4]]})
     info.instruments.finish()
     seen = events(context.get_tensorboard_path())
-    assert seen.Tags()["scalars"] == ["validation/loss"]
-    assert [(event.step, event.value) for event in seen.Scalars("validation/loss")] == [(12, 0.5)]
+    assert seen.Tags()["scalars"] == ["Determined/val_loss"]
+    assert [(event.step, event.value) for event in seen.Scalars("Determined/val_loss")] == [
+        (12, 0.5)
+    ]
 
 
 def test_without_tensorboard_calls_no_file_is_written(info: RunInfo, tmp_path: Path) -> None:
@@ -193,7 +195,7 @@ def test_tensorboard_logging_can_be_switched_on(context: TrialContext, info: Run
     context.set_enable_tensorboard_logging(True)
     info.instruments.report("training", 3, {"loss": 1.5})
     info.instruments.finish()
-    assert events(context.get_tensorboard_path()).Tags()["scalars"] == ["training/loss"]
+    assert events(context.get_tensorboard_path()).Tags()["scalars"] == ["Determined/loss"]
     assert info.instruments.has_files_to_upload
 
 

@@ -39,7 +39,7 @@ from trial_core.units import Batch
 
 _NOT_IN_DIGEST = {
     "code", "checkpoint_storage", "checkpointing", "stopping", "retraining", "environment",
-    "ignored_fields",
+    "ignored_fields", "tensorboard_logging",
 }  # fmt: skip
 
 
@@ -165,6 +165,11 @@ class ExperimentConfig(Section):
         description="How the flow `retrain` keeps this experiment's model up to date.",
     )
     environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig, title="Environment")
+    tensorboard_logging: Flag = Field(
+        default=True,
+        title="TensorBoard",
+        description="Whether reported metrics are written for TensorBoard, if it is installed.",
+    )
     ignored_fields: PlainMapping = Field(
         default={},
         title="Ignored fields",

@@ -23,7 +23,7 @@ SOURCE = "exp_conf"
 
 _USED = (
     "name", "hyperparameters", "data", "checkpoint_storage", "checkpointing", "reproducibility",
-    "optimizations", "profiling",
+    "optimizations", "profiling", "tensorboard_logging",
 )  # fmt: skip
 _USED_OF_SEARCHER = (
     "metric", "smaller_is_better", "source_checkpoint_uuid", "source_trial_id",

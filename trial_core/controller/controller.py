@@ -253,6 +253,8 @@ class Controller:
         """Train up to a batch. Collective."""
         engine, info, loaders = self._trial.engine, self._trial.info, self._built_loaders
         self._restore_rng()
+        if info.experiment.get("tensorboard_logging", True):
+            info.instruments.log_metrics_by_default()
         info.instruments.start()
         began, waited = time.monotonic(), loaders.waited_seconds
         outcome = train_batches(
