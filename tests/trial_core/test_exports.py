@@ -57,7 +57,8 @@ from trial_core.pytorch import DataLoader, PyTorchCallback, TorchData, deepspeed
 from trial_core.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext, ModelParallelUnit
 from trial_core.deepspeed import overwrite_deepspeed_config, DeepSpeedTrialController
 import trial_core.pytorch.device_transfer
-from trial_core.pytorch import adapt_batch_sampler, data_length, to_device; assert callable(to_device)
+from trial_core.pytorch import adapt_batch_sampler, data_length, to_device
+assert callable(to_device)
 det.errors.InvalidExperimentException; det.get_cluster_info().latest_checkpoint
 """
 
