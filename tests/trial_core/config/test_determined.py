@@ -105,7 +105,6 @@ def test_every_ignored_field_warns_with_its_path(tmp_path: Path) -> None:
         "debug",
         "entrypoint",
         "environment.image",
-        "profiling",
         "project",
         "records_per_epoch",
         "resources.resource_pool",
