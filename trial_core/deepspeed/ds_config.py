@@ -60,7 +60,10 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
     except OSError as error:
-        raise TrialError(f"cannot read the DeepSpeed config {path}: {error.strerror}") from error
+        raise TrialError(
+            f"cannot read the DeepSpeed config {path} in the folder {path.absolute().parent}: "
+            f"{error.strerror}"
+        ) from error
     except UnicodeDecodeError as error:
         raise TrialValueError(f"the DeepSpeed config {path} is not UTF-8 text: {error}") from error
 
