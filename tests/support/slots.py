@@ -72,6 +72,7 @@ def toy_config(folder: Path, batches: int = 10, **changes: Any) -> ExperimentCon
         },
         "checkpoint_storage": f"file://{folder}/checkpoints",
         "max_restarts": 0,
+        "tensorboard_logging": False,  # importing TensorBoard takes seconds
     }
     return ExperimentConfig(**{**fields, **changes})
 

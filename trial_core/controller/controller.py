@@ -11,7 +11,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -106,6 +106,7 @@ class Controller:
         self._emit = emit
         self._on_stop_requested = on_stop_requested
         self._has_requested_stop = False
+        self._owes_shutdown_hook = False
         self._stop_barrier = stop_barrier or StopBarrier()
         self._distributed = distributed or DistributedContext.from_environment()
         self._attached: _AttachedTrial | None = None
@@ -138,11 +139,28 @@ class Controller:
         return None if self._attached is None else self._attached.info.batches_trained
 
     def close(self) -> None:
-        """Release the trial's loaders, instruments and snapshots."""
-        self._loaders = None  # loader workers end with their iterators
-        if self._attached is not None:
-            self._attached.info.instruments.finish()
-            self._attached.snapshots.close()
+        """Release the trial's loaders, instruments and snapshots.
+
+        After a run that failed, first call the callbacks' `on_trial_shutdown`.
+        """
+        with ExitStack() as stack:
+            if self._attached is not None:
+                stack.callback(self._attached.snapshots.close)
+                stack.callback(self._attached.info.instruments.finish)
+            self.shut_down_callbacks()
+            self._loaders = None  # loader workers end with their iterators
+
+    def shut_down_callbacks(self) -> None:
+        """Call `on_trial_shutdown` if the trial was started up and has not been shut down.
+
+        Every callback is called, also if another one raises.
+        """
+        if self._attached is None or not self._owes_shutdown_hook:
+            return
+        self._owes_shutdown_hook = False
+        with ExitStack() as stack:
+            for callback in reversed(list(self._attached.engine.callbacks.values())):
+                stack.callback(callback.on_trial_shutdown)
 
     def _free_trial(self) -> None:
         """Free an earlier trial's memory, before the next one is built."""
@@ -184,10 +202,13 @@ class Controller:
         )
         _set_up_profiling(info)
         self._loaders = self._rng = None
-        self._has_requested_stop = False
+        self._has_requested_stop = self._owes_shutdown_hook = False
         self._hook_arguments = {}
+        hooks = overridden_hooks(engine.callbacks)
+        if "on_trial_shutdown" in hooks:
+            hooks |= {"on_trial_startup"}  # from then on, this rank owes the other one
         return TrialBuilt(
-            hooks=sorted(overridden_hooks(engine.callbacks)),
+            hooks=sorted(hooks),
             topology=engine.topology(),
             batch_samples=engine.batch_samples,
             versions={name: _version(name) for name in VERSIONED},
@@ -212,7 +233,7 @@ class Controller:
         """Build the loaders, and restore from a fetched checkpoint. Collective."""
         trial = self._trial
         engine, info = trial.engine, trial.info
-        info.batches_trained = request.batches_trained
+        info.batches_trained = info.initial_batch = request.batches_trained
         seed = info.experiment_seed
         remap = RankRemap.of(request.saved_by, engine, seed, request.batches_trained)
         if remap is not None and self._distributed.get_rank() == 0:
@@ -238,6 +259,8 @@ class Controller:
         """Train up to a batch. Collective."""
         engine, info, loaders = self._trial.engine, self._trial.info, self._built_loaders
         self._restore_rng()
+        if info.experiment.get("tensorboard_logging", True):
+            info.instruments.log_metrics_by_default()
         info.instruments.start()
         began, waited = time.monotonic(), loaders.waited_seconds
         outcome = train_batches(
@@ -330,6 +353,8 @@ class Controller:
     def run_hook(self, request: RunHook) -> HookDone:
         """Call one hook of every callback, in the order in which the trial names them."""
         engine, info = self._trial.engine, self._trial.info
+        if request.hook in ("on_trial_startup", "on_trial_shutdown"):
+            self._owes_shutdown_hook = request.hook == "on_trial_startup"
         arguments = {**self._hook_arguments.get(request.hook, {}), **request.arguments}
         # By position, in the reference's order: callbacks may use other parameter names.
         positional = [arguments[name] for name in HOOKS[request.hook]]

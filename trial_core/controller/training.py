@@ -15,6 +15,7 @@ The whole route of a stop: `trial_core/run/stop_requests.py`.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ def train_batches(
     engine.reducers.reset(for_training=True)
     engine.set_training(True)
     while info.batches_trained < until and stop_barrier.may_begin_step():
-        batch_idx = info.batches_trained
+        batch_idx = info.current_batch = info.batches_trained
         epoch_idx = _begin_epochs(engine.callbacks, info.epoch, batch_idx)
         calls = engine.train_batch(micro_batches, epoch_idx, batch_idx)
         if micro_batches is not None:
@@ -113,8 +114,20 @@ def _begin_epochs(
     previous = epoch.epoch_of(batch_idx - 1) if batch_idx else -1
     for begun in range(previous + 1, current + 1):
         for callback in callbacks.values():
-            callback.on_training_epoch_start(begun)
+            if _takes_epoch(callback.on_training_epoch_start):
+                callback.on_training_epoch_start(begun)
+            else:
+                callback.on_training_epoch_start()  # type: ignore[call-arg]  # older form
     return current
+
+
+def _takes_epoch(on_training_epoch_start: Callable[..., None]) -> bool:
+    """Whether the hook has a parameter, of any name. In old releases of Determined it had none."""
+    try:
+        inspect.signature(on_training_epoch_start).bind(0)
+    except TypeError:
+        return False
+    return True
 
 
 def _end_epochs(

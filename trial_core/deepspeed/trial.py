@@ -12,7 +12,7 @@ import torch
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.load_engine import load_engine, load_weights
 from trial_core.errors import TrialError
-from trial_core.pytorch.batch_length import batch_length
+from trial_core.pytorch.batch_length import data_length
 from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.pytorch.metric_reduction import Reducer
 
@@ -158,7 +158,7 @@ class DeepSpeedTrial(ABC):
         Raises:
             TrialError: there is no tensor or array with a first dimension.
         """
-        return batch_length(batch)
+        return data_length(batch)
 
     def build_callbacks(self) -> dict[str, PyTorchCallback]:
         """Callbacks by name. Checkpoints hold their state under these names."""

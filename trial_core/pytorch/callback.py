@@ -117,7 +117,10 @@ class PyTorchCallback:
         """Called after a checkpoint was restored, if any, and before training begins."""
 
     def on_training_epoch_start(self, epoch_idx: int) -> None:
-        """Called before the first batch of an epoch. `epoch_idx` counts from 0."""
+        """Called before the first batch of an epoch. `epoch_idx` counts from 0.
+
+        An override may leave the parameter out.
+        """
 
     def on_training_epoch_end(self, epoch_idx: int) -> None:
         """Called after the last batch of an epoch. `epoch_idx` counts from 0."""
@@ -180,7 +183,8 @@ class PyTorchCallback:
     def on_trial_shutdown(self) -> None:
         """Called before the trial's processes end; the trial may be resumed later.
 
-        Not called if the run fails, is cancelled or is killed.
+        Also called after a failure, on each rank that raised or is idle, once `on_trial_startup`
+        has been called; it has 10 seconds then. Not called on a rank that hangs or is killed.
         """
 
     def state_dict(self) -> dict[str, Any]:

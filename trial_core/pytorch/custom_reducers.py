@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trial_core.errors import TrialError
+from trial_core.errors import TrialError, TrialTypeError
 from trial_core.pytorch.metric_values import plain_value
 from trial_core.run.observer import MetricsKind
 
@@ -222,12 +222,12 @@ def _as_reducer(reducer: MetricReducer | Callable[[list[Any]], Any]) -> MetricRe
     if isinstance(reducer, MetricReducer):
         return reducer
     if isinstance(reducer, type) and issubclass(reducer, MetricReducer):
-        raise TrialError(
+        raise TrialTypeError(
             f"wrap_reducer got the class {reducer.__name__}; pass an instance: "
             f"wrap_reducer({reducer.__name__}(), ...)"
         )
     if not callable(reducer):
-        raise TrialError(
+        raise TrialTypeError(
             f"wrap_reducer got {_name_of(reducer)}; a reducer is a function, or an instance of a "
             "subclass of trial_core.pytorch.MetricReducer"
         )
@@ -236,7 +236,7 @@ def _as_reducer(reducer: MetricReducer | Callable[[list[Any]], Any]) -> MetricRe
 
 def _checked_name(name: Any) -> str | None:
     if name is not None and not isinstance(name, str):
-        raise TrialError(f"wrap_reducer's name must be a string or None, got {name!r}")
+        raise TrialTypeError(f"wrap_reducer's name must be a string or None, got {name!r}")
     return name
 
 

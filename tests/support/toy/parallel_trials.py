@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -295,6 +296,25 @@ class MisfitMPU(TensorParallelTrial):
         )
         self.engine = context.wrap_model_engine(engine)
         context.set_mpu(ModelParallelUnit(0, 2, True, True))
+
+
+class RankZeroReports(ToyTrial):
+    """Gives a unit of another class, and lets rank 0 alone report; others return nothing."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        rank, size = context.distributed.get_rank(), context.distributed.get_size()
+        unit: Any = SimpleNamespace(
+            data_parallel_rank=rank,
+            data_parallel_world_size=size,
+            should_report_metrics=rank == 0,
+            should_build_data_loader=True,
+        )
+        context.set_mpu(unit)
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
+        metrics = super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+        return metrics if self.context.distributed.get_rank() == 0 else None
 
 
 class UnsizedPipeline(PipelineTrial):

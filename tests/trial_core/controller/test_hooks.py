@@ -215,6 +215,27 @@ def test_a_rank_without_data_and_metrics_runs_every_hook(warm_slots: Warm, tmp_p
     assert outputs[1] == []
 
 
+def test_hooks_between_batches_see_the_last_batch(warm_slots: Warm, tmp_path: Path) -> None:
+    """As in the reference. An epoch has 3 batches; its first hook may have no parameter."""
+    own = toy_config(
+        tmp_path, 5, entrypoint="hook_trials:LogsPositions", perform_initial_validation=True,
+        min_validation_period={"batches": 3},
+        hyperparameters={"record": str(tmp_path), "train_samples": 12},
+    )  # fmt: skip
+    drive(warm_slots(2), own, tmp_path)
+    for rank in (0, 1):
+        assert [(line["call"], line["batch"]) for line in logged(tmp_path, rank)] == [
+            ("on_training_start", 0),
+            ("on_validation_start", 0),
+            ("on_training_epoch_start", 0),
+            ("on_training_workload_end", 2),
+            ("on_validation_start", 2),
+            ("on_training_epoch_start", 3),
+            ("on_training_workload_end", 4),
+            ("on_validation_start", 4),
+        ]
+
+
 @pytest.fixture(scope="module", params=[1, 2, 4])
 def fits(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
