@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trial_core.pytorch.data.dataloader import DataLoader
     from trial_core.pytorch.metric_reduction import Reducer
     from trial_core.pytorch.to_device import TorchData
+    from trial_core.trainer.load_trial import load_trial_from_checkpoint_path
     from trial_core.units import Batch, Epoch, TrainUnit
 
 _HOMES = {
@@ -27,6 +28,7 @@ _HOMES = {
     "Reducer": "trial_core.pytorch.metric_reduction",
     "TorchData": "trial_core.pytorch.to_device",
     "TrainUnit": "trial_core.units",
+    "load_trial_from_checkpoint_path": "trial_core.trainer.load_trial",
 }
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "TorchData",
     "TrainUnit",
     "deepspeed",
+    "load_trial_from_checkpoint_path",
     "samplers",
 ]
 
