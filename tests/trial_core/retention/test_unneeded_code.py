@@ -233,7 +233,7 @@ def test_an_upload_during_a_deletion(
 
 @pytest.mark.parametrize(
     ("counts", "requests"),
-    [(changes, (2, 3, 3)), pytest.param(changes, (4, 4, 4), marks=pytest.mark.long)],
+    [(changes, (2, 3, 3)), pytest.param(changes, (3, 3, 3), marks=pytest.mark.long)],
 )
 def test_an_upload_during_two_deletions(
     scene: CheckpointStore, counts: Callable[[str, str], bool], requests: tuple[int, ...]
