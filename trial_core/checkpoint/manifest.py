@@ -53,6 +53,24 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     rank: Count
 
 
+class StoredCode(msgspec.Struct, frozen=True, kw_only=True):
+    """A copy of a code archive in the storage. Checkpoints with the same code share it.
+
+    Attributes:
+        digest: of the archive: ``sha256:…``.
+        number: which copy. There is a second one only if the first was being deleted.
+    """
+
+    digest: Digest
+    size_bytes: Count
+    number: Count = 0
+
+    @property
+    def key(self) -> str:
+        """The archive's key."""
+        return layout.code_key(self.digest, self.number)
+
+
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
     """How the ranks divided the state when it was saved.
 
@@ -94,6 +112,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         epoch: length of an epoch; None: the training loader had no length, or it was not recorded.
         earlier_validation: metrics of the last validation, at batch `validated_at`, if that is an
             earlier batch than the checkpoint's. Never compare them as the checkpoint's own.
+        code: the stored code of the trial; None: not stored, or saved by an earlier version.
+        config: the experiment's configuration that `config_digest` covers; empty: not recorded.
         schema_version: version of this structure.
     """
 
@@ -112,6 +132,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     hyperparameters: dict[str, Any]
     epoch: EpochLength | None = None
     earlier_validation: dict[str, Any] = {}
+    code: StoredCode | None = None
+    config: dict[str, Any] = {}
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:

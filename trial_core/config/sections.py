@@ -248,6 +248,13 @@ class EnvironmentConfig(Section):
         title="Environment variables",
         description="Set in every rank process; they override inherited ones.",
     )
+    code: Literal["folder", "from_checkpoint"] = Field(
+        default="folder",
+        title="Code",
+        description='Where the trial\'s code comes from. "folder": the code folder. '
+        '"from_checkpoint": what the checkpoint that the run continues, starts from or evaluates '
+        "was saved with; the machine needs no code folder. That code is executed.",
+    )
 
     def __repr_args__(self) -> list[tuple[str | None, Any]]:
         """Names without values: some are credentials."""

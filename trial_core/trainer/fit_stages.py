@@ -13,8 +13,9 @@ from logging import Logger, LoggerAdapter
 from typing import Any
 
 from trial_core.checkpoint import layout
+from trial_core.checkpoint.code_objects import RunCode
 from trial_core.checkpoint.fencing import Fence
-from trial_core.checkpoint.manifest import FileEntry, Manifest
+from trial_core.checkpoint.manifest import FileEntry, Manifest, StoredCode
 from trial_core.checkpoint.resume_point import Restore, ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
@@ -76,6 +77,7 @@ class FitStages:
         is_stop_requested: whether this rank was asked from outside to save and end.
         fence: lets rank 0 commit; None on other ranks and in test mode.
         claim: announces which checkpoint rank 0 restores; None on other ranks and in test mode.
+        code: the trial's code, on rank 0; None: checkpoints name no code.
         metrics: the last ones of each kind.
         newest_checkpoint: uuid of the newest checkpoint that this run has committed.
     """
@@ -93,6 +95,7 @@ class FitStages:
     is_stop_requested: Callable[[], bool] = lambda: False
     fence: Fence | None = None
     claim: RunClaim | None = None
+    code: RunCode | None = None
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
     newest_checkpoint: str | None = None
 
@@ -104,6 +107,7 @@ class FitStages:
         self._attempt = uuids.uuid4().hex if self.fence is None else self.fence.attempt
         self._should_stop = False
         self._epoch: EpochLength | None = None
+        self._stored_code: StoredCode | None = None
         self._pending: tuple[StagedCheckpoint, BackgroundUpload] | None = None
         self._validated: dict[str, Any] = {}
 
@@ -242,7 +246,9 @@ class FitStages:
         """Upload this rank's part, and commit it with the others'. Not collective."""
 
         def begin() -> None:
-            self.store.announce_upload(self.trial, staged.uuid, self._attempt, self.fence)
+            self._stored_code = self.store.announce_upload(
+                self.trial, staged.uuid, self._attempt, self.fence, self.code
+            )
 
         def upload() -> list[FileEntry]:
             rendezvous.begin(lambda: retry_storage(begin))
@@ -268,6 +274,7 @@ class FitStages:
             topology=self.built.topology,
             versions=self.built.versions,
             epoch=self._epoch,
+            code=self._stored_code,
         )
         retry_storage(lambda: self.store.commit(manifest, self.fence))
         rules, searcher = self.config.checkpoint_storage, self.config.searcher
