@@ -5,28 +5,19 @@ from __future__ import annotations
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from trial_core.checkpoint import layout
-from trial_core.checkpoint.code_objects import read_code
-from trial_core.checkpoint.manifest import FileEntry, Manifest
-from trial_core.checkpoint.store import CheckpointStore
 from trial_core.controller.rank_state import seed_everything
 from trial_core.controller.safe_load import Reader
 from trial_core.deepspeed.mpu import forget_model_parallelism
 from trial_core.entrypoint import engine_of, load_trial_class
-from trial_core.errors import CheckpointError, CheckpointNotFound, TrialError
-from trial_core.storage.storage_errors import ErrorTranslator
+from trial_core.errors import TrialError
+from trial_core.trainer.checkpoint_source import CheckpointSource, open_checkpoint
 from trial_core.trainer.code_import import importing_from
 from trial_core.transfer.code_folder import unpack_code
-from trial_core.transfer.fetch import check_downloaded, fetch_files
-from trial_core.transfer.trial_code import named_code, read_downloaded_code
 
-_FILE = "file://"
 _UNPACKED: list[tempfile.TemporaryDirectory[str]] = []
 """Code of loaded trials. It stays until this process ends: a trial may use more of it later."""
 
@@ -82,7 +73,7 @@ def load_trial_from_checkpoint_path(
             f"trial_class: expected a class of trials, got {trial_class!r}; give a subclass of "
             "DeepSpeedTrial, or leave it out to use the code of the checkpoint"
         )
-    checkpoint = _open(path)
+    checkpoint = open_checkpoint(path)
     if trial_class is not None:
         return _load(checkpoint, trial_class, trial_kwargs or {}, options)
     with importing_from(_unpacked(checkpoint)):
@@ -90,71 +81,7 @@ def load_trial_from_checkpoint_path(
         return _load(checkpoint, found, trial_kwargs or {}, options)
 
 
-class _Checkpoint(Protocol):
-    """Where a checkpoint is."""
-
-    @property
-    def manifest(self) -> Manifest: ...
-
-    def code(self) -> bytes:
-        """The code archive that it names, verified."""
-
-    def files(self, entries: list[FileEntry]) -> Any:
-        """A context manager: the folder with these of its files, verified."""
-
-
-@dataclass(frozen=True)
-class _DownloadedCheckpoint:
-    folder: Path
-    manifest: Manifest
-
-    def code(self) -> bytes:
-        return read_downloaded_code(self.folder, self.manifest)
-
-    @contextmanager
-    def files(self, entries: list[FileEntry]) -> Iterator[Path]:
-        check_downloaded(self.folder, self.manifest.uuid, entries)
-        yield self.folder
-
-
-@dataclass(frozen=True)
-class _StoredCheckpoint:
-    store: CheckpointStore
-    manifest: Manifest
-
-    def code(self) -> bytes:
-        return read_code(self.store.storage, named_code(self.manifest), self.manifest.uuid)
-
-    @contextmanager
-    def files(self, entries: list[FileEntry]) -> Iterator[Path]:
-        with tempfile.TemporaryDirectory(prefix="trialflow-load-") as folder:
-            fetch_files(self.store, self.manifest.uuid, entries, Path(folder))
-            yield Path(folder)
-
-
-def _open(path: str | os.PathLike[str]) -> _Checkpoint:
-    text = os.fspath(path)
-    text = text.removeprefix(_FILE).rstrip("/") or "/"
-    if "://" not in text:
-        text = os.path.abspath(os.path.expanduser(text))
-        if os.path.isfile(manifest_path := os.path.join(text, layout.MANIFEST_NAME)):
-            with ErrorTranslator(manifest_path).translated("read"):
-                data = Path(manifest_path).read_bytes()
-            return _DownloadedCheckpoint(Path(text), Manifest.from_json(data, manifest_path))
-    root, _, uuid = text.rpartition("/")
-    storage, _, family = root.rpartition("/")
-    if family != layout.CHECKPOINTS or not layout.is_uuid(uuid):
-        kind = CheckpointError if os.path.isdir(text) or "://" in text else CheckpointNotFound
-        raise kind(
-            f"{os.fspath(path)} is no checkpoint: expected a folder with a "
-            f"{layout.MANIFEST_NAME} (trialflow checkpoints download UUID --to FOLDER), or a URL "
-            f"such as s3://bucket/folder/{layout.CHECKPOINTS}/UUID"
-        )
-    store = CheckpointStore(storage)
-    return _StoredCheckpoint(store, store.open(uuid))
-
-
-def _unpacked(checkpoint: _Checkpoint) -> Path:
+def _unpacked(checkpoint: CheckpointSource) -> Path:
     """Unpack the code that a checkpoint names into a folder of this process."""
     data = checkpoint.code()
     folder = tempfile.TemporaryDirectory(prefix="trialflow-code-")
@@ -165,7 +92,7 @@ def _unpacked(checkpoint: _Checkpoint) -> Path:
 
 
 def _load(
-    checkpoint: _Checkpoint,
+    checkpoint: CheckpointSource,
     trial_class: type[Any],
     trial_kwargs: Mapping[str, Any],
     torch_load_kwargs: Mapping[str, Any],
