@@ -19,7 +19,7 @@ from trial_core.pytorch.custom_reducers import MetricReducer
 from trial_core.pytorch.distributed_model import DistributedModel, broadcast_model, unwrapped
 from trial_core.pytorch.gradient_averaging import GradientAveraging, parameters_of
 from trial_core.pytorch.lr_scheduler import LRScheduler
-from trial_core.pytorch.mixed_precision import MixedPrecision, apex_scaler
+from trial_core.pytorch.mixed_precision import MixedPrecision, apex_scaler, share_overflow
 from trial_core.pytorch.torch_context import TorchTrialContext
 
 logger = logging.getLogger(__name__)
@@ -226,6 +226,13 @@ class PyTorchTrialContext(TorchTrialContext):
             is_on, scaler = apex_scaler(self.device, opt_level, cast_model_type, loss_scale)
             if is_on:
                 self._use_amp(scaler, cast_model_type)
+            if is_on and self.distributed.get_rank() == 0:
+                logger.warning(
+                    'Apex is no longer developed: configure_apex_amp(opt_level="%s") uses torch\'s '
+                    "automatic mixed precision, which keeps weights in float32, as "
+                    "context.experimental.use_amp() does",
+                    opt_level,
+                )
         return models, optimizers
 
     # ------------------------------------------------------------------------------ training
@@ -290,7 +297,9 @@ class PyTorchTrialContext(TorchTrialContext):
         if not self.steps_in_this_batch:
             return
         parameters = [each for each in parameters_of(optimizer) if each.requires_grad]
-        self._averaging.before_step(parameters)
+        had_own_gradients = self._averaging.before_step(parameters)
+        if had_own_gradients and scaler is not None:
+            share_overflow(scaler, optimizer)
         if self.aggregation_frequency > 1 and self._divides[id(optimizer)]:
             for parameter in parameters:
                 if parameter.grad is not None:
@@ -304,6 +313,7 @@ class PyTorchTrialContext(TorchTrialContext):
             optimizer.step()
         else:
             scaler.step(optimizer)
+            self.precision.has_stepped = True
         if auto_zero_grads:
             optimizer.zero_grad()
 
@@ -315,9 +325,10 @@ class PyTorchTrialContext(TorchTrialContext):
     @contextmanager
     def training_batch(self) -> Iterator[None]:
         """The controller trains one batch within the block."""
+        self.precision.has_stepped = False
         with self._averaging.batch(self.steps_in_this_batch), self.precision.autocast():
             yield
-        if self.precision.scaler is not None and self.steps_in_this_batch:
+        if self.precision.scaler is not None and self.precision.has_stepped:
             self.precision.scaler.update()
         for scheduler in self.lr_schedulers:
             scheduler.batch_ended(

@@ -12,7 +12,6 @@ import torch
 
 from tests.support.alone import train_alone
 from tests.support.slots import ONE_TWO_FOUR, Driven, drive, lines, toy_config
-from trial_core.errors import SlotsError, TrialError
 from trial_core.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
@@ -88,6 +87,7 @@ ORDERS = {
     "a frozen model": Case("FrozenTeacher"),
     "late unfreezing": Case("LateUnfreeze"),
     "evaluation mode": Case("InEvaluationMode"),
+    "a recomputed layer": Case("Recomputes", {"unused": True}),
     "a gradient penalty": Case("Penalised"),
     "two optimizers": Case("TwoOptimizers"),
     "no backward pass": Case("SkipsBackward", aggregation=3),
