@@ -2,7 +2,8 @@
 
 In float64, so that the same mean computed in another order differs by little. Hyperparameters:
 global_batch_size, train_samples, validation_samples, shuffle, record (a folder for each rank's
-records), unused (`find_unused_parameters`), passes (`backward_passes_per_step`) and loss_factor.
+records), unused (`find_unused_parameters`), passes (`backward_passes_per_step`), compression
+(`fp16_compression`) and loss_factor.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class Small(PyTorchTrial):
         return self.context.wrap_optimizer(
             torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
             backward_passes_per_step=self.hparams.get("passes", 1),
+            fp16_compression=self.hparams.get("compression"),
         )
 
     def loss(self, output: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -97,7 +99,7 @@ class Small(PyTorchTrial):
     def build_training_data_loader(self) -> DataLoader:
         return DataLoader(
             samples(self.hparams["train_samples"]),
-            batch_size=self.context.get_per_slot_batch_size(),
+            batch_size=self.hparams["global_batch_size"] // self.context.distributed.get_size(),
             shuffle=self.hparams.get("shuffle", False),
         )
 
@@ -252,14 +254,11 @@ class HeadsInTurn(UnusedParameters):
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         inputs, index = batch
         body = self.model.body(inputs) if self.hparams.get("by_parts") else None
-        outputs = [
-            self.model(inputs, head) if body is None else self.model.heads[head](body)
-            for head in (0, 1)
-        ]
-        for output in outputs:
+        for head in (0, 1):
+            output = self.model(inputs, head) if body is None else self.model.heads[head](body)
             self.context.backward(self.loss(output, index), retain_graph=body is not None)
         self.context.step_optimizer(self.optimizer)
-        return {"loss": outputs[0].mean()}
+        return {"loss": output.mean()}
 
 
 class FrozenTeacher(Small):

@@ -92,10 +92,17 @@ ORDERS = {
     "two optimizers": Case("TwoOptimizers"),
     "no backward pass": Case("SkipsBackward", aggregation=3),
 }
+BY_DEFAULT = {
+    "a GAN with accumulation", "two backward passes", "another method", "unused parameters",
+    "a frozen model", "late unfreezing",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.long) for name in ORDERS],
+)
 def test_any_order_of_passes_equals_a_single_rank(
     warm_slots: Warm, tmp_path: Path, world_size: int, name: str
 ) -> None:
@@ -106,3 +113,24 @@ def test_any_order_of_passes_equals_a_single_rank(
     train(slots, tmp_path, case.trial, 4, optimizations, **hparams)
     expected = train_alone(TRIALS + case.trial, 4, hparams, optimizations=optimizations)
     assert_ranks_equal(tmp_path, world_size, expected)
+
+
+@pytest.mark.parametrize(
+    ("setting", "unused"),
+    [
+        ("experiment", False),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("experiment", True),
+                                                                   ("trial", False))),
+    ],
+)  # fmt: skip
+def test_gradients_are_sent_in_16_bits(
+    warm_slots: Warm, tmp_path: Path, setting: str, unused: bool
+) -> None:
+    """Near to the exact result, and not equal to it. Before the step, or in the backward pass."""
+    by_experiment = {"gradient_compression": setting == "experiment"}
+    hparams = {"unused": unused, "compression": True if setting == "trial" else None}
+    train(warm_slots(2), tmp_path, "Small", 4, by_experiment, **hparams)
+    expected = train_alone(TRIALS + "Small", 4, {"global_batch_size": 4})
+    assert_ranks_equal(tmp_path, 2, expected, rtol=1e-2, atol=1e-3)
+    weights = torch.load(tmp_path / "weights-0.pt")[0]["0.weight"]
+    assert (weights - expected[0]["0.weight"]).abs().max() > 1e-7

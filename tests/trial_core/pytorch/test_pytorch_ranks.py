@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.slots import ExperimentConfig, drive, lines, toy_config
+from tests.support.ranks import run_ranks
+from tests.support.slots import TOY, ExperimentConfig, drive, lines, toy_config
 from trial_core.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
@@ -79,3 +80,31 @@ def test_warm_ranks_train_trials_of_both_kinds(warm_slots: Warm, tmp_path: Path)
         run = drive(slots, config, tmp_path)
         assert run.progress.batches_trained == 2
         assert run.training[-1].get("left", 0.0) == 0.0
+
+
+WITHOUT_DEEPSPEED = """
+import json, os, sys
+
+sys.path.insert(0, os.environ["TOY"])
+os.chdir(os.environ["TOY"])
+import deepspeed.comm.comm
+import torch.distributed
+from trial_core.context import RunInfo
+from trial_core.distributed import DistributedContext
+from trial_core.entrypoint import build_engine
+
+experiment = {"entrypoint": "pytorch_trials:Small"}
+engine = build_engine(RunInfo("toy-1", experiment), DistributedContext.from_environment())
+print(json.dumps({
+    "torch": torch.distributed.is_initialized(),
+    "deepspeed": deepspeed.comm.comm.cdb is not None,
+    "operators": [name for name in sys.modules if "deepspeed_shm_comm" in name],
+}), flush=True)
+"""
+
+
+@pytest.mark.long
+def test_deepspeed_does_not_run_in_ranks_of_a_pytorch_trial() -> None:
+    """Neither its communication nor a compiled operator of it."""
+    for outcome in run_ranks(WITHOUT_DEEPSPEED, 2, TOY=str(TOY)):
+        assert outcome == {"torch": True, "deepspeed": False, "operators": []}
