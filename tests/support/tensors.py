@@ -11,7 +11,7 @@ import torch
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of every file below `folder`, by file and position.
 
-    The numbers of a PyTorchTrial's ``state_dict.pth`` count as tensors: learning rates, for example.
+    The numbers in ``state_dict.pth``, such as learning rates, count as tensors.
     """
     found: dict[str, torch.Tensor] = {}
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
+from trial_core.errors import TrialError
 from trial_core.pytorch.distributed_model import DistributedModel, average, pass_error
 
 
@@ -105,7 +106,7 @@ class GradientAveraging:
             Whether there were any: the trial has seen this rank's own gradients until now.
 
         Raises:
-            TrialError: the backward pass left out some parameters.
+            TrialError: the backward pass left out some parameters, or a gradient is sparse.
         """
         if self._ranks == 1:
             return False
@@ -123,12 +124,22 @@ class GradientAveraging:
             if is_used:  # on some rank
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+                if parameter.grad.is_sparse:
+                    raise _sparse_error(parameter)
                 gradients.append(parameter.grad)
         average(gradients, self._ranks, self._compresses)
         return True
 
     def _forward_count(self) -> int:
         return sum(model.forwards for model in self._models)
+
+
+def _sparse_error(parameter: nn.Parameter) -> TrialError:
+    return TrialError(
+        f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, and ranks cannot "
+        "average it in step_optimizer; build its layer with sparse=False, or train it in a trial "
+        "with a single model and optimizer, wrapped without find_unused_parameters"
+    )
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -361,6 +361,23 @@ class Recomputes(Small):
         self.optimizer = self.wrap_sgd(self.model)
 
 
+class SparseEmbedding(Small):
+    """Trains an embedding with sparse gradients."""
+
+    def build(self) -> None:
+        self.model = self.wrap(nn.Embedding(5, 2, sparse=True).double())
+        self.optimizer = self.wrap_sgd(self.model)
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        loss = self.model(batch[1].long() % 5).square().mean()
+        self.context.backward(loss)
+        self.context.step_optimizer(self.optimizer)
+        return {"loss": loss}
+
+    def evaluate_batch(self, batch: Any) -> dict[str, Any]:
+        return {"loss": self.model(batch[1].long() % 5).mean()}
+
+
 class UnknownEpochs(Small):
     """A schedule of epochs, with a loader that does not know their length."""
 
@@ -421,9 +438,7 @@ class Everything(Small):
         )
         self.head = self.wrap(nn.Linear(8, 1))
         adam = context.wrap_optimizer(torch.optim.Adam(self.body.parameters(), lr=0.01))
-        sgd = context.wrap_optimizer(
-            torch.optim.SGD(self.head.parameters(), lr=0.05, momentum=0.9)
-        )
+        sgd = context.wrap_optimizer(torch.optim.SGD(self.head.parameters(), lr=0.05, momentum=0.9))
         self.optimizers = [adam, sgd]
         steps = torch.optim.lr_scheduler
         context.wrap_lr_scheduler(steps.StepLR(adam, 1, 0.9), modes.STEP_EVERY_EPOCH)

@@ -150,6 +150,12 @@ REFUSED = {
         "pytorch_trials:Recomputes", "train",
         "a backward pass of Recomputing reached some parameters twice, and each one must give",
     ),
+    "sparse gradients of several models": Case(
+        "pytorch_trials:SparseEmbedding", "train",
+        "a parameter of shape (5, 2) has a sparse gradient, and ranks cannot average it in "
+        "step_optimizer; ",
+        hparams={"unused": True},
+    ),
     "a schedule of epochs without their length": Case(
         "pytorch_trials:UnknownEpochs", "train",
         "LRScheduler.StepMode.STEP_EVERY_EPOCH needs the length of an epoch, but the training",

@@ -117,7 +117,7 @@ REFUSED: dict[str, tuple[Callable[[PyTorchTrialContext], Any], str]] = {
     ),
     "a loss scale of nothing": (
         lambda context: context.configure_apex_amp([], [], loss_scale="much"),
-        'configure_apex_amp: loss_scale is a positive number or "dynamic", got \'much\'',
+        "configure_apex_amp: loss_scale is a positive number or \"dynamic\", got 'much'",
     ),
     "a step of an unknown optimizer": (
         lambda context: context.step_optimizer(sgd()),

@@ -32,7 +32,9 @@ def train(
     return drive(slots, config, folder)
 
 
-def assert_ranks_equal(folder: Path, world_size: int, expected: Weights, **tolerance: float) -> None:
+def assert_ranks_equal(
+    folder: Path, world_size: int, expected: Weights, **tolerance: float
+) -> None:
     """All ranks have the same weights, bit for bit, and those are `expected`."""
     first, *others = (torch.load(folder / f"weights-{rank}.pt") for rank in range(world_size))
     for model, wanted in enumerate(expected):
@@ -88,6 +90,7 @@ ORDERS = {
     "late unfreezing": Case("LateUnfreeze"),
     "evaluation mode": Case("InEvaluationMode"),
     "a recomputed layer": Case("Recomputes", {"unused": True}),
+    "sparse gradients": Case("SparseEmbedding"),
     "a gradient penalty": Case("Penalised"),
     "two optimizers": Case("TwoOptimizers"),
     "no backward pass": Case("SkipsBackward", aggregation=3),

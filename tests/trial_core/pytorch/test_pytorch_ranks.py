@@ -1,4 +1,4 @@
-"""What ranks of a PyTorchTrial do together: hooks, validation, precision, one trial after another."""
+"""Ranks of a PyTorchTrial together: hooks, validation, precision, one trial after another."""
 
 from __future__ import annotations
 

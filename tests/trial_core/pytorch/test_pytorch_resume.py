@@ -63,7 +63,11 @@ def test_a_gan_resumes_with_the_gradients_that_it_keeps(
     """Those of the generator's loss in the discriminator differ from rank to rank."""
     run = _run(tmp_path / "whole", 4, world_size, "pytorch_trials:Gan")
     expected = drive(warm_slots(world_size), *run, persist=True)
-    first = drive(warm_slots(world_size), *_run(tmp_path / "parts", 2, world_size, "pytorch_trials:Gan"), persist=True)
+    first = drive(
+        warm_slots(world_size),
+        *_run(tmp_path / "parts", 2, world_size, "pytorch_trials:Gan"),
+        persist=True,
+    )
     rest = drive(
         warm_slots(world_size), *_run(tmp_path / "parts", 4, world_size, "pytorch_trials:Gan"),
         resume=first, persist=True,
@@ -94,7 +98,9 @@ def test_a_warm_start(warm_slots: Warm, tmp_path: Path, restore: Any) -> None:
     before = {name: each for name, each in _stored(tmp_path, saved).items() if STATE in name}
     models = {name: each for name, each in before.items() if "models_state_dict" in name}
     assert len(models) == 9
-    assert not any("state/" in name for name in begun if "optimizers" in name and restore == "weights")
+    assert not any(
+        "state/" in name for name in begun if "optimizers" in name and restore == "weights"
+    )
     expected = before if restore == "state" else models
     assert differing(expected, {name: begun[name] for name in expected}) == []
     assert (begun.keys() == before.keys()) == (restore == "state")
