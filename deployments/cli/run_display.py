@@ -73,9 +73,9 @@ class Display(RunStatus):
     ) -> None:
         super().run_started(trial, total_batches, begins_at, batch_samples)
         length = text_format.plural(total_batches, "batch")
-        samples = text_format.plural(batch_samples, "sample")
+        of_samples = f" of {text_format.plural(batch_samples, 'sample')}" if batch_samples else ""
         resumed = f", continuing from batch {begins_at}" if begins_at else ""
-        self.say(f"trial {trial}: {length} of {samples}{resumed}")
+        self.say(f"trial {trial}: {length}{of_samples}{resumed}")
         if begins_at >= total_batches:
             self.say("nothing is left to train: set a greater searcher.max_length to continue")
 

@@ -316,13 +316,6 @@ def test_mixed_precision_without_further_calls() -> None:
     assert norms[0] == pytest.approx([2**0.5, 1.0])
 
 
-def test_the_optimizer_without_a_trained_parameter() -> None:
-    """Steps as torch's does."""
-    context = context_of()
-    model = context.wrap_model(nn.Linear(2, 1).requires_grad_(False))
-    context.step_optimizer(context.wrap_optimizer(SGD(model.parameters(), lr=0.1)))
-
-
 def test_a_model_with_the_names_of_a_replica(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

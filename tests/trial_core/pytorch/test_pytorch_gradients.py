@@ -87,6 +87,7 @@ ORDERS = {
     "heads in turn, declared": Case("HeadsInTurn", {"passes": 2}),
     "heads in turn, by parts": Case("HeadsInTurn", {"by_parts": True}),
     "a frozen model": Case("FrozenTeacher"),
+    "an optimizer of a frozen model": Case("FrozenTeacher", {"steps_teacher": True}),
     "late unfreezing": Case("LateUnfreeze"),
     "evaluation mode": Case("InEvaluationMode"),
     "a recomputed layer": Case("Recomputes", {"unused": True}),

@@ -18,10 +18,14 @@ Warm = Callable[[int], SlotGroup]
 
 
 def small(folder: Path, name: str, batches: int, **fields: Any) -> tuple[ExperimentConfig, Path]:
-    """An experiment with a trial of `pytorch_trials`, and the folder of its run."""
+    """An experiment with a trial of `pytorch_state_trials`, and the folder of its run."""
     hparams = {"global_batch_size": 4, "record": str(folder), **fields.pop("hparams", {})}
     config = toy_config(
-        folder, batches, entrypoint=f"pytorch_trials:{name}", hyperparameters=hparams, **fields
+        folder,
+        batches,
+        entrypoint=f"pytorch_state_trials:{name}",
+        hyperparameters=hparams,
+        **fields,
     )
     return config, folder
 
@@ -74,7 +78,7 @@ def test_all_ranks_skip_a_step_that_one_must_skip(
 def test_warm_ranks_train_trials_of_both_kinds(warm_slots: Warm, tmp_path: Path) -> None:
     """One after the other, and nothing of earlier ones is left in memory."""
     slots = warm_slots(2)
-    for entrypoint in ("pytorch_trials:Successive", "toy_trial:ToyTrial") * 2:
+    for entrypoint in ("pytorch_state_trials:Successive", "toy_trial:ToyTrial") * 2:
         hparams = {"global_batch_size": 4}
         config = toy_config(tmp_path, 2, entrypoint=entrypoint, hyperparameters=hparams)
         run = drive(slots, config, tmp_path)

@@ -25,7 +25,7 @@ from trial_core.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]
-EVERYTHING = "pytorch_trials:Everything"
+EVERYTHING = "pytorch_state_trials:Everything"
 STATE = "state_dict.pth"
 
 
