@@ -107,8 +107,9 @@ def write_gradients(context: PyTorchTrialContext, folder: Path, memory_files: Me
         for model in context.models
     ]  # fmt: skip
     if any(gradients):
+        content = {"ranks": context.distributed.get_size(), "models": gradients}
         name = _gradients_name(context.distributed.get_rank())
-        memory_files.write(folder, name, lambda file: write_tensors(gradients, file))
+        memory_files.write(folder, name, lambda file: write_tensors(content, file))
 
 
 def load_gradients(context: PyTorchTrialContext, folder: Path, reader: Reader) -> None:
@@ -116,17 +117,20 @@ def load_gradients(context: PyTorchTrialContext, folder: Path, reader: Reader) -
 
     With another number of ranks than saved them, every rank gets their mean.
     """
-    own = folder / _gradients_name(context.distributed.get_rank())
-    paths = sorted((folder / GRADIENTS_FOLDER).glob("*.pt"))
-    if len(paths) == context.distributed.get_size():
-        paths = [own]
-    saved = [reader.load_mapped(path) for path in paths]
+    by_rank = {path.name: reader.load_mapped(path)
+               for path in (folder / GRADIENTS_FOLDER).glob("*.pt")}  # fmt: skip
+    if not by_rank:
+        return
+    ranks = next(iter(by_rank.values()))["ranks"]  # some of them may have had no gradients
+    if ranks == context.distributed.get_size():
+        own = Path(_gradients_name(context.distributed.get_rank())).name
+        by_rank, ranks = {name: by_rank[name] for name in by_rank if name == own}, 1
     for index, model in enumerate(context.models):
         for name, parameter in unwrapped(model).named_parameters():
-            parts = [each[index][name] for each in saved if name in each[index]]
+            saved = [each["models"][index] for _, each in sorted(by_rank.items())]
+            parts = [each[name].to(parameter.device) for each in saved if name in each]
             if parts:
-                mean = torch.stack([part.to(parameter.device) for part in parts]).sum(0)
-                parameter.grad = mean.div_(len(saved)).to(parameter.dtype)
+                parameter.grad = torch.stack(parts).sum(0).div_(ranks).to(parameter.dtype)
 
 
 def _gradients_name(rank: int) -> str:
