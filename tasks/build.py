@@ -47,7 +47,7 @@ def build_trial(run: TrialRun) -> None:
 
 
 def _describe(built: TrialBuilt) -> str:
-    """``4 ranks (2 data-parallel, 2 pipeline stages, ZeRO 1), 16 samples a batch``."""
+    """``4 ranks (2 data-parallel, 2 pipeline stages, ZeRO stage 1), 16 samples a batch``."""
     topology = built.topology
     parts = [
         f"{topology.data_parallel_size} data-parallel",
@@ -55,10 +55,9 @@ def _describe(built: TrialBuilt) -> str:
         f"{topology.model_parallel_size} model-parallel",
     ]
     shown = ", ".join([part for part in parts if not part.startswith("1 ")])
-    zero = f"ZeRO {topology.zero_stage}"
     samples = plural(built.batch_samples, "sample")
     ranks = plural(topology.world_size, "rank")
-    return f"{ranks} ({f'{shown}, ' if shown else ''}{zero}), {samples} a batch"
+    return f"{ranks} ({f'{shown}, ' if shown else ''}{topology.state_division}), {samples} a batch"
 
 
 @task(

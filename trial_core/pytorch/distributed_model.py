@@ -56,8 +56,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def broadcast_buffers(models: Iterable[nn.Module]) -> None:
     """Give every rank rank 0's buffers, such as running means. Collective."""
-    buffers = [buffer for model in models for buffer in model.buffers()]
-    for flat, parts in _flattened(buffers):
+    broadcast([buffer for model in models for buffer in model.buffers()])
+
+
+def broadcast(tensors: Sequence[torch.Tensor]) -> None:
+    """Give every rank rank 0's values. Collective."""
+    for flat, parts in _flattened(tensors):
         dist.broadcast(flat, 0)
         _copy_back(flat, parts)
 

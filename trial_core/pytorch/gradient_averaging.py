@@ -4,6 +4,7 @@ A trial with one model and one optimizer averages them in its backward pass: tor
 DistributedDataParallel sends some gradients while it still computes others. That is right only if
 each forward pass is followed by one backward pass. A trial with several models or optimizers may
 run forward and backward passes in any order, so its gradients are averaged in `step_optimizer`.
+FSDP2 averages the gradients of sharded parameters in every backward pass.
 
 Averaging twice is harmless: the mean of what the ranks have in common is the same.
 """
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.tensor import DTensor
 
 from trial_core.pytorch.distributed_model import DistributedModel, average
 
@@ -89,7 +91,8 @@ class GradientAveraging:
 
     def before_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Average the gradients of `parameters`, unless the backward pass has. Collective."""
-        if self._ranks == 1 or not self._is_incomplete:
+        parameters = [each for each in parameters if not isinstance(each, DTensor)]
+        if self._ranks == 1 or not self._is_incomplete or not parameters:
             return
         with_gradient = torch.tensor([each.grad is not None for each in parameters])
         used = with_gradient.to(parameters[0].device, torch.int32)

@@ -2,23 +2,39 @@
 
 Ranks have equal models and optimizers, so rank 0 writes them, as ``state_dict.pth``: one file with
 the names of Determined's, which ``torch.load`` reads. Gradients that a checkpoint finds added up
-between two optimizer steps differ from rank to rank, and each rank writes its own.
+between two optimizer steps differ from rank to rank, and each rank writes its own. Sharded tensors
+are in files of all ranks: see `sharded_state`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from trial_core.controller.safe_load import Reader
 from trial_core.controller.tensor_files import write_tensors
 from trial_core.errors import CheckpointError
 from trial_core.pytorch.context import PyTorchTrialContext
 from trial_core.pytorch.distributed_model import unwrapped
+from trial_core.pytorch.gradient_averaging import parameters_of
+from trial_core.pytorch.sharded_model import sharded_parameters
+from trial_core.pytorch.sharded_state import (
+    Part,
+    Place,
+    SavedParts,
+    copy_parts,
+    divided,
+    joined,
+    part_of,
+    require_joined,
+    write_parts,
+)
 from trial_core.transfer.memory_files import MemoryFiles
 
 STATE_FILE = "state_dict.pth"
@@ -28,11 +44,18 @@ MODELS = "models_state_dict"
 OPTIMIZERS = "optimizers_state_dict"
 SCHEDULERS = "lr_schedulers_state_dict"
 SCALER = "scaler_state_dict"
+GRADIENTS = "gradients"
 _PREFIX = "module."
 
 
 def state_of(context: PyTorchTrialContext) -> dict[str, Any]:
-    """The state of all that the trial has wrapped, by the reference's names."""
+    """The state of all that the trial has wrapped, by the reference's names.
+
+    Raises:
+        CheckpointError: an optimizer divides its state in another way than its parameters.
+    """
+    for index, optimizer in enumerate(context.optimizers):
+        _require_divided_alike(index, optimizer)
     settings = context.get_experiment_config().get("checkpointing") or {}
     excludes_frozen = bool(settings.get("exclude_frozen_parameters"))
     models = [unwrapped(model) for model in context.models]
@@ -46,16 +69,30 @@ def state_of(context: PyTorchTrialContext) -> dict[str, Any]:
     return state
 
 
-def write_state(folder: Path, memory_files: MemoryFiles, state: Mapping[str, Any]) -> None:
-    """Write `state_of`'s result. Rank 0 calls this."""
-    memory_files.write(folder, STATE_FILE, lambda file: write_tensors(dict(state), file))
+def write_state(
+    context: PyTorchTrialContext, folder: Path, memory_files: MemoryFiles, state: Mapping[str, Any]
+) -> None:
+    """Write `state_of`'s result, as far as it is this rank's to write. Every rank calls this."""
+    rank = context.distributed.get_rank()
+    common, parts = divided(state)
+    if rank == 0:
+        memory_files.write(folder, STATE_FILE, lambda file: write_tensors(common, file))
+    write_parts(parts, rank, folder, memory_files)
 
 
-def read_state(folder: Path, reader: Reader) -> dict[str, Any]:
+def read_state(
+    context: PyTorchTrialContext, folder: Path, reader: Reader, kinds: Sequence[str]
+) -> dict[str, Any]:
     """Read what `write_state` wrote; tensors stay in the file until they are used.
 
+    Tensors are sharded as the trial's own, or whole if the trial does not shard.
+
+    Args:
+        kinds: what to read the shards of: `MODELS`, `OPTIMIZERS`. The rest stays a placeholder.
+
     Raises:
-        CheckpointError: there is no such file, or it holds objects that run code when read.
+        CheckpointError: there is no such file, or it holds objects that run code when read, or a
+            shard is missing.
     """
     path = folder / STATE_FILE
     if not path.is_file():
@@ -63,8 +100,7 @@ def read_state(folder: Path, reader: Reader) -> dict[str, Any]:
             f"the checkpoint has no {STATE_FILE}: a PyTorchTrial did not save it; resume with the "
             "kind of trial that saved it"
         )
-    state: dict[str, Any] = reader.load_mapped(path)
-    return state
+    return joined(reader.load_mapped(path), SavedParts(folder, kinds, reader), _targets(context))
 
 
 def load_state(context: PyTorchTrialContext, state: Mapping[str, Any]) -> None:
@@ -78,6 +114,7 @@ def load_state(context: PyTorchTrialContext, state: Mapping[str, Any]) -> None:
     load_models(context, state)
     for key, targets in ((OPTIMIZERS, context.optimizers), (SCHEDULERS, context.lr_schedulers)):
         for target, saved in _pairs(key, targets, state):
+            require_joined(saved)
             try:
                 target.load_state_dict(saved)
             except (ValueError, KeyError) as error:
@@ -101,36 +138,96 @@ def load_models(context: PyTorchTrialContext, state: Mapping[str, Any]) -> None:
 
 def write_gradients(context: PyTorchTrialContext, folder: Path, memory_files: MemoryFiles) -> None:
     """Write this rank's gradients, if it has added some up since the last optimizer step."""
-    gradients = [
-        {name: each.grad for name, each in unwrapped(model).named_parameters()
-         if each.grad is not None}
-        for model in context.models
-    ]  # fmt: skip
+    gradients: list[dict[str, torch.Tensor]] = []
+    parts: dict[Place, Part] = {}
+    for index, model in enumerate(context.models):
+        gradients.append({})
+        for name, parameter in sharded_parameters(unwrapped(model)).items():
+            if isinstance(parameter.grad, DTensor):
+                parts[(GRADIENTS, index, name)] = part_of(parameter.grad)
+            elif parameter.grad is not None:
+                gradients[index][name] = parameter.grad
+    rank = context.distributed.get_rank()
+    write_parts(parts, rank, folder, memory_files)
     if any(gradients):
-        name = _gradients_name(context.distributed.get_rank())
-        memory_files.write(folder, name, lambda file: write_tensors(gradients, file))
+        memory_files.write(
+            folder, _gradients_name(rank), lambda file: write_tensors(gradients, file)
+        )
 
 
 def load_gradients(context: PyTorchTrialContext, folder: Path, reader: Reader) -> None:
     """Restore the gradients of `write_gradients`.
 
-    With another number of ranks than saved them, every rank gets their mean.
+    With another number of ranks than saved them, or another sharding, every rank gets their mean.
     """
     own = folder / _gradients_name(context.distributed.get_rank())
-    paths = sorted((folder / GRADIENTS_FOLDER).glob("*.pt"))
-    if len(paths) == context.distributed.get_size():
-        paths = [own]
-    saved = [reader.load_mapped(path) for path in paths]
+    saved = {
+        path: reader.load_mapped(path) for path in sorted((folder / GRADIENTS_FOLDER).glob("*.pt"))
+    }
+    is_same = len(saved) == context.distributed.get_size()
+    parts = SavedParts(folder, [GRADIENTS], reader)
     for index, model in enumerate(context.models):
-        for name, parameter in unwrapped(model).named_parameters():
-            parts = [each[index][name] for each in saved if name in each[index]]
-            if parts:
-                mean = torch.stack([part.to(parameter.device) for part in parts]).sum(0)
-                parameter.grad = mean.div_(len(saved)).to(parameter.dtype)
+        for name, parameter in sharded_parameters(unwrapped(model)).items():
+            gradient = torch.empty_like(parameter, requires_grad=False)
+            if (place := (GRADIENTS, index, name)) in parts:
+                parts.fill(place, gradient)
+                parameter.grad = gradient
+                continue
+            is_own = is_same and not isinstance(parameter, DTensor)
+            read = [saved[own]] if is_own else list(saved.values())
+            given = [each[index][name] for each in read if name in each[index]]
+            if given:
+                mean = torch.stack([each.to(parameter.device) for each in given]).sum(0)
+                copy_parts([part_of(mean.div_(len(read)))], gradient)
+                parameter.grad = gradient
 
 
 def _gradients_name(rank: int) -> str:
     return f"{GRADIENTS_FOLDER}/rank-{rank:05d}.pt"
+
+
+def _targets(
+    context: PyTorchTrialContext,
+) -> Callable[[Place, torch.Tensor], torch.Tensor | None]:
+    """For `joined`: an empty tensor for each that is sharded in the checkpoint, or in the trial."""
+    tensors: dict[Place, Any] = {}
+    for index, model in enumerate(context.models):
+        for name, tensor in unwrapped(model).state_dict().items():
+            tensors[(MODELS, index, name)] = tensor
+            tensors.setdefault((MODELS, index, f"{_PREFIX}{name}"), tensor)
+    for index, optimizer in enumerate(context.optimizers):
+        for number, parameter in enumerate(parameters_of(optimizer)):
+            tensors[(OPTIMIZERS, index, "state", number)] = parameter
+
+    def target(place: Place, saved: torch.Tensor) -> torch.Tensor | None:
+        own = tensors.get(place[:4])
+        if not isinstance(own, torch.Tensor) or own.shape != saved.shape:
+            return None
+        if not (saved.is_meta or isinstance(own, DTensor)):
+            return None
+        with torch.no_grad():
+            return torch.empty_like(own, dtype=saved.dtype)
+
+    return target
+
+
+def _require_divided_alike(index: int, optimizer: Optimizer) -> None:
+    for parameter, values in optimizer.state.items():
+        for name, value in values.items() if isinstance(parameter, DTensor) else ():
+            if not isinstance(value, torch.Tensor) or _is_divided_alike(value, parameter):
+                continue
+            raise CheckpointError(
+                f"optimizer {index} ({type(optimizer).__name__}) does not divide its {name!r} "
+                "among the ranks as FSDP2 divides the parameter, of shape "
+                f"{tuple(parameter.shape)}; checkpoints cannot hold it. Train with "
+                "optimizations.sharding: none, or with another optimizer"
+            )
+
+
+def _is_divided_alike(value: torch.Tensor, parameter: DTensor) -> bool:
+    if not isinstance(value, DTensor):
+        return value.numel() == 1  # a number that all ranks share, such as Adam's `step`
+    return value.shape == parameter.shape and value.placements == parameter.placements
 
 
 def _model_state(model: nn.Module, excludes_frozen: bool) -> dict[str, Any]:
