@@ -224,7 +224,7 @@ def _require_divided_alike(index: int, optimizer: Optimizer) -> None:
             )
 
 
-def _is_divided_alike(value: torch.Tensor, parameter: DTensor) -> bool:
+def _is_divided_alike(value: torch.Tensor, parameter: Any) -> bool:
     if not isinstance(value, DTensor):
         return value.numel() == 1  # a number that all ranks share, such as Adam's `step`
     return value.shape == parameter.shape and value.placements == parameter.placements
