@@ -100,7 +100,8 @@ def read_state(
             f"the checkpoint has no {STATE_FILE}: a PyTorchTrial did not save it; resume with the "
             "kind of trial that saved it"
         )
-    return joined(reader.load_mapped(path), SavedParts(folder, kinds, reader), _targets(context))
+    saved = reader.load_mapped(path)
+    return joined(saved, SavedParts(folder, kinds, reader), _targets(context, kinds))
 
 
 def load_state(context: PyTorchTrialContext, state: Mapping[str, Any]) -> None:
@@ -187,7 +188,7 @@ def _gradients_name(rank: int) -> str:
 
 
 def _targets(
-    context: PyTorchTrialContext,
+    context: PyTorchTrialContext, kinds: Sequence[str]
 ) -> Callable[[Place, torch.Tensor], torch.Tensor | None]:
     """For `joined`: an empty tensor for each that is sharded in the checkpoint, or in the trial."""
     tensors: dict[Place, Any] = {}
@@ -200,7 +201,7 @@ def _targets(
             tensors[(OPTIMIZERS, index, "state", number)] = parameter
 
     def target(place: Place, saved: torch.Tensor) -> torch.Tensor | None:
-        own = tensors.get(place[:4])
+        own = tensors.get(place[:4]) if place[0] in kinds else None
         if not isinstance(own, torch.Tensor) or own.shape != saved.shape:
             return None
         if not (saved.is_meta or isinstance(own, DTensor)):

@@ -65,7 +65,9 @@ class Sharded(PyTorchTrial):
         """Build and wrap models and optimizers."""
         self.model = self.context.wrap_model(Net(self.hparams["dropout"]))
         trained = [each for each in self.model.parameters() if each.requires_grad]
-        self.optimizer = self.context.wrap_optimizer(torch.optim.AdamW(trained, lr=0.01))
+        # A large eps: otherwise AdamW turns rounding of tiny gradients into whole steps.
+        optimizer = torch.optim.AdamW(trained, lr=0.01, eps=1e-3)
+        self.optimizer = self.context.wrap_optimizer(optimizer)
         self.context.wrap_lr_scheduler(
             torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.9),
             step_mode=LRScheduler.StepMode.STEP_EVERY_BATCH,
@@ -107,7 +109,7 @@ class TwoModels(Sharded):
         self.model = self.context.wrap_model(Net(0.0))
         self.critic = self.context.wrap_model(nn.Sequential(nn.Linear(1, 6), nn.Linear(6, 1)))
         self.optimizers = [
-            self.context.wrap_optimizer(torch.optim.Adam(model.parameters(), lr=0.01))
+            self.context.wrap_optimizer(torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-3))
             for model in (self.model, self.critic)
         ]
 
@@ -223,3 +225,31 @@ class WithHooks(Sharded):
 
     def build_callbacks(self) -> dict[str, PyTorchCallback]:
         return {"gathering": Gathering()}
+
+
+class OnHalfTheRanks(Sharded):
+    """Shards over a mesh that has one rank only."""
+
+    def wrap(self) -> None:
+        size = self.context.distributed.get_size()
+        mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("copies", "parts"))["parts"]
+        self.context.wrap_model(fully_shard(nn.Linear(2, 1), mesh=mesh))
+
+
+class OwnMoments(torch.optim.SGD):
+    """Keeps a plain tensor of this rank's part as its state."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["own"] = parameter.grad.to_local().clone()
+        return super().step(closure)
+
+
+class OddOptimizer(Sharded):
+    """Trains with `OwnMoments`."""
+
+    def wrap(self) -> None:
+        self.model = self.context.wrap_model(Net(0.0))
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+        self.optimizer = self.context.wrap_optimizer(OwnMoments(trained, lr=0.1))

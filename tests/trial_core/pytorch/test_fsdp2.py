@@ -13,6 +13,7 @@ from tests.support.slots import Driven, build, drive, lines, toy_config
 from tests.support.whole_state import whole_state
 from tests.trial_core.deepspeed.reshard.resharding import files, resharded, save
 from trial_core.config import ExperimentConfig
+from trial_core.errors import RankFailed
 from trial_core.messages import BuildLoaders, FetchCheckpoint, Fetched, LoadersBuilt
 from trial_core.slots.slot_group import SlotGroup
 
@@ -32,13 +33,14 @@ def config(
     )  # fmt: skip
 
 
-def assert_same(expected: dict[str, Any], seen: dict[str, Any], exactly: bool = True) -> None:
+def assert_same(expected: dict[str, Any], seen: dict[str, Any], tolerance: float = 0) -> None:
     assert expected.keys() == seen.keys()
     assert sum(isinstance(value, torch.Tensor) for value in expected.values()) > 20
-    tolerance = {"rtol": 0, "atol": 0} if exactly else {"rtol": 1e-4, "atol": 1e-6}
     for name, value in expected.items():
         if isinstance(value, torch.Tensor):
-            torch.testing.assert_close(seen[name], value, **tolerance, msg=name)
+            torch.testing.assert_close(
+                seen[name], value, rtol=tolerance, atol=tolerance / 100, msg=name
+            )
         else:
             assert seen[name] == value, name
 
@@ -49,6 +51,7 @@ def assert_same(expected: dict[str, Any], seen: dict[str, Any], exactly: bool = 
         (2, "Sharded", {}),
         pytest.param(4, "Sharded", {}, marks=pytest.mark.long),
         pytest.param(2, "Sharded", {"aggregation_frequency": 3}, marks=pytest.mark.long),
+        pytest.param(2, "Sharded", {"gradient_compression": True}, marks=pytest.mark.long),
         pytest.param(2, "TwoModels", {}, marks=pytest.mark.long),
         pytest.param(2, "Scaled", {}, marks=pytest.mark.long),
     ],
@@ -65,12 +68,13 @@ def test_sharded_models_train_as_replicas_do(
     expected, seen = (
         whole_state(files(tmp_path, run.checkpoints[-1])) for run in runs.values()
     )
-    assert_same(expected, seen, exactly=False)
+    tolerance = 2e-2 if "gradient_compression" in optimizations else 1e-4
+    assert_same(expected, seen, tolerance)
     for stage in ("training", "validation"):
         ddp, fsdp2 = getattr(runs["none"], stage), getattr(runs["fsdp2"], stage)
         assert len(ddp) == len(fsdp2) > 1
         for one, other in zip(ddp, fsdp2, strict=True):
-            assert one == pytest.approx(other, rel=1e-4)
+            assert one == pytest.approx(other, rel=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -204,3 +208,34 @@ def test_a_new_trial_starts_with_anothers_state_or_weights(
     for name, value in expected.items():
         if name.startswith("models") or name in moments & after.keys():
             assert torch.equal(after[name], value), name
+
+
+REFUSED = {
+    "OneOfTwo": "some of the trial's models are sharded with FSDP2 and others are not",
+    "EarlyOptimizer": r"8 parameter tensor\(s\) of optimizer 0 belong to no wrapped model. FSDP2",
+    "Misspelt": 'sharding is "none" or "fsdp2", got \'fsdp\'',
+    "NoForward": "wrap_model cannot shard a ModuleList, which has no forward method",
+    "LateCompression": r"wrap_optimizer\(fp16_compression=True\) comes too late",
+    "WholeSet": "WholeSet defines evaluate_full_dataset, which runs on a single rank",
+    "OnHalfTheRanks": "is sharded over 1 of 2 ranks; pass fully_shard a device mesh of all ranks",
+}
+
+
+@pytest.mark.parametrize(
+    "trial", ["OneOfTwo", *(pytest.param(name, marks=pytest.mark.long) for name in [*REFUSED][1:])]
+)
+def test_a_trial_that_cannot_be_sharded_is_refused(
+    warm_slots: Warm, tmp_path: Path, trial: str
+) -> None:
+    """When it is built, with what to do."""
+    with pytest.raises(RankFailed, match=REFUSED[trial]):
+        build(warm_slots(2), config(tmp_path, 3, trial=trial), tmp_path)
+
+
+@pytest.mark.long
+def test_an_optimizer_with_state_of_another_form_is_refused_when_it_is_saved(
+    warm_slots: Warm, tmp_path: Path
+) -> None:
+    """Plain tensors differ from rank to rank, and the checkpoint would hold rank 0's only."""
+    with pytest.raises(RankFailed, match=r"optimizer 0 \(OwnMoments\) does not divide its 'own'"):
+        drive(warm_slots(2), config(tmp_path, 3, trial="OddOptimizer"), tmp_path)
