@@ -13,7 +13,6 @@ from tests.support.slots import Driven, build, drive, lines, toy_config
 from tests.support.whole_state import whole_state
 from tests.trial_core.deepspeed.reshard.resharding import files, resharded, save
 from trial_core.config import ExperimentConfig
-from trial_core.errors import RankFailed
 from trial_core.messages import BuildLoaders, FetchCheckpoint, Fetched, LoadersBuilt
 from trial_core.slots.slot_group import SlotGroup
 
@@ -65,9 +64,7 @@ def test_sharded_models_train_as_replicas_do(
     for sharding in ("none", "fsdp2"):
         settings = config(tmp_path, 6, sharding, trial, optimizations, dropout=0.0)
         runs[sharding] = drive(warm_slots(ranks), settings, tmp_path, persist=True)
-    expected, seen = (
-        whole_state(files(tmp_path, run.checkpoints[-1])) for run in runs.values()
-    )
+    expected, seen = (whole_state(files(tmp_path, run.checkpoints[-1])) for run in runs.values())
     tolerance = 2e-2 if "gradient_compression" in optimizations else 1e-4
     assert_same(expected, seen, tolerance)
     for stage in ("training", "validation"):
@@ -208,34 +205,3 @@ def test_a_new_trial_starts_with_anothers_state_or_weights(
     for name, value in expected.items():
         if name.startswith("models") or name in moments & after.keys():
             assert torch.equal(after[name], value), name
-
-
-REFUSED = {
-    "OneOfTwo": "some of the trial's models are sharded with FSDP2 and others are not",
-    "EarlyOptimizer": r"8 parameter tensor\(s\) of optimizer 0 belong to no wrapped model. FSDP2",
-    "Misspelt": 'sharding is "none" or "fsdp2", got \'fsdp\'',
-    "NoForward": "wrap_model cannot shard a ModuleList, which has no forward method",
-    "LateCompression": r"wrap_optimizer\(fp16_compression=True\) comes too late",
-    "WholeSet": "WholeSet defines evaluate_full_dataset, which runs on a single rank",
-    "OnHalfTheRanks": "is sharded over 1 of 2 ranks; pass fully_shard a device mesh of all ranks",
-}
-
-
-@pytest.mark.parametrize(
-    "trial", ["OneOfTwo", *(pytest.param(name, marks=pytest.mark.long) for name in [*REFUSED][1:])]
-)
-def test_a_trial_that_cannot_be_sharded_is_refused(
-    warm_slots: Warm, tmp_path: Path, trial: str
-) -> None:
-    """When it is built, with what to do."""
-    with pytest.raises(RankFailed, match=REFUSED[trial]):
-        build(warm_slots(2), config(tmp_path, 3, trial=trial), tmp_path)
-
-
-@pytest.mark.long
-def test_an_optimizer_with_state_of_another_form_is_refused_when_it_is_saved(
-    warm_slots: Warm, tmp_path: Path
-) -> None:
-    """Plain tensors differ from rank to rank, and the checkpoint would hold rank 0's only."""
-    with pytest.raises(RankFailed, match=r"optimizer 0 \(OwnMoments\) does not divide its 'own'"):
-        drive(warm_slots(2), config(tmp_path, 3, trial="OddOptimizer"), tmp_path)
