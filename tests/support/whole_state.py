@@ -26,8 +26,9 @@ def whole_state(stored: Path) -> dict[str, Any]:
 def _flat(value: Any, place: str = "") -> list[tuple[str, Any]]:
     if isinstance(value, (list, tuple)):
         value = dict(enumerate(value))
-    if isinstance(value, dict):
-        return [
-            found for key, item in value.items() for found in _flat(item, f"{place}.{key}".strip("."))
-        ]  # fmt: skip
-    return [(place, value)]
+    if not isinstance(value, dict):
+        return [(place, value)]
+    found = []
+    for key, item in value.items():
+        found += _flat(item, f"{place}.{key}".strip("."))
+    return found

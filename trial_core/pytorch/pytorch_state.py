@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from trial_core.controller.safe_load import Reader
 from trial_core.controller.tensor_files import write_tensors
-from trial_core.errors import CheckpointError
+from trial_core.errors import CheckpointError, TrialError
 from trial_core.pytorch.context import PyTorchTrialContext
 from trial_core.pytorch.distributed_model import unwrapped
 from trial_core.pytorch.gradient_averaging import parameters_of
@@ -52,7 +52,7 @@ def state_of(context: PyTorchTrialContext) -> dict[str, Any]:
     """The state of all that the trial has wrapped, by the reference's names.
 
     Raises:
-        CheckpointError: an optimizer divides its state in another way than its parameters.
+        TrialError: an optimizer divides its state in another way than its parameters.
     """
     for index, optimizer in enumerate(context.optimizers):
         _require_divided_alike(index, optimizer)
@@ -217,7 +217,7 @@ def _require_divided_alike(index: int, optimizer: Optimizer) -> None:
         for name, value in values.items() if isinstance(parameter, DTensor) else ():
             if not isinstance(value, torch.Tensor) or _is_divided_alike(value, parameter):
                 continue
-            raise CheckpointError(
+            raise TrialError(
                 f"optimizer {index} ({type(optimizer).__name__}) does not divide its {name!r} "
                 "among the ranks as FSDP2 divides the parameter, of shape "
                 f"{tuple(parameter.shape)}; checkpoints cannot hold it. Train with "
@@ -228,7 +228,7 @@ def _require_divided_alike(index: int, optimizer: Optimizer) -> None:
 def _is_divided_alike(value: torch.Tensor, parameter: Any) -> bool:
     if not isinstance(value, DTensor):
         return value.numel() == 1  # a number that all ranks share, such as Adam's `step`
-    return value.shape == parameter.shape and value.placements == parameter.placements
+    return value.shape == parameter.shape and bool(value.placements == parameter.placements)
 
 
 def _model_state(model: nn.Module, excludes_frozen: bool) -> dict[str, Any]:

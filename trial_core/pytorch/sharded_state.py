@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.controller.safe_load import Reader
 from trial_core.controller.tensor_files import write_tensors
-from trial_core.errors import CheckpointError
+from trial_core.errors import CheckpointError, TrialError
 from trial_core.transfer.memory_files import MemoryFiles
 
 SHARDS_FOLDER = "shards"
@@ -53,7 +53,7 @@ def part_of(tensor: torch.Tensor) -> Part:
     """This rank's part of a tensor, which shares memory with it. A plain tensor is one part.
 
     Raises:
-        CheckpointError: this rank's part is not a single block.
+        TrialError: this rank's part is not a single block.
     """
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim(), tensor.detach()
@@ -61,7 +61,7 @@ def part_of(tensor: torch.Tensor) -> Part:
         values = tensor.to_local()
     chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(values.shape):
-        raise CheckpointError(
+        raise TrialError(
             f"checkpoints cannot hold a tensor that is divided as {tensor.placements} over a "
             f"device mesh of {tuple(tensor.device_mesh.shape)} ranks: a rank's part must be one "
             "block. Shard over one dimension"

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from toy_trial import samples
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from toy_trial import samples
 
 from trial_core.pytorch import (
     DataLoader,

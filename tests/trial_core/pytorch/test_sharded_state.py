@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ PLACE = ("models_state_dict", 0, "weight")
 
 def write(folder: Path, bounds: list[int]) -> SavedParts:
     """The rows of `WHOLE` between `bounds`, each part written by one rank."""
-    for rank, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for rank, (first, end) in enumerate(itertools.pairwise(bounds)):
         write_parts({PLACE: ((first, 0), WHOLE[first:end])}, rank, folder, MemoryFiles(0))
     return SavedParts(folder, ["models_state_dict"], Reader())
 
@@ -78,13 +79,16 @@ def test_a_placeholder_that_the_trial_has_no_tensor_for_is_refused(tmp_path: Pat
         require_joined(left)
 
 
-@pytest.mark.parametrize(("ranks", "found"), [([1], ["rank-00001"]), (None, ["rank-00001", "rank-00002"])])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ranks", "found"), [([1], ["rank-00001"]), (None, ["rank-00001", "rank-00002"])]
+)
 def test_ranks_fetch_their_own_parts_or_all(ranks: list[int] | None, found: list[str]) -> None:
     """Of the kinds that are restored."""
+    digest = "sha256:" + "0" * 64
     files = [
-        FileEntry(path=f"shards/{kind}/rank-0000{rank}.pt", size_bytes=1, digest="sha256:" + "0" * 64, rank=rank)
+        FileEntry(path=f"shards/{kind}/rank-0000{rank}.pt", size_bytes=1, digest=digest, rank=rank)
         for kind in ("models_state_dict", "gradients")
         for rank in (1, 2)
-    ]  # fmt: skip
+    ]
     chosen = files_of_parts(files, ["models_state_dict"], ranks)
     assert [file.path for file in chosen] == [f"shards/models_state_dict/{n}.pt" for n in found]
