@@ -130,7 +130,7 @@ class PyTorchTrialEngine:
         return state_of(self._context)
 
     def read_hook_state(self, folder: Path, reader: Reader) -> dict[str, Any]:
-        return read_state(self._context, folder, reader, (MODELS, OPTIMIZERS))
+        return read_state(folder, reader, (MODELS, OPTIMIZERS), self._context)
 
     def save(self, folder: Path, memory_files: MemoryFiles, hook_state: Mapping[str, Any]) -> None:
         write_state(self._context, folder, memory_files, hook_state)
@@ -143,7 +143,7 @@ class PyTorchTrialEngine:
         load_gradients(self._context, folder, reader)
 
     def load_weights(self, folder: Path, reader: Reader) -> None:
-        load_models(self._context, read_state(self._context, folder, reader, (MODELS,)))
+        load_models(self._context, read_state(folder, reader, (MODELS,), self._context))
 
     def files_read(
         self, files: list[FileEntry], saved_by: Topology, restore: Restore, ranks: Sequence[int]

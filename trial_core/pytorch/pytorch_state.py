@@ -8,7 +8,7 @@ are in files of all ranks: see `sharded_state`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from trial_core.pytorch.sharded_state import (
     Part,
     Place,
     SavedParts,
+    Targets,
     copy_parts,
     divided,
     joined,
@@ -81,14 +82,16 @@ def write_state(
 
 
 def read_state(
-    context: PyTorchTrialContext, folder: Path, reader: Reader, kinds: Sequence[str]
+    folder: Path,
+    reader: Reader,
+    kinds: Sequence[str] = (MODELS,),
+    context: PyTorchTrialContext | None = None,
 ) -> dict[str, Any]:
     """Read what `write_state` wrote; tensors stay in the file until they are used.
 
-    Tensors are sharded as the trial's own, or whole if the trial does not shard.
-
     Args:
-        kinds: what to read the shards of: `MODELS`, `OPTIMIZERS`. The rest stays a placeholder.
+        kinds: what to join the shards of: `MODELS`, `OPTIMIZERS`. The rest stays a placeholder.
+        context: join to tensors as the trial's own, sharded or not; None: to whole tensors.
 
     Raises:
         CheckpointError: there is no such file, or it holds objects that run code when read, or a
@@ -100,8 +103,8 @@ def read_state(
             f"the checkpoint has no {STATE_FILE}: a PyTorchTrial did not save it; resume with the "
             "kind of trial that saved it"
         )
-    saved = reader.load_mapped(path)
-    return joined(saved, SavedParts(folder, kinds, reader), _targets(context, kinds))
+    targets = _whole_tensors(kinds) if context is None else _own_tensors(kinds, context)
+    return joined(reader.load_mapped(path), SavedParts(folder, kinds, reader), targets)
 
 
 def load_state(context: PyTorchTrialContext, state: Mapping[str, Any]) -> None:
@@ -187,9 +190,18 @@ def _gradients_name(rank: int) -> str:
     return f"{GRADIENTS_FOLDER}/rank-{rank:05d}.pt"
 
 
-def _targets(
-    context: PyTorchTrialContext, kinds: Sequence[str]
-) -> Callable[[Place, torch.Tensor], torch.Tensor | None]:
+def _whole_tensors(kinds: Sequence[str]) -> Targets:
+    """For `joined`: an empty tensor for each that is sharded in the checkpoint."""
+
+    def target(place: Place, saved: torch.Tensor) -> torch.Tensor | None:
+        if not saved.is_meta or place[0] not in kinds:
+            return None
+        return torch.empty(saved.shape, dtype=saved.dtype)
+
+    return target
+
+
+def _own_tensors(kinds: Sequence[str], context: PyTorchTrialContext) -> Targets:
     """For `joined`: an empty tensor for each that is sharded in the checkpoint, or in the trial."""
     tensors: dict[Place, Any] = {}
     for index, model in enumerate(context.models):

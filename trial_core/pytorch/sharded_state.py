@@ -32,6 +32,9 @@ Place = tuple[Hashable, ...]
 Part = tuple[tuple[int, ...], torch.Tensor]
 """A part of a tensor: the offset in each dimension, and the values."""
 
+Targets = Callable[[Place, torch.Tensor], torch.Tensor | None]
+"""For a place and the tensor there: an empty tensor to fill, sharded or not; None: leave it."""
+
 
 # ----------------------------------------------------------------------------------- writing
 
@@ -139,17 +142,11 @@ def copy_parts(parts: Iterable[Part], target: torch.Tensor) -> int:
     return missing
 
 
-def joined(
-    state: Mapping[str, Any],
-    saved: SavedParts,
-    target_of: Callable[[Place, torch.Tensor], torch.Tensor | None],
-) -> dict[str, Any]:
+def joined(state: Mapping[str, Any], saved: SavedParts, target_of: Targets) -> dict[str, Any]:
     """`state` with the tensors that `target_of` gives, filled from the checkpoint.
 
     Args:
         state: what `divided` returned, or a state whose tensors are whole.
-        target_of: an empty tensor, sharded or not, for a place and the tensor in `state`; None:
-            leave it as it is.
 
     Raises:
         CheckpointError: the fetched files lack a part.
