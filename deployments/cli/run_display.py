@@ -134,8 +134,8 @@ class PlainLines(Display):
         detail, seconds = self._ended.get(stage, (f"@{batches}", 0.0))
         parts = [text_format.duration(seconds)]
         if kind == "training" and seconds > 0:
-            samples = (batches - self._workload_begins_at) * self.batch_samples
-            parts.append(text_format.speed(samples / seconds))
+            trained = batches - self._workload_begins_at
+            parts.append(text_format.training_speed(trained, self.batch_samples, seconds))
         if metrics:
             parts.append(text_format.metrics_line(metrics))
         self.say(f"{stage} {detail}: {' · '.join(parts)}")

@@ -71,6 +71,11 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
     sharding: Annotated[str, msgspec.Meta(pattern="^[a-z0-9 ]{1,40}$")] = "none"
 
     @property
+    def is_state_divided(self) -> bool:
+        """Whether the ranks divide the state of models or optimizers."""
+        return self.zero_stage > 0 or self.sharding != "none"
+
+    @property
     def state_division(self) -> str:
         """How the ranks divide the state of models and optimizers, for people."""
         if self.sharding != "none":

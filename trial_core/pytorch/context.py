@@ -17,10 +17,10 @@ from trial_core.context import RunInfo
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
 from trial_core.pytorch.custom_reducers import MetricReducer
-from trial_core.pytorch.distributed_model import DistributedModel, unwrapped
+from trial_core.pytorch.distributed_model import DistributedModel, broadcast_model, unwrapped
 from trial_core.pytorch.gradient_averaging import GradientAveraging, parameters_of
 from trial_core.pytorch.lr_scheduler import LRScheduler
-from trial_core.pytorch.mixed_precision import MixedPrecision, apex_scaler
+from trial_core.pytorch.mixed_precision import MixedPrecision, apex_scaler, share_overflow
 from trial_core.pytorch.sharded_model import SHARDINGS, is_sharded, require_all_ranks, shard
 from trial_core.pytorch.torch_context import TorchTrialContext
 
@@ -108,6 +108,8 @@ class PyTorchTrialContext(TorchTrialContext):
                 replica = DistributedModel(model, self.device)
                 self._averaging.add_model(replica, in_backward=not find_unused_parameters)
                 model = replica
+            elif has_peers:
+                broadcast_model(model)
         self.models.append(model)
         if len({is_sharded(each) for each in self.models if _is_trained(each)}) > 1:
             raise TrialError(
@@ -175,7 +177,7 @@ class PyTorchTrialContext(TorchTrialContext):
             )
         self.optimizers.append(optimizer)
         is_only = len(self.optimizers) == 1
-        self._averaging.add_optimizer(optimizer, is_only, backward_passes_per_step)
+        self._averaging.add_optimizer(is_only, backward_passes_per_step)
         compresses = _default(fp16_compression, self._compresses_by_default)
         if shards and compresses != self._compresses_by_default:
             raise TrialError(
@@ -269,6 +271,13 @@ class PyTorchTrialContext(TorchTrialContext):
             is_on, scaler = apex_scaler(self.device, opt_level, cast_model_type, loss_scale)
             if is_on:
                 self._use_amp(scaler, cast_model_type)
+            if is_on and self.distributed.get_rank() == 0:
+                logger.warning(
+                    'Apex is no longer developed: configure_apex_amp(opt_level="%s") uses torch\'s '
+                    "automatic mixed precision, which keeps weights in float32, as "
+                    "context.experimental.use_amp() does",
+                    opt_level,
+                )
         return models, optimizers
 
     # ------------------------------------------------------------------------------ training
@@ -285,14 +294,17 @@ class PyTorchTrialContext(TorchTrialContext):
         Scales the loss if mixed precision was switched on by `configure_apex_amp` or
         ``experimental.use_amp``. Does not send anything to other ranks in batches without an
         optimizer step, unless the model is sharded: collective, then.
+
+        Raises:
+            TrialError: with several ranks, the pass gives a parameter of a model that was wrapped
+                without `find_unused_parameters` several gradients.
         """
         if self.precision.scaler is not None:
             loss = self.precision.scaler.scale(loss)
-        with self.precision.paused():
+        with self.precision.paused(), self._averaging.backward_pass():
             loss.backward(  # type: ignore[no-untyped-call]
                 gradient=gradient, retain_graph=retain_graph, create_graph=create_graph
             )
-        self._averaging.backward_ended()
 
     def step_optimizer(
         self,
@@ -313,7 +325,8 @@ class PyTorchTrialContext(TorchTrialContext):
 
         Raises:
             TrialError: the optimizer is not wrapped; or `auto_zero_grads` is False while gradients
-                are added up over batches.
+                are added up over batches; or with several ranks, the backward pass left out
+                parameters of a model that was wrapped without `find_unused_parameters`.
         """
         if id(optimizer) not in self._divides:
             raise TrialError(
@@ -329,7 +342,9 @@ class PyTorchTrialContext(TorchTrialContext):
         if not self.steps_in_this_batch:
             return
         parameters = [each for each in parameters_of(optimizer) if each.requires_grad]
-        self._averaging.before_step(parameters)
+        had_own_gradients = self._averaging.before_step(parameters)
+        if had_own_gradients and scaler is not None:
+            share_overflow(scaler, optimizer)
         if self.aggregation_frequency > 1 and self._divides[id(optimizer)]:
             for parameter in parameters:
                 if parameter.grad is not None:
@@ -343,6 +358,7 @@ class PyTorchTrialContext(TorchTrialContext):
             optimizer.step()
         else:
             scaler.step(optimizer)
+            self.precision.has_stepped = True
         if auto_zero_grads:
             optimizer.zero_grad()
 
@@ -354,9 +370,10 @@ class PyTorchTrialContext(TorchTrialContext):
     @contextmanager
     def training_batch(self) -> Iterator[None]:
         """The controller trains one batch within the block."""
+        self.precision.has_stepped = False
         with self._averaging.batch(self.steps_in_this_batch), self.precision.autocast():
             yield
-        if self.precision.scaler is not None and self.steps_in_this_batch:
+        if self.precision.scaler is not None and self.precision.has_stepped:
             self.precision.scaler.update()
         for scheduler in self.lr_schedulers:
             scheduler.batch_ended(

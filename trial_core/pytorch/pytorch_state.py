@@ -154,9 +154,9 @@ def write_gradients(context: PyTorchTrialContext, folder: Path, memory_files: Me
     rank = context.distributed.get_rank()
     write_parts(parts, rank, folder, memory_files)
     if any(gradients):
-        memory_files.write(
-            folder, _gradients_name(rank), lambda file: write_tensors(gradients, file)
-        )
+        content = {"ranks": context.distributed.get_size(), "models": gradients}
+        name = _gradients_name(rank)
+        memory_files.write(folder, name, lambda file: write_tensors(content, file))
 
 
 def load_gradients(context: PyTorchTrialContext, folder: Path, reader: Reader) -> None:
@@ -164,12 +164,11 @@ def load_gradients(context: PyTorchTrialContext, folder: Path, reader: Reader) -
 
     With another number of ranks than saved them, or another sharding, every rank gets their mean.
     """
-    own = folder / _gradients_name(context.distributed.get_rank())
-    saved = {
-        path: reader.load_mapped(path) for path in sorted((folder / GRADIENTS_FOLDER).glob("*.pt"))
+    by_rank = {
+        path.name: reader.load_mapped(path) for path in (folder / GRADIENTS_FOLDER).glob("*.pt")
     }
-    is_same = len(saved) == context.distributed.get_size()
     parts = SavedParts(folder, [GRADIENTS], reader)
+    own = Path(_gradients_name(context.distributed.get_rank())).name
     for index, model in enumerate(context.models):
         for name, parameter in sharded_parameters(unwrapped(model)).items():
             gradient = torch.empty_like(parameter, requires_grad=False)
@@ -177,13 +176,29 @@ def load_gradients(context: PyTorchTrialContext, folder: Path, reader: Reader) -
                 parts.fill(place, gradient)
                 parameter.grad = gradient
                 continue
-            is_own = is_same and not isinstance(parameter, DTensor)
-            read = [saved[own]] if is_own else list(saved.values())
-            given = [each[index][name] for each in read if name in each[index]]
-            if given:
-                mean = torch.stack([each.to(parameter.device) for each in given]).sum(0)
-                copy_parts([part_of(mean.div_(len(read)))], gradient)
+            only = None if isinstance(parameter, DTensor) else own
+            mean = _mean_gradient(by_rank, index, name, only, context.distributed.get_size())
+            if mean is not None:
+                copy_parts([part_of(mean)], gradient)
                 parameter.grad = gradient
+
+
+def _mean_gradient(
+    by_rank: Mapping[str, Any], index: int, name: str, own: str | None, ranks: int
+) -> torch.Tensor | None:
+    """The mean of the gradients that ranks have saved; None: none has saved one.
+
+    Args:
+        own: this rank's file, which counts alone if as many `ranks` saved; None: all count.
+    """
+    if not by_rank:
+        return None
+    saved_by = next(iter(by_rank.values()))["ranks"]  # some of them may have had no gradients
+    if own is not None and saved_by == ranks:
+        by_rank, saved_by = {file: by_rank[file] for file in by_rank if file == own}, 1
+    models = [each["models"][index] for _, each in sorted(by_rank.items())]
+    gradients = [model[name] for model in models if name in model]
+    return torch.stack(gradients).sum(0).div_(saved_by) if gradients else None
 
 
 def _gradients_name(rank: int) -> str:

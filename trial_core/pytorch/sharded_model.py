@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from trial_core.errors import TrialError
-from trial_core.pytorch.distributed_model import broadcast
+from trial_core.pytorch.distributed_model import broadcast_model
 
 SHARDINGS = ("none", "fsdp2")
 """The values of ``optimizations.sharding`` and of `wrap_model`'s argument."""
@@ -37,7 +37,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, compress: bool) -> None:
             f"wrap_model cannot shard a {type(model).__name__}, which has no forward method: FSDP2 "
             "gathers parameters when a module is called. Wrap a model that calls its parts"
         )
-    broadcast([*model.parameters(), *model.buffers()])
+    broadcast_model(model)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float16 if compress else None)
     for block in _blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=policy)

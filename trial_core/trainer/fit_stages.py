@@ -47,7 +47,7 @@ from trial_core.retention.pruning import prune_trial
 from trial_core.run.run_loop import Validation
 from trial_core.run.searcher_metric import searcher_metric
 from trial_core.run.sequencer import Progress, Schedule
-from trial_core.text_format import metrics_line, speed
+from trial_core.text_format import metrics_line, training_speed
 from trial_core.trainer.background_upload import BackgroundUpload, retry_storage
 from trial_core.trainer.commit_rendezvous import CommitRendezvous
 from trial_core.transfer.staged_checkpoint import StagedCheckpoint
@@ -156,11 +156,10 @@ class FitStages:
         reached = trained.batches_trained
         if reached > begin:
             self.metrics["training"] = trained.metrics
-            samples_per_second = (reached - begin) * self.built.batch_samples / trained.seconds
+            speed = training_speed(reached - begin, self.built.batch_samples, trained.seconds)
             self.logger.info(
-                "trained [%d→%d] at %s: %s", begin, reached, speed(samples_per_second),
-                metrics_line(trained.metrics),
-            )  # fmt: skip
+                "trained [%d→%d] at %s: %s", begin, reached, speed, metrics_line(trained.metrics)
+            )
         return reached
 
     def validate(self, batches_trained: int) -> Validation | None:

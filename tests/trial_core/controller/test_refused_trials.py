@@ -138,6 +138,29 @@ REFUSED = {
         'DeepSpeed found no weights (tag "model0") in ',
         ("; a trial that overrides save must also override load_weights",),
     ),
+    "parameters without a gradient": Case(
+        "pytorch_trials:UnusedParameters", "train",
+        "a backward pass of Heads did not reach all parameters, and each one must give every",
+        ("context.wrap_model(model, find_unused_parameters=True)",),
+    ),
+    "parameters without a gradient, before another forward pass": Case(
+        "pytorch_trials:HeadsInTurn", "train",
+        "a backward pass of Heads did not reach all parameters, and each one must give every",
+    ),
+    "parameters with two gradients": Case(
+        "pytorch_trials:Recomputes", "train",
+        "a backward pass of Recomputing reached some parameters twice, and each one must give",
+    ),
+    "sparse gradients of several models": Case(
+        "pytorch_trials:SparseEmbedding", "train",
+        "a parameter of shape (5, 2) has a sparse gradient, and ranks cannot average it in "
+        "step_optimizer; ",
+        hparams={"unused": True},
+    ),
+    "a schedule of epochs without their length": Case(
+        "pytorch_trials:UnknownEpochs", "train",
+        "LRScheduler.StepMode.STEP_EVERY_EPOCH needs the length of an epoch, but the training",
+    ),
     "nothing": Case("toy_trial:ToyTrial", "weights", "not refused"),
     "one of two models sharded": Case(
         "refused_sharding_trials:OneOfTwo", "build",

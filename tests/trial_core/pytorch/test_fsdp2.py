@@ -163,7 +163,7 @@ def gradients(stored: Path) -> dict[str, torch.Tensor]:
     """The mean gradients of a checkpoint, of whichever form."""
     found: dict[str, list[torch.Tensor]] = {}
     for path in stored.glob("gradients/*.pt"):
-        for name, value in torch.load(path)[0].items():
+        for name, value in torch.load(path)["models"][0].items():
             found.setdefault(name, []).append(value)
     if found:
         return {name: torch.stack(values).mean(0) for name, values in found.items()}
