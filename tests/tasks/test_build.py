@@ -22,6 +22,11 @@ from trialflow.tasks.build import _describe
             1,
             "2 ranks (2 data-parallel), 1 sample a batch",
         ),
+        (
+            Topology(world_size=4, data_parallel_size=4, sharding="fsdp2 2x2"),
+            0,
+            "4 ranks (4 data-parallel, FSDP2 2x2)",
+        ),
         (Topology(world_size=1, data_parallel_size=1), 0, "1 rank"),
     ],
 )
