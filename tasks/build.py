@@ -48,7 +48,7 @@ def build_trial(run: TrialRun) -> None:
 
 
 def _describe(built: TrialBuilt) -> str:
-    """``4 ranks (2 data-parallel, 2 pipeline stages, ZeRO 1), 16 samples a batch``.
+    """``4 ranks (2 data-parallel, 2 pipeline stages, ZeRO stage 1), 16 samples a batch``.
 
     Leaves out what the trial does not use or does not say.
     """
@@ -59,8 +59,8 @@ def _describe(built: TrialBuilt) -> str:
         f"{topology.model_parallel_size} model-parallel",
     ]
     shown = [part for part in parts if not part.startswith("1 ")]
-    if topology.zero_stage:
-        shown.append(f"ZeRO {topology.zero_stage}")
+    if topology.is_state_divided:
+        shown.append(topology.state_division)
     ranks = plural(topology.world_size, "rank") + (f" ({', '.join(shown)})" if shown else "")
     if not built.batch_samples:
         return ranks

@@ -15,12 +15,17 @@ from trialflow.tasks.build import _describe
         (
             Topology(world_size=4, data_parallel_size=2, pipeline_parallel_size=2, zero_stage=1),
             16,
-            "4 ranks (2 data-parallel, 2 pipeline stages, ZeRO 1), 16 samples a batch",
+            "4 ranks (2 data-parallel, 2 pipeline stages, ZeRO stage 1), 16 samples a batch",
         ),
         (
             Topology(world_size=2, data_parallel_size=2),
             1,
             "2 ranks (2 data-parallel), 1 sample a batch",
+        ),
+        (
+            Topology(world_size=4, data_parallel_size=4, sharding="fsdp2 2x2"),
+            0,
+            "4 ranks (4 data-parallel, FSDP2 2x2)",
         ),
         (Topology(world_size=1, data_parallel_size=1), 0, "1 rank"),
     ],

@@ -76,6 +76,8 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         batch_samples: samples in one batch on all ranks; 0: not known.
+        sharding: how a PyTorchTrial's models are divided: "none", "fsdp2", or "fsdp2 2x4" over a
+            device mesh of the trial's own.
     """
 
     world_size: int
@@ -84,6 +86,19 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
     model_parallel_size: int = 1
     zero_stage: int = 0
     batch_samples: int = 0
+    sharding: Annotated[str, msgspec.Meta(pattern="^[a-z0-9 ]{1,40}$")] = "none"
+
+    @property
+    def is_state_divided(self) -> bool:
+        """Whether the ranks divide the state of models or optimizers."""
+        return self.zero_stage > 0 or self.sharding != "none"
+
+    @property
+    def state_division(self) -> str:
+        """How the ranks divide the state of models and optimizers, for people."""
+        if self.sharding != "none":
+            return self.sharding.replace("fsdp", "FSDP")
+        return f"ZeRO stage {self.zero_stage}" if self.zero_stage else "not sharded"
 
     def spreads_like(self, other: Topology) -> bool:
         """Whether each rank has the same part of the state, so that no file has to be converted."""

@@ -202,6 +202,12 @@ class OptimizationsConfig(Section):
         title="Gradient compression",
         description="Whether ranks send gradients to each other as float16.",
     )
+    sharding: Literal["none", "fsdp2"] = Field(
+        default="none",
+        title="Sharding",
+        description='"none": every rank has the whole models. "fsdp2": models and optimizer state '
+        "are divided among the ranks.",
+    )
 
 
 class ProfilingConfig(Section):

@@ -125,7 +125,7 @@ class TrialEngine(Protocol):
 
         Args:
             hook_state: the result of `read_hook_state`, as the hooks left it.
-            reshape: whether the shards are of another number of ranks, or another ZeRO stage.
+            reshape: whether the shards are of another number of ranks, or another sharding.
         """
 
     def load_weights(self, folder: Path, reader: Reader) -> None:

@@ -4,6 +4,7 @@ A trial with one model and one optimizer averages them in its backward pass: tor
 DistributedDataParallel sends some gradients while it still computes others. That is right only if
 each forward pass is followed by one backward pass. A trial with several models or optimizers may
 run forward and backward passes in any order, so its gradients are averaged in `step_optimizer`.
+FSDP2 averages the gradients of sharded parameters in every backward pass.
 
 Averaging twice is harmless: the mean of what the ranks have in common is the same.
 """
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.tensor import DTensor
 
 from trial_core.errors import TrialError
 from trial_core.pytorch.distributed_model import DistributedModel, average, pass_error
@@ -110,6 +112,7 @@ class GradientAveraging:
         """
         if self._ranks == 1:
             return False
+        parameters = [each for each in parameters if not isinstance(each, DTensor)]
         if not self._is_incomplete:
             for model in self._models:
                 model.check_all_averaged()

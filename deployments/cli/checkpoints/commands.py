@@ -159,7 +159,7 @@ def description(store: CheckpointStore, manifest: Manifest, kept: list[str]) -> 
         "last validation": _earlier_validation(manifest),
         "ranks": f"{topology.world_size} (data {topology.data_parallel_size}, pipeline "
         f"{topology.pipeline_parallel_size}, model {topology.model_parallel_size}), "
-        f"ZeRO stage {topology.zero_stage}",
+        f"{topology.state_division}",
         "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
         "hyperparameters": json.dumps(manifest.hyperparameters, ensure_ascii=False),
         "code": _code(manifest),
