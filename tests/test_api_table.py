@@ -17,8 +17,14 @@ TABLE = Path(__file__).parents[1] / "docs" / "reference" / "determined-names.md"
 ROWS = re.findall(r"^\| `([A-Za-z_.]+)` \| (.+?) \|", TABLE.read_text(), flags=re.MULTILINE)
 STATUSES = dict(ROWS)
 EXISTS = {"works": True, "differs": True, "replaced": False, "not yet": False}
-# An environment variable, and an attribute that only instances have.
-NOT_ATTRIBUTES = {"DET_MANUAL_INIT_DISTRIBUTED", "deepspeed.DeepSpeedTrialContext.distributed"}
+# An environment variable, and attributes that only instances have.
+NOT_ATTRIBUTES = {
+    "DET_MANUAL_INIT_DISTRIBUTED",
+    "deepspeed.DeepSpeedTrialContext.distributed",
+    "pytorch.PyTorchTrialContext.distributed",
+    "pytorch.PyTorchTrialContext.experimental",
+}
+FOR_THE_CONTROLLER = {"run_info", "training_batch", "steps_in_this_batch", "batch_ended"}
 
 
 def exists(name: str) -> bool:
@@ -50,9 +56,11 @@ def test_every_public_name_has_a_row() -> None:
     exported |= {f"pytorch.{name}" for name in trial_core.pytorch.__all__}
     assert exported - {"pytorch.deepspeed"} - STATUSES.keys() == set()
     classes = ("deepspeed.DeepSpeedTrial", "deepspeed.DeepSpeedTrialContext", "deepspeed.Trainer")
-    for path in (*classes, "pytorch.PyTorchCallback", "pytorch.MetricReducer"):
+    of_pytorch = ("PyTorchTrial", "PyTorchTrialContext", "PyTorchExperimentalContext",
+                  "LRScheduler", "Trainer", "PyTorchCallback", "MetricReducer")  # fmt: skip
+    for path in (*classes, *(f"pytorch.{name}" for name in of_pytorch)):
         package, name = path.split(".")
         found = getattr(getattr(trial_core, package), name)
         methods = {f"{path}.{method}" for method in dir(found) if not method.startswith("_")}
-        # run_info is for the controller.
-        assert methods - {f"{path}.run_info"} - STATUSES.keys() == set()
+        internal = {f"{path}.{method}" for method in FOR_THE_CONTROLLER}
+        assert methods - internal - STATUSES.keys() == set()
