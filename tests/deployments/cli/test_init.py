@@ -16,7 +16,8 @@ from trialflow.deployments.cli import init
 from trialflow.deployments.cli.main import main
 
 FILES = ["experiment.yaml", "my_trial.py"]
-TEMPLATES = {"pytorch": FILES, **dict.fromkeys(("deepspeed", "hf"), ["ds_config.json", *FILES])}
+WITH_DEEPSPEED = ["ds_config.json", *FILES]
+TEMPLATES = {"pytorch": FILES, "deepspeed": WITH_DEEPSPEED, "hf": WITH_DEEPSPEED}
 
 
 @pytest.mark.slots
