@@ -236,6 +236,31 @@ def test_the_profiler_steps_after_every_batch(context: TrialContext, info: RunIn
     assert {name for name in names if str(name).startswith("toy_batch")} == {"toy_batch_2"}
 
 
+@pytest.mark.parametrize(("trained", "seen"), [(0, {2, 3}), (3, {3}), (4, set())])
+def test_the_configured_batches_are_profiled(
+    context: TrialContext, info: RunInfo, trained: int, seen: set[int]
+) -> None:
+    """Batches 2 and 3 of the trial, also if the run resumes at one of them, or after them."""
+    import torch
+
+    info.batches_trained = trained
+    info.instruments.profile_batches(2, 3, lambda: info.batches_trained)
+    info.instruments.start()
+    for batch in range(trained, 6):
+        with torch.profiler.record_function(f"toy_batch_{batch}"):
+            torch.ones(2).sum()
+        info.batches_trained = batch + 1
+        info.instruments.batch_ended()
+    info.instruments.finish()
+    traces = list(context.get_tensorboard_path().glob("rank-0.*.pt.trace.json"))
+    events = [event for trace in traces for event in json.loads(trace.read_text())["traceEvents"]]
+    names = {str(event.get("name")) for event in events}
+    assert {name for name in names if name.startswith("toy_batch")} == {
+        f"toy_batch_{batch}" for batch in seen
+    }
+    assert len(traces) == min(1, len(seen))
+
+
 def test_a_profiler_cannot_be_replaced_while_it_runs(context: TrialContext, info: RunInfo) -> None:
     """The message says where to call set_profiler."""
     context.set_profiler()

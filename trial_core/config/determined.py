@@ -33,7 +33,6 @@ IGNORED = {
     "log_policies": _SERVER,
     "pbs": _CLUSTER,
     "preemption_timeout": _SERVER,
-    "profiling": "trialflow has no such profiler; a trial may call context.set_profiler",
     "project": _SERVER,
     "records_per_epoch": "the training loader decides how long an epoch is",
     "retention_policy": _SERVER,
@@ -53,6 +52,8 @@ IGNORED_OPTIMIZATIONS = {
     "tensor_fusion_cycle_time": _HOROVOD,
     "tensor_fusion_threshold": _HOROVOD,
 }
+
+IGNORED_PROFILING = {"sync_timings": "torch's profiler reads the accelerator's own clock"}
 
 IGNORED_RESOURCES = {
     "agent_label": _CLUSTER,

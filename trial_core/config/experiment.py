@@ -23,6 +23,7 @@ from trial_core.config.section_base import Section
 from trial_core.config.sections import (
     EnvironmentConfig,
     OptimizationsConfig,
+    ProfilingConfig,
     ReproducibilityConfig,
     ResourcesConfig,
     SearcherConfig,
@@ -135,6 +136,7 @@ class ExperimentConfig(Section):
     optimizations: OptimizationsConfig = Field(
         default_factory=OptimizationsConfig, title="Optimizations"
     )
+    profiling: ProfilingConfig = Field(default_factory=ProfilingConfig, title="Profiling")
     max_restarts: Count = Field(
         default=5,
         title="Restarts",

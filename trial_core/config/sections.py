@@ -13,7 +13,7 @@ from trial_core.config import determined
 from trial_core.config.error_text import format_value, validation_error, warn_of_direction
 from trial_core.config.lengths import Length
 from trial_core.config.section_base import Section
-from trial_core.config.values import Flag, Positive, Seed, Text
+from trial_core.config.values import Count, Flag, Positive, Seed, Text
 
 MAX_SLOTS = 1024
 """More than any machine has accelerators, or can run CPU ranks on."""
@@ -182,6 +182,36 @@ class OptimizationsConfig(Section):
         title="Gradient compression",
         description="Whether ranks send gradients to each other as float16.",
     )
+
+
+class ProfilingConfig(Section):
+    """Profiles some batches on rank 0; torch's trace is stored with the files for TensorBoard."""
+
+    yaml_path: ClassVar[str] = "profiling"
+    ignored: ClassVar[Mapping[str, str]] = determined.IGNORED_PROFILING
+
+    enabled: Flag = Field(
+        default=False, title="Profile", description="Whether batches are profiled."
+    )
+    begin_on_batch: Count = Field(
+        default=0, title="First batch", description="Index of the first batch to profile."
+    )
+    end_after_batch: Count | None = Field(
+        default=None,
+        title="Last batch",
+        description="Index of the last batch to profile. Default: five batches are profiled.",
+    )
+
+    @classmethod
+    def prepare(cls, data: Any) -> dict[str, Any]:
+        """Refuses a last batch before the first one."""
+        given = super().prepare(data)
+        first, last = given.get("begin_on_batch", 0), given.get("end_after_batch")
+        if type(first) is int and type(last) is int and last < first:
+            raise validation_error(
+                f"expected at least begin_on_batch, {first}, got {last}", "end_after_batch"
+            )
+        return given
 
 
 class EnvironmentConfig(Section):

@@ -179,6 +179,7 @@ class Controller:
             Snapshots(engine, run_dir, store, self._distributed, settings),
             RunFileUpload(info, store, run_dir),
         )
+        _set_up_profiling(info)
         self._loaders = self._rng = None
         self._has_requested_stop = False
         self._hook_arguments = {}
@@ -363,6 +364,20 @@ class Controller:
     @property
     def _built_loaders(self) -> Loaders:
         return _require(self._loaders, BuildLoaders)
+
+
+PROFILED_BATCHES = 5
+"""How many batches are profiled, if the experiment does not name the last one."""
+
+
+def _set_up_profiling(info: RunInfo) -> None:
+    settings = info.experiment.get("profiling") or {}
+    if not settings.get("enabled"):
+        return
+    first, last = settings.get("begin_on_batch", 0), settings.get("end_after_batch")
+    if last is None:
+        last = first + PROFILED_BATCHES - 1
+    info.instruments.profile_batches(first, last, lambda: info.batches_trained)
 
 
 def _require(value: T | None, request: type[Request]) -> T:

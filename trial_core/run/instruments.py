@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class Instruments:
         self._writer: Any = None
         self._profiler: Any = None
         self._is_profiling = False
+        self._batches_to_profile: tuple[int, int, Callable[[], int]] | None = None
 
     @property
     def has_files_to_upload(self) -> bool:
@@ -137,8 +138,22 @@ class Instruments:
         )
         self._profiler = torch.profiler.profile(*args, **kwargs)
 
+    def profile_batches(self, first: int, last: int, batches_trained: Callable[[], int]) -> None:
+        """Profile some batches on rank 0 with `torch.profiler`, unless the trial sets a profiler.
+
+        Args:
+            first, last: indices of the first and the last batch to profile.
+            batches_trained: how many batches the trial has been trained.
+        """
+        if self.rank == 0 and self._profiler is None:
+            self._batches_to_profile = (first, last, batches_trained)
+
     def start(self) -> None:
         """Start the profiler, before training begins or continues."""
+        if self._batches_to_profile is not None and self._profiler is None:
+            # Now, because a profiler asks its schedule about the next batch when it is made.
+            self.set_profiler(schedule=_schedule(*self._batches_to_profile))
+            self._batches_to_profile = None
         if self._profiler is not None and not self._is_profiling:
             self._profiler.start()
             self._is_profiling = True
@@ -156,3 +171,18 @@ class Instruments:
             self._profiler = None
         if self._writer is not None:
             self._writer.close()
+
+
+def _schedule(first: int, last: int, batches_trained: Callable[[], int]) -> Callable[[int], Any]:
+    """What a profiler does in the next batch. Its own count of steps begins with the run's."""
+    from torch.profiler import ProfilerAction
+
+    def action(step: int) -> ProfilerAction:
+        batch = batches_trained()
+        if batch == last:
+            return ProfilerAction.RECORD_AND_SAVE
+        if first <= batch < last:
+            return ProfilerAction.RECORD
+        return ProfilerAction.WARMUP if batch == first - 1 else ProfilerAction.NONE
+
+    return action

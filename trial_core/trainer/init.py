@@ -184,8 +184,10 @@ def _ranks() -> DistributedContext:
 
 
 def _destroy_process_group() -> None:
-    if dist.is_initialized():
+    if deepspeed.comm.is_initialized():
         deepspeed.comm.destroy_process_group()
+    elif dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @contextmanager

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import uuid as uuids
-import warnings
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.resume_point import ResumePoint
@@ -71,15 +70,29 @@ class Trainer:
         self._context = context
         self._was_fitted = False
 
-    def configure_profiler(self, *_: Any, **__: Any) -> None:
-        """Does nothing: there is no Determined profiler. Deprecated in the reference, too."""
-        warnings.warn(
-            "Trainer.configure_profiler has no effect: Determined's profiler ended with its "
-            "server; call context.set_profiler(...), which takes the arguments of "
-            "torch.profiler.profile",
-            DeprecationWarning,
-            stacklevel=2,
-        )
+    def configure_profiler(
+        self,
+        sync_timings: bool = True,
+        enabled: bool = False,
+        begin_on_batch: int = 0,
+        end_after_batch: int | None = None,
+    ) -> None:
+        """Profile some batches on rank 0. Call it before `fit`; the last call counts.
+
+        The trace of torch's profiler is stored with the run's files for TensorBoard. For other
+        settings of the profiler call ``context.set_profiler``.
+
+        Args:
+            sync_timings: not used: torch's profiler reads the accelerator's own clock.
+            enabled: whether to profile.
+            begin_on_batch, end_after_batch: indices of the first and the last batch to profile;
+                five batches if there is no last one.
+        """
+        self._context.run_info.experiment["profiling"] = {
+            "enabled": enabled,
+            "begin_on_batch": begin_on_batch,
+            "end_after_batch": end_after_batch,
+        }
 
     def fit(
         self,
@@ -91,6 +104,7 @@ class Trainer:
         latest_checkpoint: str | None = None,
         step_zero_validation: bool = False,
         test_mode: bool = False,
+        profiling_enabled: bool = False,
         take_over: bool = False,
     ) -> TrialResult:
         """Train the trial. Collective: every rank calls this once, with the same arguments.
@@ -117,6 +131,8 @@ class Trainer:
                 ``searcher.source_checkpoint_uuid`` if ``exp_conf`` names one.
             step_zero_validation: validate once before the first batch.
             test_mode: train one batch, validate one, and save without keeping the checkpoint.
+            profiling_enabled: whether to profile the first batches; `configure_profiler` says
+                which ones.
             take_over: whether to continue a trial that another run may be training, which ends that
                 run. A script that a scheduler restarts on another machine needs it: nothing tells
                 whether the first machine is dead.
@@ -135,6 +151,9 @@ class Trainer:
                 "fit was called twice; to continue training, construct a new trial and give fit "
                 "latest_checkpoint=result.checkpoint_uuid"
             )
+        if profiling_enabled:
+            profiling = self._context.run_info.experiment.setdefault("profiling", {})
+            profiling["enabled"] = True
         experiment = self._context.get_experiment_config()
         metric = named_metric(experiment)
         schedule = _schedule(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +102,12 @@ def test_trainer_takes_a_constructed_trial_and_its_context() -> None:
         Trainer(Trial(context()), {})  # type: ignore[arg-type]
 
 
-def test_configure_profiler_only_warns() -> None:
-    """The warning names its replacement."""
-    with pytest.warns(DeprecationWarning, match=re.escape("call context.set_profiler(...)")):
-        trainer().configure_profiler(sync_timings=True, enabled=True)
+def test_the_profilers_batches_are_checked() -> None:
+    """The last batch is not before the first one."""
+    mistaken = trainer()
+    mistaken.configure_profiler(enabled=True, begin_on_batch=5, end_after_batch=3)
+    with pytest.raises(ConfigError, match=r"profiling.end_after_batch: expected at least .* 5"):
+        mistaken.fit(max_length=Batch(1))
 
 
 def test_test_mode_needs_no_length() -> None:
