@@ -21,8 +21,8 @@ def init(
     template: Annotated[
         Template,
         Parameter(
-            help="pytorch: a small network. deepspeed: the same with DeepSpeed. hf: a small language "
-            "model of Hugging Face's transformers, with DeepSpeed."
+            help="pytorch: a small network. deepspeed: the same with DeepSpeed. hf: a small "
+            "language model of Hugging Face's transformers, with DeepSpeed."
         ),
     ] = "pytorch",
     folder: Annotated[Path, Parameter(help="Where to write it; made if it is missing.")] = Path(),

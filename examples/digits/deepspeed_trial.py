@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import deepspeed as ds
@@ -21,7 +22,7 @@ class DigitsTrial(deepspeed.DeepSpeedTrial):
     def __init__(self, context: deepspeed.DeepSpeedTrialContext) -> None:
         self.context = context
         config = deepspeed.overwrite_deepspeed_config(
-            context.get_hparam("deepspeed_config"),
+            str(Path(__file__).with_name("ds_config.json")),
             {"train_batch_size": context.get_hparam("global_batch_size")},
         )
         model, training = network(), digits(train=True)
