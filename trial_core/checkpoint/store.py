@@ -28,6 +28,7 @@ from trial_core.errors import (
 from trial_core.storage.base import NOT_DELETED_ADVICE, StorageSpec
 from trial_core.storage.open_storage import open_storage
 from trial_core.storage.parallel import CancelSignal, in_parallel
+from trial_core.text_format import slug
 
 __all__ = ["CheckpointStore", "StorageSpec"]
 
@@ -48,17 +49,21 @@ class CheckpointStore:
     Every method may raise `StorageError`. Listings are never cached.
     """
 
-    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, url: str, options: Mapping[str, Any] | None = None, experiment: str = ""
+    ) -> None:
         """Open a storage; sends no request yet.
 
         Args:
             url: fsspec URL, or a local path.
             options: of fsspec's file system: endpoint, credentials, …
+            experiment: the name of the experiment whose checkpoints an error lists first.
 
         Raises:
             StorageError: the URL is invalid, or a package for it is not installed.
         """
         self.storage = open_storage(url, dict(options or {}))
+        self._experiment = experiment
 
     @classmethod
     def from_spec(cls, spec: StorageSpec) -> CheckpointStore:
@@ -236,12 +241,12 @@ class CheckpointStore:
         found = exact or [name for name in names if uuid and name.uuid.startswith(uuid)]
         if len(found) > 1:
             raise CheckpointNotFound(
-                f"{len(found)} checkpoints in {self.url} begin with {uuid!r}: {_shown(found)}; "
-                "give more of the uuid"
+                f"{len(found)} checkpoints in {self.url} begin with {uuid!r}; give more of the "
+                f"uuid: {self._shown(found)}"
             )
         if not found:
             there = (
-                f"there are {len(names)}: {_shown(names)}"
+                f"there are {len(names)}: {self._shown(names)}"
                 if names
                 else "the storage has no checkpoints"
             )
@@ -326,8 +331,18 @@ class CheckpointStore:
             )
         return manifest
 
+    def _shown(self, names: _Names) -> str:
+        """A few names, for an error message: the experiment's first, then others; newest first."""
+        written = self.storage.objects(layout.MANIFESTS)
+        own = slug(self._experiment) if self._experiment else ""
 
-def _shown(names: _Names) -> str:
-    """The last few names, for an error message."""
-    shown = [f"{name.uuid} ({name.trial}, {name.batches} batches)" for name in names[-_SHOWN:]]
-    return ("… " if len(names) > _SHOWN else "") + ", ".join(shown)
+        def order(name: layout.ManifestName) -> tuple[bool, datetime, int]:
+            found = written.get(name.key)
+            at = (found and found.modified_at) or datetime.min.replace(tzinfo=timezone.utc)
+            return name.trial.rpartition("-")[0] == own, at, name.batches
+
+        first = sorted(names, key=order, reverse=True)[:_SHOWN]
+        shown = [f"{name.uuid} ({name.trial}, {name.batches} batches)" for name in first]
+        if rest := len(names) - len(first):
+            shown.append(f"and {rest} more (`trialflow checkpoints list`)")
+        return ", ".join(shown)

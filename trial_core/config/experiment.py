@@ -17,7 +17,7 @@ from trial_core.config.checkpoint_storage import StorageConfig
 from trial_core.config.checkpointing_section import CheckpointingConfig
 from trial_core.config.error_text import error_lines, format_value, validation_error
 from trial_core.config.lengths import Period
-from trial_core.config.parsing import override, read_mapping
+from trial_core.config.parsing import override, read_mapping, warn_of_new_hyperparameters
 from trial_core.config.retraining_section import RetrainingConfig
 from trial_core.config.section_base import Section
 from trial_core.config.sections import (
@@ -267,7 +267,9 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         ConfigError: one line per mistake.
     """
     path = Path(path)
-    mapping = override(read_mapping(path), overrides)
+    given = read_mapping(path)
+    mapping = override(given, overrides)
+    warn_of_new_hyperparameters(given, overrides)
     code = mapping.get("code")
     if code is None or isinstance(code, str):
         mapping["code"] = _beside(path, code or ".")

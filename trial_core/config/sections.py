@@ -72,7 +72,7 @@ class ResourcesConfig(Section):
         default=1,
         title="Slots per trial",
         description='Rank processes, each with one accelerator if the machine has any. "auto": one '
-        "per accelerator.",
+        "per accelerator, or two on the CPU if the machine has none.",
     )
     accelerator: Literal["auto", "cpu"] = Field(
         default="auto",

@@ -70,7 +70,10 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         loaded = json.loads(path.read_text())
     except OSError as error:
-        raise TrialError(f"cannot read the DeepSpeed config {path}: {error.strerror}") from error
+        raise TrialError(
+            f"cannot read the DeepSpeed config {path} in the folder {path.absolute().parent}: "
+            f"{error.strerror}"
+        ) from error
     except json.JSONDecodeError as error:
         raise TrialError(f"the DeepSpeed config {path} is not valid JSON: {error}") from error
     if not isinstance(loaded, dict):

@@ -122,7 +122,9 @@ class DeepSpeedTrial(ABC):
 
         Returns:
             Numbers, or arrays of numbers, by name; the same names in every call. They may stay on
-            the device. `evaluation_reducer` says how to reduce them.
+            the device. `evaluation_reducer` says how to reduce them. The default is the mean over
+            all calls on all ranks. Each call counts the same, also one with fewer samples: for a
+            mean over samples, use a custom reducer.
         """
         raise TrialError(f"{type(self).__name__} does not define evaluate_batch")
 

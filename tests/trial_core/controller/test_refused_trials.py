@@ -42,8 +42,8 @@ REFUSED = {
     ),
     "batch sizes": Case(
         "bad_trials:RefusedBatchSize", "build",
-        "DeepSpeed rejects the trial's configuration: Check batch related parameters. "
-        "train_batch_size is not equal to micro_batch_per_gpu",
+        "the DeepSpeed config's train_batch_size is ",
+        contains=("data-parallel ranks train ", "resources.slots_per_trial that divides"),
     ),
     "fp16": Case(
         "engine_trials:OwnConfig", "build",

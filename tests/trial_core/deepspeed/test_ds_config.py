@@ -95,7 +95,7 @@ def test_a_source_must_be_a_dict(wrong: Any) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"cannot read the DeepSpeed config .*ds\.json: No such file"),
+        (None, r"cannot read the DeepSpeed config .*ds\.json in the folder .*: No such file"),
         ("{,}", r"the DeepSpeed config .*ds\.json is not valid JSON: .* line 1 column 2"),
         ("[1]", r"the DeepSpeed config .*ds\.json must hold a JSON object, got list"),
     ],
@@ -109,3 +109,12 @@ def test_a_file_without_a_config_is_refused(
         path.write_text(content)
     with pytest.raises(TrialError, match=message):
         overwrite_deepspeed_config(str(path), {})
+
+
+def test_the_folder_of_a_relative_path_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial's working folder is the experiment's code folder, not the user's."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TrialError, match=re.escape(f"conf/ds.json in the folder {tmp_path}/conf:")):
+        overwrite_deepspeed_config("conf/ds.json", {})
