@@ -1,6 +1,7 @@
 """The flow `evaluate`: validates a committed checkpoint once on the experiment's slots.
 
 It trains and stores nothing. The metrics are the run's result, and a table among its artifacts.
+The validation hooks of callbacks run, on_validation_end included, which may change the metrics.
 The slots may have another topology than those that saved the checkpoint.
 """
 
@@ -47,8 +48,9 @@ from trialflow.flows.train import (
     takeover_wait_seconds,
 )
 from trialflow.tasks.build import build_loaders, build_trial
+from trialflow.tasks.callbacks import run_callbacks
 from trialflow.tasks.trial_run import TrialRun
-from trialflow.tasks.validate import validate
+from trialflow.tasks.validate import report_validation, validate
 
 
 @dataclass(frozen=True)
@@ -145,8 +147,11 @@ def evaluate_checkpoint(
                 build_trial(run)
                 manifest = _fetch_first_intact(run, candidates, checkpoint)
                 build_loaders(run, ResumePoint.warm(manifest, weights_only=True))
-                if validate(run, manifest.progress.batches_trained) is None:
+                batches_trained = manifest.progress.batches_trained
+                if not validate(run, batches_trained):
                     raise Stopped("the validation had not ended")
+                run_callbacks(run, "on_validation_end", batches_trained)
+                report_validation(run, batches_trained)
         except (RankFailed, Stalled) as failure:
             get_run_logger().error("%s", failure.report())
             raise

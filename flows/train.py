@@ -58,7 +58,7 @@ from trialflow.tasks.report.artifact import ReportArtifact
 from trialflow.tasks.train_workload import train_workload
 from trialflow.tasks.trial_run import TrialRun
 from trialflow.tasks.upload_run_files import upload_run_files
-from trialflow.tasks.validate import name_metrics, validate
+from trialflow.tasks.validate import name_metrics, report_validation, validate
 
 
 @flow(name="train", flow_run_name=train_name, validate_parameters=True)
@@ -298,12 +298,14 @@ class TrainStages:
     def train(self, begin: int, until: int) -> int:
         return train_workload(self._run, begin, until)
 
-    def validate(self, batches_trained: int) -> Validation | None:
+    def validate(self, batches_trained: int) -> bool:
+        return validate(self._run, batches_trained)
+
+    def report_validation(self, batches_trained: int) -> Validation:
         try:
-            metric = validate(self._run, batches_trained)
+            return Validation(report_validation(self._run, batches_trained))
         except TrialError as mistake:
             return Validation(mistake=mistake)
-        return None if metric is None else Validation(metric)
 
     def save(self, progress: Progress) -> StagedCheckpoint:
         return checkpoint_save(self._run, progress)

@@ -29,7 +29,7 @@ def build_trial(run: TrialRun) -> None:
     """Construct the user's trial, with its engines, on every rank."""
     run.logger = get_run_logger()
     with run.stage("build-trial", ""):
-        built = run.slots.request(
+        ranks = run.slots.request(
             BuildTrial(
                 trial=run.trial,
                 experiment=run.config.model_dump(mode="json"),
@@ -38,8 +38,9 @@ def build_trial(run: TrialRun) -> None:
             ),
             TrialBuilt,
             stall_seconds=run.config.stopping.idle_timeout_seconds,
-        )[0]
-    run.hooks = frozenset(built.hooks)
+        )
+    built = ranks[0]
+    run.hooks = frozenset(hook for rank in ranks for hook in rank.hooks)  # callbacks may differ
     run.topology = built.topology
     run.versions = built.versions
     run.batch_samples = built.batch_samples

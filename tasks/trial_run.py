@@ -40,6 +40,7 @@ class TrialRun:
         fence: whether this run may still commit; None if no other run can take over the trial.
         devices: environment variables that give the ranks this run's accelerators.
         metrics: the last ones of each kind.
+        validated: the metrics of the last validation, which may not be reported yet.
         hooks: the callback hooks that the trial overrides, once it is built.
         topology, versions, batch_samples: reported by the ranks, once the trial is built.
         epoch: the length of an epoch, once the loaders are built; None if it is unknown.
@@ -77,6 +78,7 @@ class TrialRun:
         self.devices = devices or {}
         self.logger: Logger | LoggerAdapter[Any] = logging.getLogger(__name__)
         self.metrics: dict[str, dict[str, Any]] = {}
+        self.validated: dict[str, Any] = {}
         self.hooks: frozenset[str] = frozenset()
         self.topology: Topology | None = None
         self.versions: dict[str, str] = {}

@@ -11,24 +11,39 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trial_core import deepspeed, pytorch
+    from trial_core import deepspeed, errors, pytorch
     from trial_core.checkpoint.store import CheckpointStore
+    from trial_core.cluster_info import get_cluster_info
     from trial_core.distributed import DistributedContext
 
-__all__ = ["CheckpointStore", "DistributedContext", "deepspeed", "pytorch"]
+__all__ = [
+    "CheckpointStore",
+    "DistributedContext",
+    "deepspeed",
+    "errors",
+    "get_cluster_info",
+    "pytorch",
+]
 
 _HOMES = {
     "CheckpointStore": "trial_core.checkpoint.store",
     "DistributedContext": "trial_core.distributed",
+    "get_cluster_info": "trial_core.cluster_info",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("deepspeed", "pytorch"):
+    if name in ("deepspeed", "errors", "pytorch"):
         return importlib.import_module(f"trial_core.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise _unknown(name)
+
+
+def _unknown(name: str) -> AttributeError:
+    from trial_core.unknown_names import unknown_name
+
+    return unknown_name(__name__, name, __all__)
 
 
 def __dir__() -> list[str]:

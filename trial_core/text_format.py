@@ -112,3 +112,11 @@ def plural(count: int, noun: str) -> str:
     """``1 file``, ``2 files``, ``2 batches``."""
     ending = "es" if noun.endswith("ch") else "s"
     return f"{count} {noun}{ending if count != 1 else ''}"
+
+
+def trial_number(trial: str) -> int | None:
+    """The number at the end of a trial's id: 42 of ``gpt-0000002a``. None if there is none."""
+    try:
+        return int(trial.rpartition("-")[2], 16)
+    except ValueError:
+        return None

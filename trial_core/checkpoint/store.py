@@ -40,6 +40,7 @@ _SHOWN = 5
 _Manifests = list[Manifest]
 _Damaged = list[Damage]
 _Names = list[layout.ManifestName]
+_Trials = list[str]
 _AllSwept = list[SweptUpload]
 
 
@@ -222,10 +223,15 @@ class CheckpointStore:
                 return max(readable, key=lambda manifest: manifest.resume_order)
         return None
 
+    def trials(self) -> _Trials:
+        """The ids of all trials that have saved, sorted."""
+        return sorted({name.trial for name in self._names()})
+
     def newest_trial(self, experiment: str) -> str | None:
         """The trial of an experiment that saved last, None if none has saved."""
-        trials = sorted({name.trial for name in self._names()})
-        newest = [manifest for trial in trials if (manifest := self.newest(trial)) is not None]
+        newest = [
+            manifest for trial in self.trials() if (manifest := self.newest(trial)) is not None
+        ]
         saved = [(each.created_at, each.trial) for each in newest if each.experiment == experiment]
         return max(saved)[1] if saved else None
 

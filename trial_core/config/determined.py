@@ -16,6 +16,7 @@ from trial_core.config.error_text import (
     validation_errors,
     warn_ignored,
 )
+from trial_core.config.search_ranges import is_search_range
 from trial_core.config.values import to_plain_data
 
 _CLUSTER = "trialflow manages no cluster; use Prefect's work pools and queues"
@@ -101,12 +102,6 @@ IGNORED_SEARCHER = dict.fromkeys(
     _OTHER_SEARCHER,
 )
 
-# Ignoring a warm start would train a different model from the one that was asked for.
-REFUSED_SEARCHER = {
-    "source_trial_id": "only Determined's server can find a checkpoint by a trial's number; give "
-    "source_checkpoint_uuid instead",
-}
-
 ENTRYPOINT_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
 
 
@@ -170,16 +165,12 @@ def _constants_resolved(value: Any, path: Location, problems: list[Problem]) -> 
         return [_constants_resolved(inner, (*path, i), problems) for i, inner in enumerate(value)]
     if not isinstance(value, Mapping):
         return value
-    type_ = value.get("type")
-    if type_ == "const" and set(value) == {"type", "val"}:
+    if value.get("type") == "const" and set(value) == {"type", "val"}:
         return value["val"]
-    if type_ in ("int", "double", "log", "categorical") and {"minval", "maxval", "vals"} & {*value}:
-        problems.append(
-            (
-                path,
-                f'is a search range (type "{type_}"), but a run trains one trial; give one value',
-            )
-        )
+    if is_search_range(value):
+        kind = value["type"]
+        problem = f'is a search range (type "{kind}"), but a run trains one trial; give one value'
+        problems.append((path, problem))
     return {key: _constants_resolved(inner, (*path, key), problems) for key, inner in value.items()}
 
 

@@ -38,7 +38,8 @@ from trial_core.text_format import slug
 from trial_core.units import Batch
 
 _NOT_IN_DIGEST = {
-    "code", "checkpoint_storage", "checkpointing", "stopping", "retraining", "environment"
+    "code", "checkpoint_storage", "checkpointing", "stopping", "retraining", "environment",
+    "ignored_fields", "tensorboard_logging",
 }  # fmt: skip
 
 
@@ -61,6 +62,21 @@ def _default_model(experiment: str) -> str:
         "made of up to 60 lower case letters, digits and single dashes. Earlier versions changed "
         f'it to "{stored}", as they did with other names: to use that model, set model: {stored}'
     )
+
+
+def _ignored_fields(section: type[Section], data: Any) -> dict[str, Any]:
+    """The fields that `section` and the sections in it ignore, in their places.
+
+    Without those of sections that hold secrets, such as a registry's password.
+    """
+    if not isinstance(data, Mapping) or section.holds_secrets:
+        return {}
+    found = {name: value for name, value in data.items() if name in section.ignored}
+    for name, field in section.model_fields.items():
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, Section):
+            found[name] = _ignored_fields(annotation, data.get(name)) or None
+    return {name: value for name, value in found.items() if value is not None}
 
 
 class ExperimentConfig(Section):
@@ -149,11 +165,27 @@ class ExperimentConfig(Section):
         description="How the flow `retrain` keeps this experiment's model up to date.",
     )
     environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig, title="Environment")
+    tensorboard_logging: Flag = Field(
+        default=True,
+        title="TensorBoard",
+        description="Whether reported metrics are written for TensorBoard, if it is installed.",
+    )
+    ignored_fields: PlainMapping = Field(
+        default={},
+        title="Ignored fields",
+        description="Filled in: Determined's fields that have no effect. The trial finds them in "
+        "their places in context.get_experiment_config().",
+    )
 
     @classmethod
     def prepare(cls, data: Any) -> dict[str, Any]:
-        """Fills in the names, and an empty searcher, so that its missing fields are reported."""
+        """Fills in the names, and an empty searcher, so that its missing fields are reported.
+
+        Keeps the ignored fields of the experiment and of its sections.
+        """
         given = super().prepare(data)
+        if ignored := _ignored_fields(cls, data):
+            given.setdefault("ignored_fields", ignored)
         given.setdefault("searcher", {})
         if given.get("name") in (None, ""):
             code = given.get("code")
@@ -242,6 +274,8 @@ class ExperimentConfig(Section):
         every credential.
         """
         content = self.model_dump(mode="json", exclude=_NOT_IN_DIGEST)
+        if self.searcher.source_trial_id is None:  # as in releases that did not have the field
+            del content["searcher"]["source_trial_id"]
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
 
-from trial_core.checkpoint.layout import is_uuid
+from trial_core.checkpoint.layout import is_name, is_uuid
 from trial_core.config import determined
 from trial_core.config.error_text import format_value, validation_error, warn_of_direction
 from trial_core.config.lengths import Length
@@ -46,6 +46,16 @@ def _uuid(value: str) -> str:
     if not is_uuid(value):
         raise validation_error(
             "expected a checkpoint's uuid or its beginning (letters, digits and dashes), got "
+            f"{format_value(value)}"
+        )
+    return value
+
+
+def _trial_id(value: Any) -> Any:
+    is_number = type(value) is int and value >= 0
+    if not is_number and not (isinstance(value, str) and is_name(value)):
+        raise validation_error(
+            'expected a trial\'s id, such as "gpt-0000002a", or its number, got '
             f"{format_value(value)}"
         )
     return value
@@ -93,7 +103,6 @@ class SearcherConfig(Section):
 
     yaml_path: ClassVar[str] = "searcher"
     ignored: ClassVar[Mapping[str, str]] = determined.IGNORED_SEARCHER
-    refused: ClassVar[Mapping[str, str]] = determined.REFUSED_SEARCHER
 
     name: Annotated[Literal["single"], BeforeValidator(_single)] = Field(
         default="single", title="Searcher", description="Always single: one trial per run."
@@ -119,6 +128,12 @@ class SearcherConfig(Section):
         description="UUID, or its beginning, of the checkpoint whose weights and optimizer state a "
         "new trial starts with, at batch 0. It must be in the same storage.",
     )
+    source_trial_id: Annotated[int | str, BeforeValidator(_trial_id)] | None = Field(
+        default=None,
+        title="Source trial",
+        description="Instead of the source checkpoint: the trial whose newest intact checkpoint "
+        "that is. Its id, or the number that context.get_trial_id() returns in it.",
+    )
     source_weights_only: Flag = Field(
         default=False,
         title="Source: weights only",
@@ -136,10 +151,15 @@ class SearcherConfig(Section):
             and GREATER_IS_BETTER.search(metric)
         ):
             warn_of_direction(metric)
-        if given.get("source_weights_only") is True and "source_checkpoint_uuid" not in given:
+        sources = given.keys() & {"source_checkpoint_uuid", "source_trial_id"}
+        if given.get("source_weights_only") is True and not sources:
             raise validation_error(
                 "has no effect without source_checkpoint_uuid; name the checkpoint",
                 "source_weights_only",
+            )
+        if len(sources) > 1:
+            raise validation_error(
+                "source_checkpoint_uuid is given as well; remove one of them", "source_trial_id"
             )
         return given
 

@@ -8,7 +8,7 @@ import pickle
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -38,10 +38,14 @@ class Reader:
     Args:
         trusted: whether the files may contain objects of any class (``checkpointing.trusted``).
         classes: classes that are safe to construct, besides plain data, numpy's and torch's own.
+
+    Attributes:
+        trusted, classes: the arguments.
     """
 
     def __init__(self, trusted: bool = False, classes: Sequence[Any] = ()) -> None:
-        self._trusted = trusted
+        self.trusted = trusted
+        self.classes = tuple(classes)
         self._safe = [*classes, *_NUMPY, *_PLAIN]
 
     def load(self, path: Path, map_location: Any = None, mapped: bool = False) -> Any:
@@ -54,7 +58,7 @@ class Reader:
             CheckpointError: the file contains objects of a class that is not known to be safe.
         """
         mmap = mapped and zipfile.is_zipfile(path)  # torch's older format cannot be mapped
-        if self._trusted:
+        if self.trusted:
             return torch.load(path, map_location=map_location, weights_only=False, mmap=mmap)
         try:
             with safe_globals(self._safe):
@@ -72,10 +76,10 @@ class Reader:
         """As `load`, on the CPU; tensors stay in the file until they are used."""
         return self.load(path, "cpu", mapped=True)
 
-    def unsafe_classes(self, path: Path) -> list[str]:
+    def unsafe_classes(self, file: Path | IO[bytes]) -> list[str]:
         """Dotted names of the file's classes that only a trusting reader constructs."""
         with safe_globals(self._safe):
-            return sorted(get_unsafe_globals_in_checkpoint(path))
+            return sorted(get_unsafe_globals_in_checkpoint(file))
 
     def _unsafe_content(self, path: Path) -> str:
         try:

@@ -102,12 +102,19 @@ class TrialEngine(Protocol):
     def read_hook_state(self, folder: Path, reader: Reader) -> dict[str, Any]:
         """What `on_checkpoint_load_start` finds beside the rank's state. Not collective."""
 
-    def save(self, folder: Path, memory_files: MemoryFiles, hook_state: Mapping[str, Any]) -> None:
+    def save(
+        self,
+        folder: Path,
+        memory_files: MemoryFiles,
+        reader: Reader,
+        hook_state: Mapping[str, Any],
+    ) -> None:
         """Write this rank's shards below `folder`, as far as possible as memory files.
 
         Collective: every rank calls this.
 
         Args:
+            reader: will read the shards; see `safe_save.readable`.
             hook_state: the result of `hook_state`, as the hooks left it.
         """
 

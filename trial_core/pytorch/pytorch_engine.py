@@ -13,6 +13,7 @@ from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.controller.rank_state import STATE_FOLDER
 from trial_core.controller.safe_load import Reader
+from trial_core.controller.safe_save import readable
 from trial_core.errors import TrialError
 from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.pytorch.context import PyTorchTrialContext
@@ -124,9 +125,15 @@ class PyTorchTrialEngine:
     def read_hook_state(self, folder: Path, reader: Reader) -> dict[str, Any]:
         return read_state(folder, reader)
 
-    def save(self, folder: Path, memory_files: MemoryFiles, hook_state: Mapping[str, Any]) -> None:
+    def save(
+        self,
+        folder: Path,
+        memory_files: MemoryFiles,
+        reader: Reader,
+        hook_state: Mapping[str, Any],
+    ) -> None:
         if self._context.distributed.get_rank() == 0:
-            write_state(folder, memory_files, hook_state)
+            write_state(folder, memory_files, readable(hook_state, reader))
         write_gradients(self._context, folder, memory_files)
 
     def load(

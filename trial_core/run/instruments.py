@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +107,17 @@ class Instruments:
         if automatic and self.rank == 0:
             self.writer()
 
+    def log_metrics_by_default(self) -> None:
+        """Write reported metrics from now on, if TensorBoard is installed."""
+        self._logs_metrics = self._logs_metrics or find_spec("tensorboard") is not None
+
     def report(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
-        """Write the reported metrics that are numbers, on rank 0, if the trial uses TensorBoard."""
+        """Write the reported metrics that are numbers, on rank 0, under the reference's tags."""
         if self.automatic and self._logs_metrics and self.rank == 0:
             for name, value in metrics.items():
                 if isinstance(value, (int, float)) and not isinstance(value, bool):
-                    self.writer().add_scalar(f"{kind}/{name}", value, batches)
+                    prefix = "val_" if kind == "validation" and not name.startswith("val") else ""
+                    self.writer().add_scalar(f"Determined/{prefix}{name}", value, batches)
         self.flush()
 
     def flush(self) -> None:

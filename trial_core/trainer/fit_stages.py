@@ -45,7 +45,7 @@ from trial_core.messages import (
 from trial_core.retention.claims import RunClaim
 from trial_core.retention.pruning import prune_trial
 from trial_core.run.run_loop import Validation
-from trial_core.run.searcher_metric import searcher_metric
+from trial_core.run.searcher_metric import searcher_metric, with_single_number
 from trial_core.run.sequencer import Progress, Schedule
 from trial_core.text_format import metrics_line, speed
 from trial_core.trainer.background_upload import BackgroundUpload, retry_storage
@@ -105,6 +105,7 @@ class FitStages:
         self._should_stop = False
         self._epoch: EpochLength | None = None
         self._pending: tuple[StagedCheckpoint, BackgroundUpload] | None = None
+        self._validated: dict[str, Any] = {}
 
     @property
     def is_uploading(self) -> bool:
@@ -144,7 +145,9 @@ class FitStages:
 
     def run_hook(self, hook: str, batches_trained: int, **arguments: Any) -> None:
         if hook in self.built.hooks:
-            self.controller.run_hook(RunHook(hook=hook, arguments=arguments))
+            done = self.controller.run_hook(RunHook(hook=hook, arguments=arguments))
+            if done.metrics is not None:
+                self._validated = done.metrics
 
     def metric_names(self) -> list[str] | None:
         if self.test_mode:  # which validates after a single batch
@@ -163,16 +166,20 @@ class FitStages:
             )  # fmt: skip
         return reached
 
-    def validate(self, batches_trained: int) -> Validation | None:
+    def validate(self, batches_trained: int) -> bool:
         validated = self.controller.validate(RunValidation())
-        if validated.is_broken_off:
-            return None
-        self.logger.info("validated at %d: %s", batches_trained, metrics_line(validated.metrics))
+        self._validated = validated.metrics
+        return not validated.is_broken_off
+
+    def report_validation(self, batches_trained: int) -> Validation:
+        # Callbacks may have changed the metrics of each rank; those of rank 0 count.
+        metrics = with_single_number(self.distributed.broadcast(self._validated), self.metric)
+        self.logger.info("validated at %d: %s", batches_trained, metrics_line(metrics))
         try:
-            value = None if self.metric is None else searcher_metric(validated.metrics, self.metric)
+            value = None if self.metric is None else searcher_metric(metrics, self.metric)
         except TrialError as mistake:  # on every rank: all have the same metrics
             return Validation(mistake=mistake)
-        self.metrics["validation"] = validated.metrics
+        self.metrics["validation"] = metrics
         return Validation(value)
 
     def save(self, progress: Progress) -> StagedCheckpoint:

@@ -267,6 +267,7 @@ class Trainer:
         )
         engine = engine_of(self._trial, self._context, config.reproducibility.experiment_seed)
         built = controller.attach(engine, info, run_dir_of(info.trial), store)
+        stack.callback(controller.shut_down_callbacks)  # a fit that fails has not called the hook
         return controller, termination, built
 
 

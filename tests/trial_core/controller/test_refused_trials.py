@@ -33,6 +33,7 @@ class Case:
 TOO_SMALL = "the validation set is too small for pipeline parallelism, where"
 NO_GROUP = {"validation_samples": 5, "accumulation": 4}
 IN_GROUPS = "gradient_accumulation_steps = 4 micro-batches"
+ACCEPTED = "not refused"
 NO_STEP = "DeepSpeed model engine did not train for gradient accumulation steps: "
 
 REFUSED = {
@@ -50,16 +51,10 @@ REFUSED = {
         "DeepSpeed rejects the trial's configuration: Type fp16 is not supported on your device.",
         hparams={"ds_config": {"fp16": {"enabled": True}}},
     ),
-    "a pipeline after another engine": Case(
-        "bad_trials:LatePipeline", "build",
-        "wrap_model_engine got a PipelineEngine as engine 1, after one that is no pipeline: the "
-        "first engine's layout is the whole trial's. Wrap the pipeline first, and give all "
-        "pipelines of a trial the same stages",
-    ),
-    "unequal pipelines": Case(
-        "bad_trials:UnequalPipelines", "build",
-        "wrap_model_engine got a PipelineEngine as engine 1, after one that has other stages: the "
-        "first engine's layout is the whole trial's",
+    "a pipeline after another engine": Case("bad_trials:LatePipeline", "train", ACCEPTED),
+    "unequal pipelines": Case("bad_trials:UnequalPipelines", "train", ACCEPTED),
+    "a layout in which rank 0 alone reports": Case(
+        "parallel_trials:RankZeroReports", "everything", ACCEPTED
     ),
     "mpus that do not fit": Case(
         "parallel_trials:MisfitMPU", "build",
@@ -100,13 +95,20 @@ REFUSED = {
         "training metric(s) loss are both returned by the trial and given by a wrapped reducer; "
         "rename one of them",
     ),
-    "no step": Case(
-        "bad_trials:ForgetsToStep", "train",
-        NO_STEP + "1 call(s) of train_batch led to 0 optimizer step(s)",
+    "half a batch": Case(
+        "bad_trials:StepsOnce", "train",
+        NO_STEP + "2 call(s) of train_batch led to 1 micro-step(s) of the first engine; expected 2",
+        hparams={"accumulation": 2},
     ),
-    "no step by hand": Case(
-        "engine_trials:ByHandTooLittle", "train",
-        NO_STEP + "1 call(s) of train_batch led to 0 optimizer step(s) of the first engine",
+    "no metrics, and half a batch": Case(
+        "bad_trials:ReturnsNothing", "train",
+        "train_batch must return a dictionary mapping string names to metrics",
+        hparams={"accumulation": 2},
+    ),
+    "no step": Case("bad_trials:ForgetsToStep", "train", ACCEPTED),
+    "too little by hand": Case("engine_trials:ByHandTooLittle", "train", ACCEPTED),
+    "an engine that is trained more rarely": Case(
+        "engine_trials:RareGenerator", "train", ACCEPTED
     ),
     "no whole group of micro-batches": Case(
         "parallel_trials:PipelineTrial", "validate", TOO_SMALL,
@@ -137,7 +139,7 @@ REFUSED = {
         'DeepSpeed found no weights (tag "model0") in ',
         ("; a trial that overrides save must also override load_weights",),
     ),
-    "nothing": Case("toy_trial:ToyTrial", "weights", "not refused"),
+    "nothing": Case("toy_trial:ToyTrial", "weights", ACCEPTED),
 }  # fmt: skip
 
 

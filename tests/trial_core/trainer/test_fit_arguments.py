@@ -117,14 +117,37 @@ def test_test_mode_needs_no_length() -> None:
     )
 
 
-def test_a_misspelt_field_of_exp_conf() -> None:
-    """exp_conf is checked like an experiment file."""
-    with pytest.raises(ConfigError) as refusal:
-        script_config({"searcher": {"metrc": "loss"}, "checkpoint_storag": "x"})
-    assert str(refusal.value).splitlines() == [
-        'exp_conf: searcher.metrc: unknown field; did you mean "metric"?',
-        'exp_conf: checkpoint_storag: unknown field; did you mean "checkpoint_storage"?',
+def test_a_misspelt_field_of_exp_conf(caplog: pytest.LogCaptureFixture) -> None:
+    """It is the trial's, and has no effect; a warning says what may be meant."""
+    script_config({"searcher": {"metrc": "loss", "mode": 3}, "checkpoint_storag": "x", "mine": 1})
+    assert [record.getMessage() for record in caplog.records] == [
+        'exp_conf: "checkpoint_storag" has no effect; did you mean "checkpoint_storage"?',
+        'exp_conf: searcher: "metrc" has no effect; did you mean "metric"?',
     ]
+
+
+def test_exp_conf_may_have_any_fields() -> None:
+    """Fields that a script does not use may have any values: the trial reads them."""
+    exp_conf = {
+        "mine": object(), "entrypoint": ["python3", "train.py"], "max_restarts": "often",
+        "resources": {"slots_per_trial": 10**9, "gpu": "large"}, "checkpoint_policy": "mine",
+        "searcher": {"name": "adaptive_asha", "metric": "accuracy", "max_trials": 16},
+    }  # fmt: skip
+    assert script_config(exp_conf).searcher.metric == "accuracy"
+
+
+def test_fields_that_a_script_uses_are_checked() -> None:
+    """One line for each mistake, as for an experiment file."""
+    with pytest.raises(ConfigError) as refusal:
+        script_config(
+            {
+                "searcher": {"metric": 3},
+                "reproducibility": {"experiment_seed": "x"},
+                "checkpoint_storage": {"type": "tape"},
+            }
+        )
+    paths = {line.rpartition(": expected")[0] for line in str(refusal.value).splitlines()}
+    assert paths >= {"exp_conf: searcher.metric", "exp_conf: reproducibility.experiment_seed"}
 
 
 def test_hparams_replace_those_of_exp_conf() -> None:
