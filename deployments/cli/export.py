@@ -33,7 +33,9 @@ Precision = Literal["fp32", "16bit"]
 COPY_BYTES = 16 * 2**20
 SUFFIXES = (".safetensors", ".pt", ".bin")
 PYTORCH_STATE = "state_dict.pth"
-"""The file that holds all models of a PyTorchTrial."""
+"""The file that holds all models of a PyTorchTrial, or names those that are sharded."""
+PYTORCH_SHARDS = "shards/models_state_dict/"
+"""The folder of the parts of sharded models."""
 
 
 @dataclass(frozen=True)
@@ -149,9 +151,9 @@ def _files_of(manifest: Manifest, engine: int) -> list[FileEntry]:
     entries = [entry for entry in manifest.files if entry.path.startswith(f"model{engine}/")]
     if any(entry.path.endswith("model_states.pt") for entry in entries):
         return entries
-    states = [entry for entry in manifest.files if entry.path == PYTORCH_STATE]
-    if states:
-        return states
+    if any(entry.path == PYTORCH_STATE for entry in manifest.files):
+        names = (PYTORCH_STATE, PYTORCH_SHARDS)
+        return [entry for entry in manifest.files if entry.path.startswith(names)]
     saved = {entry.path.partition("/")[0] for entry in manifest.files if "/" in entry.path}
     engines = sorted(name.removeprefix("model") for name in saved if name.startswith("model"))
     if engines:
