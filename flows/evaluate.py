@@ -35,6 +35,7 @@ from trial_core.run.observer import current_observer
 from trial_core.run.run_dirs import locked_run_dir, trial_id
 from trial_core.run.stop_requests import StopHandler
 from trial_core.text_format import unique_slug
+from trialflow.flows.code_source import fetched_code, refuse_missing_code
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.run_log import readable_task_log
 from trialflow.flows.lifecycle.run_names import evaluate_name
@@ -43,7 +44,6 @@ from trialflow.flows.lifecycle.stop_monitor import StopMonitor
 from trialflow.flows.train import (
     fetch,
     launch_slots,
-    refuse_missing_code,
     stopping_ranks,
     takeover_wait_seconds,
 )
@@ -139,9 +139,13 @@ def evaluate_checkpoint(
         locked_run_dir(name, takeover_wait_seconds(config)) as run_dir,
         claim_run(store, name) as claim,
     ):
+        code = None
+        if config.environment.code == "from_checkpoint":
+            code = fetched_code(store, candidates[0], run_dir)
         run = TrialRun(
-            config, name, run_dir, store, current_observer(), stopping, claim, devices=devices
-        )
+            config, name, run_dir, store, current_observer(), stopping, claim, devices=devices,
+            code=code,
+        )  # fmt: skip
         try:
             with launch_slots(run) as run.slots, stopping_ranks(run):
                 build_trial(run)

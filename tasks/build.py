@@ -48,18 +48,23 @@ def build_trial(run: TrialRun) -> None:
 
 
 def _describe(built: TrialBuilt) -> str:
-    """``4 ranks (2 data-parallel, 2 pipeline stages, ZeRO 1), 16 samples a batch``."""
+    """``4 ranks (2 data-parallel, 2 pipeline stages, ZeRO stage 1), 16 samples a batch``.
+
+    Leaves out what the trial does not use or does not say.
+    """
     topology = built.topology
     parts = [
         f"{topology.data_parallel_size} data-parallel",
         f"{topology.pipeline_parallel_size} pipeline stages",
         f"{topology.model_parallel_size} model-parallel",
     ]
-    shown = ", ".join([part for part in parts if not part.startswith("1 ")])
-    zero = f"ZeRO {topology.zero_stage}"
-    samples = plural(built.batch_samples, "sample")
-    ranks = plural(topology.world_size, "rank")
-    return f"{ranks} ({f'{shown}, ' if shown else ''}{zero}), {samples} a batch"
+    shown = [part for part in parts if not part.startswith("1 ")]
+    if topology.is_state_divided:
+        shown.append(topology.state_division)
+    ranks = plural(topology.world_size, "rank") + (f" ({', '.join(shown)})" if shown else "")
+    if not built.batch_samples:
+        return ranks
+    return f"{ranks}, {plural(built.batch_samples, 'sample')} a batch"
 
 
 @task(

@@ -73,9 +73,9 @@ class Display(RunStatus):
     ) -> None:
         super().run_started(trial, total_batches, begins_at, batch_samples)
         length = text_format.plural(total_batches, "batch")
-        samples = text_format.plural(batch_samples, "sample")
+        of_samples = f" of {text_format.plural(batch_samples, 'sample')}" if batch_samples else ""
         resumed = f", continuing from batch {begins_at}" if begins_at else ""
-        self.say(f"trial {trial}: {length} of {samples}{resumed}")
+        self.say(f"trial {trial}: {length}{of_samples}{resumed}")
         if begins_at >= total_batches:
             self.say("nothing is left to train: set a greater searcher.max_length to continue")
 
@@ -134,8 +134,8 @@ class PlainLines(Display):
         detail, seconds = self._ended.get(stage, (f"@{batches}", 0.0))
         parts = [text_format.duration(seconds)]
         if kind == "training" and seconds > 0:
-            samples = (batches - self._workload_begins_at) * self.batch_samples
-            parts.append(text_format.speed(samples / seconds))
+            trained = batches - self._workload_begins_at
+            parts.append(text_format.training_speed(trained, self.batch_samples, seconds))
         if metrics:
             parts.append(text_format.metrics_line(metrics))
         self.say(f"{stage} {detail}: {' · '.join(parts)}")

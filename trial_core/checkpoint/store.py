@@ -13,11 +13,12 @@ from datetime import datetime, timezone
 from typing import Any
 
 from trial_core.checkpoint import layout
+from trial_core.checkpoint.code_objects import RunCode
 from trial_core.checkpoint.commit import announce_upload, commit
 from trial_core.checkpoint.fencing import Fence, take_over
 from trial_core.checkpoint.intents import SweptUpload, sweep
 from trial_core.checkpoint.json_objects import named_keys
-from trial_core.checkpoint.manifest import FileEntry, Manifest, is_tombstone
+from trial_core.checkpoint.manifest import FileEntry, Manifest, StoredCode, is_tombstone
 from trial_core.checkpoint.verified_read import Damage, damage_error, find_damage
 from trial_core.errors import (
     CheckpointDamaged,
@@ -135,16 +136,34 @@ class CheckpointStore:
         return take_over(self.storage, trial, attempt, after)
 
     def announce_upload(
-        self, trial: str, uuid: str, attempt: str, fence: Fence | None = None
-    ) -> None:
+        self,
+        trial: str,
+        uuid: str,
+        attempt: str,
+        fence: Fence | None = None,
+        code: RunCode | None = None,
+    ) -> StoredCode | None:
         """Write the intent to upload a checkpoint, so that a later run finds its leftovers.
 
         The driver calls this before any rank uploads, and again before each retry.
 
+        Args:
+            code: the trial's code, which is stored if the storage does not have it.
+
+        Returns:
+            The stored code, for the manifest. No prune deletes it before the commit.
+
         Raises:
             Superseded: another attempt has taken over the trial.
         """
-        announce_upload(self.storage, trial, uuid, attempt, fence)
+
+        def announce(stored: StoredCode | None) -> None:
+            announce_upload(self.storage, trial, uuid, attempt, fence, stored)
+
+        if code is None:
+            announce(None)
+            return None
+        return code.store(self.storage, uuid, announce)
 
     def sweep(self, trial: str, fence: Fence | None = None) -> _AllSwept:
         """Delete the leftovers of a trial's earlier runs. Call this before the run uploads.

@@ -39,7 +39,7 @@ from trial_core.units import Batch
 
 _NOT_IN_DIGEST = {
     "code", "checkpoint_storage", "checkpointing", "stopping", "retraining", "environment",
-    "ignored_fields", "tensorboard_logging",
+    "ignored_fields", "profiling", "tensorboard_logging",
 }  # fmt: skip
 
 
@@ -266,6 +266,10 @@ class ExperimentConfig(Section):
         except ConfigError as error:
             raise ConfigError(f"retraining.model: {error}") from None
 
+    def digested(self) -> dict[str, Any]:
+        """The fields that `digest` covers, as plain data. Holds no credentials of a section."""
+        return self.model_dump(mode="json", exclude=_NOT_IN_DIGEST)
+
     def digest(self) -> str:
         """``sha256:…`` of the fields that decide what is trained and how.
 
@@ -273,9 +277,12 @@ class ExperimentConfig(Section):
         checkpointing, stopping, retraining and the ranks' environment are left out, and with them
         every credential.
         """
-        content = self.model_dump(mode="json", exclude=_NOT_IN_DIGEST)
-        if self.searcher.source_trial_id is None:  # as in releases that did not have the field
+        content = self.digested()
+        # As in releases that did not have these fields.
+        if self.searcher.source_trial_id is None:
             del content["searcher"]["source_trial_id"]
+        if self.optimizations == OptimizationsConfig():
+            del content["optimizations"]
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -308,6 +315,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     if code is None or isinstance(code, str):
         mapping["code"] = _beside(path, code or ".")
     config = ExperimentConfig.from_mapping(mapping, source=str(path))
-    if not os.path.isdir(config.code):  # `Path.is_dir` raises if the name is too long
+    is_there = os.path.isdir(config.code)  # `Path.is_dir` raises if the name is too long
+    if not is_there and config.environment.code == "folder":
         raise ConfigError(f"{path}: code: no such folder: {config.code}")
     return config

@@ -20,6 +20,7 @@ from trial_core.errors import ConfigError
 from trial_core.units import Batch, TrainUnit
 
 SOURCE = "exp_conf"
+_PACKAGES = frozenset({"site-packages", "dist-packages"})
 
 _USED = (
     "name", "hyperparameters", "data", "checkpoint_storage", "checkpointing", "reproducibility",
@@ -55,11 +56,9 @@ def script_config(
     if hparams is not None:
         given["hyperparameters"] = dict(_mapping(hparams, "hparams"))
     script = _script_of(trial_class)
-    module = re.sub(
-        r"\W|^(?=\d)", "_", script.stem
-    )  # a script may have a name that no module can have
+    folder, module = _module_of(script, trial_class)
     given["entrypoint"] = f"{module}:{trial_class.__name__ if trial_class else 'Trial'}"
-    given["code"] = str(script.parent)
+    given["code"] = str(folder)
     given["name"] = given.get("name") or script.stem
     searcher = _mapping(everything.get("searcher"), f"{SOURCE}: searcher")
     used = {name: searcher[name] for name in _USED_OF_SEARCHER if name in searcher}
@@ -80,6 +79,26 @@ def _warn_of_misspelt(given: Mapping[str, Any], known: list[str], path: str) -> 
 def named_metric(exp_conf: Mapping[str, Any]) -> str | None:
     """The searcher metric, if `exp_conf` names one."""
     return (exp_conf.get("searcher") or {}).get("metric")
+
+
+def has_code_folder(trial_class: type) -> bool:
+    """Whether the trial's class is in a file that is the user's own.
+
+    Not so in a notebook, and in an installed package, whose folder also holds all others.
+    """
+    module = sys.modules.get(trial_class.__module__)
+    file = getattr(module, "__file__", None)
+    return file is not None and _PACKAGES.isdisjoint(Path(file).resolve().parts)
+
+
+def _module_of(script: Path, trial_class: type | None) -> tuple[Path, str]:
+    """The folder to import a script from, and its module there: ``package.module``."""
+    name = trial_class.__module__ if trial_class else "__main__"
+    parts = tuple(name.split("."))
+    if script.with_suffix("").parts[-len(parts) :] == parts:
+        return script.parents[len(parts) - 1], name
+    # `__main__`, or a script whose name no module can have
+    return script.parent, re.sub(r"\W|^(?=\d)", "_", script.stem)
 
 
 def _mapping(value: Any, name: str) -> Mapping[str, Any]:

@@ -202,6 +202,12 @@ class OptimizationsConfig(Section):
         title="Gradient compression",
         description="Whether ranks send gradients to each other as float16.",
     )
+    sharding: Literal["none", "fsdp2"] = Field(
+        default="none",
+        title="Sharding",
+        description='"none": every rank has the whole models. "fsdp2": models and optimizer state '
+        "are divided among the ranks.",
+    )
 
 
 class ProfilingConfig(Section):
@@ -247,6 +253,13 @@ class EnvironmentConfig(Section):
         default={},
         title="Environment variables",
         description="Set in every rank process; they override inherited ones.",
+    )
+    code: Literal["folder", "from_checkpoint"] = Field(
+        default="folder",
+        title="Code",
+        description='Where the trial\'s code comes from. "folder": the code folder. '
+        '"from_checkpoint": what the checkpoint that the run continues, starts from or evaluates '
+        "was saved with; the machine needs no code folder. That code is executed.",
     )
 
     def __repr_args__(self) -> list[tuple[str | None, Any]]:

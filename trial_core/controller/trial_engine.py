@@ -27,7 +27,7 @@ class TrialEngine(Protocol):
         reports_training_metrics: whether its training metrics count, too.
         needs_data: whether this rank needs data loaders.
         micro_batches_per_batch: micro-batches of one batch from this rank's loader.
-        batch_samples: samples of one batch, over all ranks.
+        batch_samples: samples of one batch, over all ranks; 0: unknown.
         micro_batches_per_evaluation: micro-batches that one `evaluate_batch` takes.
         evaluates_in_lockstep: whether a forward pass needs other ranks, so that all ranks must
             evaluate equally often.
@@ -125,7 +125,7 @@ class TrialEngine(Protocol):
 
         Args:
             hook_state: the result of `read_hook_state`, as the hooks left it.
-            reshape: whether the shards are of another number of ranks, or another ZeRO stage.
+            reshape: whether the shards are of another number of ranks, or another sharding.
         """
 
     def load_weights(self, folder: Path, reader: Reader) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     )
     from trial_core.deepspeed.trial import DeepSpeedTrial
     from trial_core.trainer.init import deepspeed_init as init
+    from trial_core.trainer.load_trial import load_trial_from_checkpoint_path
     from trial_core.trainer.trainer import Trainer
 
 _HOMES = {
@@ -23,6 +24,7 @@ _HOMES = {
     "DeepSpeedTrialContext": "trial_core.deepspeed.context",
     "ModelParallelUnit": "trial_core.deepspeed.mpu",
     "Trainer": "trial_core.trainer.trainer",
+    "load_trial_from_checkpoint_path": "trial_core.trainer.load_trial",
     "make_data_parallel_mpu": "trial_core.deepspeed.mpu",
     "make_deepspeed_mpu": "trial_core.deepspeed.mpu",
     "overwrite_deepspeed_config": "trial_core.deepspeed.ds_config",
@@ -35,6 +37,7 @@ __all__ = [
     "ModelParallelUnit",
     "Trainer",
     "init",
+    "load_trial_from_checkpoint_path",
     "make_data_parallel_mpu",
     "make_deepspeed_mpu",
     "overwrite_deepspeed_config",

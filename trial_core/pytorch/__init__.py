@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from trial_core.pytorch.metric_reduction import Reducer
     from trial_core.pytorch.trial import PyTorchTrial
     from trial_core.trainer.init import pytorch_init as init
+    from trial_core.trainer.load_trial import load_trial_from_checkpoint_path
     from trial_core.trainer.trainer import Trainer
     from trial_core.units import Batch, Epoch, TrainUnit
 
@@ -42,6 +43,7 @@ _HOMES = {
     "adapt_batch_sampler": "trial_core.pytorch.data.samplers",
     "data_length": "trial_core.pytorch.batch_length",
     "to_device": "trial_core.pytorch.device_transfer",
+    "load_trial_from_checkpoint_path": "trial_core.trainer.load_trial",
 }
 
 __all__ = [
@@ -62,6 +64,7 @@ __all__ = [
     "data_length",
     "deepspeed",
     "init",
+    "load_trial_from_checkpoint_path",
     "samplers",
     "to_device",
 ]

@@ -8,11 +8,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import get_args
 
+from trial_core.checkpoint.code_objects import RunCode
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
-from trial_core.config.script import named_metric, script_config
+from trial_core.config.script import has_code_folder, named_metric, script_config
 from trial_core.context import RunInfo
 from trial_core.controller.collective_errors import run_on_all_ranks, run_on_rank_0
 from trial_core.controller.controller import Controller
@@ -31,6 +32,7 @@ from trial_core.slots.stop_barrier import StopBarrier
 from trial_core.trainer.fit_stages import FitStages
 from trial_core.trainer.fit_stop import FitStop
 from trial_core.transfer.run_files import rank_folder
+from trial_core.transfer.trial_code import code_of_folder
 from trial_core.units import Batch, Epoch, TrainUnit
 
 logger = logging.getLogger(__name__)
@@ -196,6 +198,7 @@ class Trainer:
                 lambda: termination.is_requested,
                 fence,
                 claim,
+                self._code(config, store, test_mode),
             )
             result = follow_schedule(stages)
             if not result.stopped_early:
@@ -220,6 +223,25 @@ class Trainer:
         if not test_mode:
             run_on_rank_0(distributed, store.check_writable)
         return store
+
+    def _code(
+        self, config: ExperimentConfig, store: CheckpointStore, test_mode: bool
+    ) -> RunCode | None:
+        """The trial's code for its checkpoints; None on all ranks but the first."""
+        if test_mode:
+            return None
+        packed: list[RunCode | None] = []
+        run_on_rank_0(self._context.distributed, lambda: packed.append(self._pack(config, store)))
+        return next(iter(packed), None)
+
+    def _pack(self, config: ExperimentConfig, store: CheckpointStore) -> RunCode | None:
+        if not has_code_folder(type(self._trial)):
+            logger.info(
+                "checkpoints hold no code: %s is defined in a notebook or in an installed package",
+                type(self._trial).__name__,
+            )
+            return None
+        return code_of_folder(config.code, store, logger).archive
 
     def _take_over(
         self,

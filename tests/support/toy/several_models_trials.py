@@ -74,3 +74,23 @@ class SeveralModelsTrial(pytorch.PyTorchTrial):
                 for model in (self.first, self.second)
             ]
             torch.save(states, Path(self.context.get_hparam("record")) / "truth.pt")
+
+
+class ShardedPairTrial(SeveralModelsTrial):
+    """Two plain models, which the ranks divide among them."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self.context = context
+        self.dtype = torch.float32
+        self.first = context.wrap_model(nn.Linear(2, 5), sharding="fsdp2")
+        self.second = context.wrap_model(nn.Linear(5, 1), sharding="fsdp2")
+        trained = [*self.first.parameters(), *self.second.parameters()]
+        self.optimizer = context.wrap_optimizer(torch.optim.SGD(trained, lr=1e-2))
+
+    def _record(self) -> None:
+        states = [
+            {name: each.full_tensor() for name, each in model.state_dict().items()}
+            for model in (self.first, self.second)
+        ]
+        if self.context.distributed.get_rank() == 0:
+            torch.save(states, Path(self.context.get_hparam("record")) / "truth.pt")

@@ -119,6 +119,25 @@ def test_models_that_a_callback_has_removed_are_missed(tmp_path: Path) -> None:
         model_weights(tmp_path, 0, "fp32", Reader())
 
 
+@pytest.mark.long
+def test_a_sharded_model_is_exported_whole(
+    warm_slots: Callable[[int], SlotGroup], tmp_path: Path
+) -> None:
+    """From the parts of both ranks."""
+    hparams = {"record": str(tmp_path)}
+    trial = TRIAL.replace("SeveralModels", "ShardedPair")
+    config = toy_config(tmp_path, 3, entrypoint=trial, hyperparameters=hparams)
+    run = drive(warm_slots(2), config, tmp_path, persist=True)
+    uuid = run.checkpoints[-1]
+    store = CheckpointStore(config.checkpoint_storage.url)
+    store.commit(new_manifest(3, uuid=uuid, files=run.files[uuid]))
+    target = tmp_path / "model.pt"
+    assert export(tmp_path, target, checkpoint=uuid) == 0
+    weights, expected = torch.load(target, weights_only=True), truth(tmp_path, 0)
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
 class Hostile:
     """Runs code when it is unpickled."""
 

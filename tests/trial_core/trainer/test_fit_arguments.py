@@ -166,7 +166,8 @@ def test_exp_conf_may_be_an_experiment_of_determined() -> None:
         "searcher": {"name": "single", "metric": "accuracy", "max_length": {"records": 5}},
     }  # fmt: skip
     config = script_config(exp_conf, trial_class=Trial, max_length=Epoch(3))
-    assert (config.name, config.entrypoint) == ("mine", "test_fit_arguments:Trial")
+    assert (config.name, config.entrypoint) == ("mine", f"{__name__}:Trial")
+    assert config.code == Path(__file__).parents[__name__.count(".")]
     assert config.searcher.max_length == Epoch(3)
     assert named_metric(exp_conf) == "accuracy"
     assert named_metric({}) is None
