@@ -36,7 +36,8 @@ def test_a_checkpoint_is_copied_to_the_runs_storage(
     if by == "folder":
         download(theirs, manifest.uuid, tmp_path / "downloaded")
         place = str(tmp_path / "downloaded")
-    assert is_place(place) and not is_place(manifest.uuid)
+    assert is_place(place)
+    assert not is_place(manifest.uuid)
     assert resume_manifest(ours, place) == manifest
     fence = ours.take_over(manifest.trial, "mine")
     copied = copy_into(ours, place, fence)
