@@ -15,6 +15,7 @@ from typing_extensions import Self
 from trial_core.config import determined
 from trial_core.config.checkpoint_storage import StorageConfig
 from trial_core.config.checkpointing_section import CheckpointingConfig
+from trial_core.config.command import is_command
 from trial_core.config.error_text import error_lines, format_value, validation_error
 from trial_core.config.lengths import Period
 from trial_core.config.parsing import override, read_mapping
@@ -28,13 +29,23 @@ from trial_core.config.sections import (
     SearcherConfig,
 )
 from trial_core.config.stopping_section import StoppingConfig
-from trial_core.config.values import Count, Flag, PlainMapping, PositiveOrAuto, Text
+from trial_core.config.values import (
+    MAX_COUNT,
+    Count,
+    Flag,
+    PlainMapping,
+    PositiveOrAuto,
+    Text,
+)
 from trial_core.errors import ConfigError
 from trial_core.retention.policy import RetentionPolicy
 from trial_core.run.sequencer import CheckpointPolicy, Schedule
 from trial_core.slots.accelerators import CPU, KIND_VARIABLE
 from trial_core.text_format import slug
 from trial_core.units import Batch
+
+OPEN_END = Batch(MAX_COUNT)
+"""The maximum length of a Core API script whose experiment names none: the script ends itself."""
 
 _NOT_IN_DIGEST = {
     "code", "checkpoint_storage", "checkpointing", "stopping", "retraining", "environment"
@@ -76,7 +87,8 @@ class ExperimentConfig(Section):
     labels: list[Text] = Field(default=[], title="Labels", description="For finding runs.")
     entrypoint: Annotated[str, BeforeValidator(determined.entrypoint)] = Field(
         title="Entrypoint",
-        description="The trial class, as module:Class.",
+        description="The trial class, as module:Class; or the command of a Core API script: "
+        "python train.py [arguments].",
         examples=["model_def:MyTrial"],
         pattern=determined.ENTRYPOINT_PATTERN,
     )
@@ -153,6 +165,10 @@ class ExperimentConfig(Section):
         """Fills in the names, and an empty searcher, so that its missing fields are reported."""
         given = super().prepare(data)
         given.setdefault("searcher", {})
+        searcher = given["searcher"]
+        if isinstance(searcher, Mapping) and searcher.get("max_length") is None:
+            if determined.is_script(given.get("entrypoint")):
+                given["searcher"] = {**searcher, "max_length": OPEN_END}
         if given.get("name") in (None, ""):
             code = given.get("code")
             folder = _absolute(code if isinstance(code, (str, Path)) else ".")
@@ -193,6 +209,11 @@ class ExperimentConfig(Section):
         except ValidationError as error:
             prefix = f"{source}: " if source else ""
             raise ConfigError("\n".join(prefix + line for line in error_lines(error))) from None
+
+    @property
+    def is_script(self) -> bool:
+        """Whether the ranks run a Core API script, which drives its own loop."""
+        return is_command(self.entrypoint)
 
     @property
     def rank_variables(self) -> dict[str, str]:
