@@ -49,6 +49,9 @@ def build_trial(run: TrialRun) -> None:
 def _describe(built: TrialBuilt) -> str:
     """``4 ranks (2 data-parallel, 2 pipeline stages, ZeRO 1), 16 samples a batch``."""
     topology = built.topology
+    ranks = plural(topology.world_size, "rank")
+    if not built.batch_samples:  # of a Core API script
+        return ranks
     parts = [
         f"{topology.data_parallel_size} data-parallel",
         f"{topology.pipeline_parallel_size} pipeline stages",
@@ -57,7 +60,6 @@ def _describe(built: TrialBuilt) -> str:
     shown = ", ".join([part for part in parts if not part.startswith("1 ")])
     zero = f"ZeRO {topology.zero_stage}"
     samples = plural(built.batch_samples, "sample")
-    ranks = plural(topology.world_size, "rank")
     return f"{ranks} ({f'{shown}, ' if shown else ''}{zero}), {samples} a batch"
 
 

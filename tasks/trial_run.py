@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import queue
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -40,6 +41,7 @@ class TrialRun:
         fence: whether this run may still commit; None if no other run can take over the trial.
         devices: environment variables that give the ranks this run's accelerators.
         metrics: the last ones of each kind.
+        script_events: what a Core API script reports, and in the end its results.
         hooks: the callback hooks that the trial overrides, once it is built.
         topology, versions, batch_samples: reported by the ranks, once the trial is built.
         epoch: the length of an epoch, once the loaders are built; None if it is unknown.
@@ -76,6 +78,7 @@ class TrialRun:
         self.fence = fence
         self.devices = devices or {}
         self.logger: Logger | LoggerAdapter[Any] = logging.getLogger(__name__)
+        self.script_events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.metrics: dict[str, dict[str, Any]] = {}
         self.hooks: frozenset[str] = frozenset()
         self.topology: Topology | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,6 +41,7 @@ class CheckpointFiles:
         self._run_dir = run_dir
         self._store = store
         self._distributed = distributed
+        self._is_moving = threading.Lock()
         self._persister = Persister(settings.get("stall_timeout_seconds", TRANSFER_STALL_SECONDS))
 
     def staging(self, uuid: str) -> Path:
@@ -51,11 +53,12 @@ class CheckpointFiles:
         return self._run_dir / "restored" / uuid
 
     def persist(self, uuid: str) -> list[FileEntry]:
-        """Upload what this rank has staged. For the I/O lane; not collective."""
+        """Upload what this rank has staged. For any thread; not collective."""
         folder, rank = self.staging(uuid), self._distributed.get_rank()
         if self._store.is_process_local:
             return upload_files(self._store, uuid, folder, rank)
-        return self._persister.upload(self._store.spec, uuid, rank, staged_files(folder, rank))
+        with self._is_moving:
+            return self._persister.upload(self._store.spec, uuid, rank, staged_files(folder, rank))
 
     def release(self, uuid: str) -> None:
         """Delete what was staged for `uuid`, once it is committed or given up.
@@ -80,7 +83,7 @@ class CheckpointFiles:
                 emptied.rmdir()
 
     def fetch(self, uuid: str, files: list[FileEntry]) -> None:
-        """Fetch and verify this rank's share of `files`. For the I/O lane; not collective.
+        """Fetch and verify this rank's share of `files`. For any thread; not collective.
 
         The machine's n ranks share one folder, so each rank fetches every n-th file.
         """
@@ -89,7 +92,8 @@ class CheckpointFiles:
         kept = sorted((self._run_dir / KEPT / uuid).glob("rank-*"))
         if self._store.is_process_local:
             fetch_files(self._store, uuid, share, self.restored(uuid), local=kept)
-        else:
+            return
+        with self._is_moving:
             self._persister.fetch(self._store.spec, uuid, share, self.restored(uuid), kept)
 
     def persisted(self, uuid: str) -> Persisted:

@@ -148,9 +148,9 @@ class RunStatus(Observer):
 
     @property
     def samples_per_second(self) -> float | None:
-        """The speed in the last seconds of train-workloads; None before any batch."""
+        """The speed in the last seconds of train-workloads; None before any batch, or if unknown."""
         points = list(self._speed_points)
-        if len(points) < 2:
+        if len(points) < 2 or not self.batch_samples:
             return None
         (began, first), (now, last) = points[0], points[-1]
         return (last - first) * self.batch_samples / (now - began)
