@@ -2,7 +2,9 @@
 
 A Determined user changes ``determined.pytorch.deepspeed`` to ``trial_core.deepspeed``,
 ``determined.pytorch`` to ``trial_core.pytorch`` and ``determined.core`` to ``trial_core.core``;
-docs/reference/determined-names.md lists all names. Names are imported on first use, so importing the package is cheap.
+docs/reference/determined-names.md lists all names.
+
+Names are imported on first use, so importing the package is cheap.
 """
 
 from __future__ import annotations

@@ -166,9 +166,9 @@ class ExperimentConfig(Section):
         given = super().prepare(data)
         given.setdefault("searcher", {})
         searcher = given["searcher"]
-        if isinstance(searcher, Mapping) and searcher.get("max_length") is None:
-            if determined.is_script(given.get("entrypoint")):
-                given["searcher"] = {**searcher, "max_length": OPEN_END}
+        has_no_length = isinstance(searcher, Mapping) and searcher.get("max_length") is None
+        if has_no_length and determined.is_script(given.get("entrypoint")):
+            given["searcher"] = {**searcher, "max_length": OPEN_END}
         if given.get("name") in (None, ""):
             code = given.get("code")
             folder = _absolute(code if isinstance(code, (str, Path)) else ".")

@@ -148,7 +148,7 @@ class RunStatus(Observer):
 
     @property
     def samples_per_second(self) -> float | None:
-        """The speed in the last seconds of train-workloads; None before any batch, or if unknown."""
+        """The speed in the last seconds of train-workloads; None: not known."""
         points = list(self._speed_points)
         if len(points) < 2 or not self.batch_samples:
             return None
