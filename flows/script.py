@@ -72,8 +72,9 @@ def follow_script(run: TrialRun, stages: RunStages) -> TrialResult:
 def _length(run: TrialRun) -> int:
     """How many steps the experiment announces; 0: it does not."""
     length = run.config.searcher.max_length
-    is_known = isinstance(length, Batch) and length != OPEN_END
-    return int(length.value) if is_known else 0
+    if length == OPEN_END or not isinstance(length, Batch):
+        return 0
+    return length.value if isinstance(length.value, int) else 0
 
 
 def _folders(run: TrialRun, uuid: str) -> tuple[str, ...]:

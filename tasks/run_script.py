@@ -42,7 +42,7 @@ class RunningScript:
             RankFailed: the script raised, or exited with another code than 0.
             Stalled, Stopped: as for any request.
         """
-        event = self._happened.get()
+        event: ScriptEvent | list[ScriptEnded] | SlotsError = self._happened.get()
         if isinstance(event, SlotsError):
             raise event
         return event

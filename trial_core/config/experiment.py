@@ -215,6 +215,18 @@ class ExperimentConfig(Section):
         """Whether the ranks run a Core API script, which drives its own loop."""
         return is_command(self.entrypoint)
 
+    def require_trial(self, flow: str) -> None:
+        """Check that the experiment names a trial's class, which the flow `flow` needs.
+
+        Raises:
+            ConfigError: it names a Core API script.
+        """
+        if self.is_script:
+            raise ConfigError(
+                f'entrypoint: the flow {flow} needs a trial, as module:Class; "{self.entrypoint}" '
+                "is a Core API script, which validates in its own loop"
+            )
+
     @property
     def rank_variables(self) -> dict[str, str]:
         """The environment variables that the experiment gives its ranks."""

@@ -42,7 +42,10 @@ def _plain(value: Any, place: str) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(inner, place) for inner in value]
     if hasattr(value, "tolist"):  # a torch tensor, a NumPy array or scalar
-        return value.tolist()
+        plain = value.tolist()
+        while isinstance(plain, list) and len(plain) == 1:
+            plain = plain[0]  # a loss of shape (1,) is a number, too
+        return plain
     raise TrialError(
         f"{place} is of type {type(value).__name__}; a metric is a number, text, an array, a "
         "tensor, or lists and mappings of these"
