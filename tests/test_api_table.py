@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import trial_core
+import trial_core.core
 import trial_core.deepspeed
 import trial_core.pytorch
 
@@ -48,9 +49,11 @@ def test_every_public_name_has_a_row() -> None:
     """Every exported name and every public method of the exported classes has a row."""
     exported = {f"deepspeed.{name}" for name in trial_core.deepspeed.__all__}
     exported |= {f"pytorch.{name}" for name in trial_core.pytorch.__all__}
+    exported |= {f"core.{name}" for name in trial_core.core.__all__}
     assert exported - {"pytorch.deepspeed"} - STATUSES.keys() == set()
     classes = ("deepspeed.DeepSpeedTrial", "deepspeed.DeepSpeedTrialContext", "deepspeed.Trainer")
-    for path in (*classes, "pytorch.PyTorchCallback", "pytorch.MetricReducer"):
+    of_scripts = ("core.TrainContext", "core.CheckpointContext", "core.PreemptContext")
+    for path in (*classes, *of_scripts, "pytorch.PyTorchCallback", "pytorch.MetricReducer"):
         package, name = path.split(".")
         found = getattr(getattr(trial_core, package), name)
         methods = {f"{path}.{method}" for method in dir(found) if not method.startswith("_")}

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import trial_core
+import trial_core.core
 import trial_core.deepspeed
 import trial_core.pytorch
 
@@ -16,7 +17,7 @@ import trial_core.pytorch
     ("module", "name"),
     [
         (module, name)
-        for module in (trial_core, trial_core.deepspeed, trial_core.pytorch)
+        for module in (trial_core, trial_core.core, trial_core.deepspeed, trial_core.pytorch)
         for name in module.__all__
     ],
 )
@@ -39,6 +40,8 @@ from trial_core import deepspeed, pytorch; pytorch.MetricReducer; deepspeed.Deep
 from trial_core.pytorch import DataLoader, PyTorchCallback, TorchData, deepspeed
 from trial_core.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext, ModelParallelUnit
 from trial_core.deepspeed import overwrite_deepspeed_config
+import trial_core as det; det.core.init; det.core.DistributedContext; det.get_cluster_info
+from trial_core import core; core.PreemptMode.WorkersAskChief; core.DownloadMode.NoSharedDownload
 """
 
 
