@@ -269,7 +269,12 @@ def training(server: S3Server, pairs: int) -> dict[str, float]:
     added_by_ranks: list[float] = []
     with (
         launched(2) as slots,
-        built(slots, "long", 1, CheckpointStore(server.new_bucket(), server.options)),
+        built(
+            slots,
+            "LoopTrial",
+            {"model": "long", "bare_batches": 1},
+            CheckpointStore(server.new_bucket(), server.options),
+        ),
     ):
         trained = 0
         for pair in range(pairs + 1):

@@ -1,4 +1,7 @@
-"""The controller's overhead for a batch: its loop compared with a bare DeepSpeed loop.
+"""The controller's overhead for a batch: its loop compared with a bare loop.
+
+First a DeepSpeedTrial, compared with a bare DeepSpeed loop; then a PyTorchTrial, compared with a
+bare PyTorch loop and with other libraries (`benchmarks/pytorch_loop.py`).
 
 Both loops train the same engine in the same rank processes, and alternate, so that other load on
 the machine affects both. The controller's turn is a TrainBatches request, timed by the driver until
@@ -18,11 +21,13 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from benchmarks.figures import Estimate, conclude
+from benchmarks.pytorch_loop import figures_of_pytorch, measure_pytorch, pytorch_case
 from benchmarks.ranks import built, case_name, launched, processor_seconds
 from trial_core.messages import RunValidation, TrainBatches, Trained, Validated
 from trial_core.slots.slot_group import SlotGroup
 
 MODELS = ("tiny", "small")
+KINDS = ("deepspeed", "pytorch")
 TARGET_MODEL, TARGET_RATIO = "small", 1.02
 
 
@@ -86,7 +91,7 @@ class Loops:
 
 def measure(slots: SlotGroup, model: str, pairs: int, batches: int) -> list[Pair]:
     """Train `model` in turns; an uncounted pair warms up first."""
-    with built(slots, model, batches):
+    with built(slots, "LoopTrial", {"model": model, "bare_batches": batches}):
         loops = Loops(slots, batches)
         loops.pair(bare_first=True)
         # The first loop alternates, so that a drift of the machine's speed cancels out.
@@ -131,12 +136,22 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=20, help="batches in a turn")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--builds", type=int, default=5, help="how often PyTorch's models are made")
     arguments = parser.parse_args()
     figures: dict[str, float] = {}
     targets: dict[str, float] = {}
     for world_size in arguments.ranks:
         with launched(world_size) as slots:
-            for model in arguments.models:
+            for model in arguments.models if "pytorch" in arguments.kinds else ():
+                case = pytorch_case(world_size, model)
+                seconds = measure_pytorch(
+                    slots, model, arguments.pairs, arguments.batches, arguments.builds
+                )
+                figures.update(figures_of_pytorch(seconds, arguments.batches, case))
+                if model == TARGET_MODEL:
+                    targets[f"trialflow_{case}"] = TARGET_RATIO
+            for model in arguments.models if "deepspeed" in arguments.kinds else ():
                 case = f"{model}_{case_name(world_size)}"
                 pairs = measure(slots, model, arguments.pairs, arguments.batches)
                 figures.update(figures_of(pairs, arguments.batches, case))

@@ -22,11 +22,14 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 def experiment(
     trial_class: str, world_size: int, storage_url: str, **fields: Any
 ) -> ExperimentConfig:
-    """The experiment of a class in `benchmarks.trial`; `fields` replace defaults."""
+    """The experiment of a class in `benchmarks.trial`, or of ``module:Class``.
+
+    `fields` replace defaults.
+    """
     return ExperimentConfig(
         **{
             "name": "benchmark",
-            "entrypoint": f"benchmarks.trial:{trial_class}",
+            "entrypoint": trial_class if ":" in trial_class else f"benchmarks.trial:{trial_class}",
             "code": str(ROOT),
             "resources": {"slots_per_trial": world_size},
             "searcher": {
@@ -73,20 +76,23 @@ def processor_seconds(pids: list[int]) -> float:
 
 @contextmanager
 def built(
-    slots: SlotGroup, model: str, bare_batches: int, store: CheckpointStore | None = None
+    slots: SlotGroup,
+    trial_class: str,
+    hyperparameters: dict[str, Any],
+    store: CheckpointStore | None = None,
 ) -> Iterator[None]:
-    """Build a `LoopTrial` and its loaders, in place of an earlier trial.
+    """Build a trial and its loaders, in place of an earlier trial.
 
     Args:
-        bare_batches: batches in a turn of the bare loop.
+        trial_class: as for `experiment`.
         store: stores its checkpoints; by default in a temporary folder.
     """
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         config = experiment(
-            "LoopTrial",
+            trial_class,
             slots.world_size,
             f"file://{folder}/checkpoints",
-            hyperparameters={"model": model, "bare_batches": bare_batches},
+            hyperparameters=hyperparameters,
         )
         slots.request(
             BuildTrial(

@@ -22,7 +22,7 @@ PAUSE_SECONDS = 0.002
 def measure(slots: SlotGroup, requests: int) -> list[float]:
     """For each request, the seconds from sending a Ping to the last rank's answer."""
     durations = []
-    with built(slots, "tiny", bare_batches=1):
+    with built(slots, "LoopTrial", {"model": "tiny", "bare_batches": 1}):
         for _ in range(WARM_UP_REQUESTS + requests):
             time.sleep(PAUSE_SECONDS)
             began = time.perf_counter()

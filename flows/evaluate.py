@@ -1,6 +1,7 @@
 """The flow `evaluate`: validates a committed checkpoint once on the experiment's slots.
 
 It trains and stores nothing. The metrics are the run's result, and a table among its artifacts.
+The validation hooks of callbacks run, on_validation_end included, which may change the metrics.
 The slots may have another topology than those that saved the checkpoint.
 """
 
@@ -34,6 +35,7 @@ from trial_core.run.observer import current_observer
 from trial_core.run.run_dirs import locked_run_dir, trial_id
 from trial_core.run.stop_requests import StopHandler
 from trial_core.text_format import unique_slug
+from trialflow.flows.code_source import fetched_code, refuse_missing_code
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.run_log import readable_task_log
 from trialflow.flows.lifecycle.run_names import evaluate_name
@@ -42,13 +44,13 @@ from trialflow.flows.lifecycle.stop_monitor import StopMonitor
 from trialflow.flows.train import (
     fetch,
     launch_slots,
-    refuse_missing_code,
     stopping_ranks,
     takeover_wait_seconds,
 )
 from trialflow.tasks.build import build_loaders, build_trial
+from trialflow.tasks.callbacks import run_callbacks
 from trialflow.tasks.trial_run import TrialRun
-from trialflow.tasks.validate import validate
+from trialflow.tasks.validate import report_validation, validate
 
 
 @dataclass(frozen=True)
@@ -139,16 +141,23 @@ def evaluate_checkpoint(
         locked_run_dir(name, takeover_wait_seconds(config)) as run_dir,
         claim_run(store, name) as claim,
     ):
+        code = None
+        if config.environment.code == "from_checkpoint":
+            code = fetched_code(store, candidates[0], run_dir)
         run = TrialRun(
-            config, name, run_dir, store, current_observer(), stopping, claim, devices=devices
-        )
+            config, name, run_dir, store, current_observer(), stopping, claim, devices=devices,
+            code=code,
+        )  # fmt: skip
         try:
             with launch_slots(run) as run.slots, stopping_ranks(run):
                 build_trial(run)
                 manifest = _fetch_first_intact(run, candidates, checkpoint)
                 build_loaders(run, ResumePoint.warm(manifest, weights_only=True))
-                if validate(run, manifest.progress.batches_trained) is None:
+                batches_trained = manifest.progress.batches_trained
+                if not validate(run, batches_trained):
                     raise Stopped("the validation had not ended")
+                run_callbacks(run, "on_validation_end", batches_trained)
+                report_validation(run, batches_trained)
         except (RankFailed, Stalled) as failure:
             get_run_logger().error("%s", failure.report())
             raise

@@ -40,6 +40,7 @@ from trial_core.models.records import Version
 from trial_core.retention.claims import RunClaim, claim_run
 from trial_core.run.searcher_metric import searcher_metric
 from trial_core.run.stop_requests import StopHandler
+from trialflow.flows.code_source import refuse_missing_code
 from trialflow.flows.evaluate import EvaluateResult, evaluate_checkpoint
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.run_log import about, readable_task_log
@@ -56,7 +57,7 @@ from trialflow.flows.retraining.outcome import (
     report_failure,
     retrain_result,
 )
-from trialflow.flows.train import refuse_missing_code, train_trial
+from trialflow.flows.train import train_trial
 from trialflow.tasks.report.retraining_report import RetrainingFacts, trial_report_key
 from trialflow.tasks.retrain import (
     RetrainingRun,

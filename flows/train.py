@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,7 +24,6 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import (
     CheckpointError,
-    LaunchError,
     RankFailed,
     Stalled,
     Stopped,
@@ -42,7 +40,9 @@ from trial_core.run.stop_requests import StopHandler, StopRequest
 from trial_core.slots.accelerators import resolve_slot_count
 from trial_core.slots.slot_group import SlotGroup
 from trial_core.transfer.staged_checkpoint import StagedCheckpoint
+from trial_core.transfer.trial_code import code_of_folder
 from trial_core.units import EpochLength, in_batches
+from trialflow.flows.code_source import refuse_missing_code, stored_trial_code
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.rank_restarts import Restarts
 from trialflow.flows.lifecycle.run_log import readable_task_log
@@ -59,7 +59,7 @@ from trialflow.tasks.report.artifact import ReportArtifact
 from trialflow.tasks.train_workload import train_workload
 from trialflow.tasks.trial_run import TrialRun
 from trialflow.tasks.upload_run_files import upload_run_files
-from trialflow.tasks.validate import name_metrics, validate
+from trialflow.tasks.validate import name_metrics, report_validation, validate
 
 
 @flow(name="train", flow_run_name=train_name, validate_parameters=True)
@@ -104,20 +104,6 @@ def train(
 train.fn.__annotations__ = get_type_hints(train.fn)
 
 
-def refuse_missing_code(config: ExperimentConfig) -> None:
-    """Check the code folder before the run waits for accelerators that others could use.
-
-    Raises:
-        LaunchError: this machine does not have the folder.
-    """
-    if not os.path.isdir(config.code):  # `Path.is_dir` raises if the name is too long
-        raise LaunchError(
-            f"there is no code folder {config.code} on {socket.gethostname()}: it must be under "
-            "that path on the machine that trains (a shared file system, a checkout in the same "
-            "place, an image that holds it)"
-        )
-
-
 def train_trial(
     config: ExperimentConfig,
     trial: str,
@@ -148,8 +134,13 @@ def train_trial(
         ) as (claim, fence),
         Report(config, trial, run_dir, current_observer(), store, stopping) as report,
     ):  # fmt: skip
+        stored_code = stored_trial_code(config, store, trial, run_dir)
         while True:
-            run = TrialRun(config, trial, run_dir, store, report, stopping, claim, fence, devices)
+            # Again for each launch: the code may have been corrected since.
+            code = stored_code or code_of_folder(config.code, store, get_run_logger())
+            run = TrialRun(
+                config, trial, run_dir, store, report, stopping, claim, fence, devices, code
+            )
             sweep_leftovers(run)
             try:
                 # In this order: uploads need the ranks, and end before or (memory://) after them.
@@ -219,7 +210,7 @@ def launch_slots(run: TrialRun) -> SlotGroup:
     variables = {**run.config.rank_variables, **run.devices}
     return SlotGroup(
         resolve_slot_count(run.config.resources.slots_per_trial, {**os.environ, **variables}),
-        working_dir=run.config.code,
+        working_dir=run.code.folder,
         log_dir=run.run_dir / "logs",
         environment=variables,
         on_batches=run.observer.batches_trained,
@@ -304,12 +295,14 @@ class TrainStages:
     def train(self, begin: int, until: int) -> int:
         return train_workload(self._run, begin, until)
 
-    def validate(self, batches_trained: int) -> Validation | None:
+    def validate(self, batches_trained: int) -> bool:
+        return validate(self._run, batches_trained)
+
+    def report_validation(self, batches_trained: int) -> Validation:
         try:
-            metric = validate(self._run, batches_trained)
+            return Validation(report_validation(self._run, batches_trained))
         except TrialError as mistake:
             return Validation(mistake=mistake)
-        return None if metric is None else Validation(metric)
 
     def save(self, progress: Progress) -> StagedCheckpoint:
         return checkpoint_save(self._run, progress)

@@ -29,7 +29,7 @@ def build_trial(run: TrialRun) -> None:
     """Construct the user's trial, with its engines, on every rank."""
     run.logger = get_run_logger()
     with run.stage("build-trial", ""):
-        built = run.slots.request(
+        ranks = run.slots.request(
             BuildTrial(
                 trial=run.trial,
                 experiment=run.config.model_dump(mode="json"),
@@ -38,8 +38,9 @@ def build_trial(run: TrialRun) -> None:
             ),
             TrialBuilt,
             stall_seconds=run.config.stopping.idle_timeout_seconds,
-        )[0]
-    run.hooks = frozenset(built.hooks)
+        )
+    built = ranks[0]
+    run.hooks = frozenset(hook for rank in ranks for hook in rank.hooks)  # callbacks may differ
     run.topology = built.topology
     run.versions = built.versions
     run.batch_samples = built.batch_samples
@@ -47,20 +48,23 @@ def build_trial(run: TrialRun) -> None:
 
 
 def _describe(built: TrialBuilt) -> str:
-    """``4 ranks (2 data-parallel, 2 pipeline stages, ZeRO 1), 16 samples a batch``."""
+    """``4 ranks (2 data-parallel, 2 pipeline stages, ZeRO stage 1), 16 samples a batch``.
+
+    Leaves out what the trial does not use or does not say.
+    """
     topology = built.topology
-    ranks = plural(topology.world_size, "rank")
-    if not built.batch_samples:  # of a Core API script
-        return ranks
     parts = [
         f"{topology.data_parallel_size} data-parallel",
         f"{topology.pipeline_parallel_size} pipeline stages",
         f"{topology.model_parallel_size} model-parallel",
     ]
-    shown = ", ".join([part for part in parts if not part.startswith("1 ")])
-    zero = f"ZeRO {topology.zero_stage}"
-    samples = plural(built.batch_samples, "sample")
-    return f"{ranks} ({f'{shown}, ' if shown else ''}{zero}), {samples} a batch"
+    shown = [part for part in parts if not part.startswith("1 ")]
+    if topology.is_state_divided:
+        shown.append(topology.state_division)
+    ranks = plural(topology.world_size, "rank") + (f" ({', '.join(shown)})" if shown else "")
+    if not built.batch_samples:
+        return ranks
+    return f"{ranks}, {plural(built.batch_samples, 'sample')} a batch"
 
 
 @task(

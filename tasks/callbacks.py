@@ -14,6 +14,8 @@ from trialflow.tasks.trial_run import TrialRun
 def run_callbacks(run: TrialRun, hook: str, batches_trained: int, **arguments: Any) -> None:
     """Run `hook` of every callback as a stage. No stage runs if no callback overrides it.
 
+    After on_validation_end, `run.validated` holds the metrics as the callbacks have left them.
+
     Args:
         arguments: those of the hook's arguments that the driver knows; the ranks add the rest.
     """
@@ -33,3 +35,5 @@ def callbacks(run: TrialRun, hook: str, batches_trained: int, arguments: dict[st
         request = RunHook(hook=hook, arguments=arguments)
         results = run.slots.request(request, HookDone, stall_seconds=stall_seconds)
     run.stop_requested |= any(result.stop_requested for result in results)
+    if results[0].metrics is not None:
+        run.validated = results[0].metrics

@@ -84,7 +84,9 @@ def checkpoint_upload(run: TrialRun, staged: StagedCheckpoint) -> Manifest:
     if run.topology is None:
         raise SlotsError("a checkpoint is saved only after the trial was built")
     with run.stage("checkpoint-upload", f"@{staged.progress.batches_trained}"):
-        run.store.announce_upload(run.trial, staged.uuid, run.attempt, run.fence)
+        code = run.store.announce_upload(
+            run.trial, staged.uuid, run.attempt, run.fence, run.code.archive
+        )
         manifest = staged.manifest(
             _upload(run, staged),
             trial=run.trial,
@@ -93,6 +95,7 @@ def checkpoint_upload(run: TrialRun, staged: StagedCheckpoint) -> Manifest:
             topology=run.topology,
             versions=run.versions,
             epoch=run.epoch,
+            code=code,
         )
         run.store.commit(manifest, run.fence)
         # Before the next request: the checkpoint is committed, even if that request fails.

@@ -102,6 +102,7 @@ class RetrainingRun:
             return config
         source = {
             "source_checkpoint_uuid": champion.checkpoint,
+            "source_trial_id": None,
             "source_weights_only": self.settings.start == "warm",
         }
         searcher = config.searcher.model_copy(update=source)

@@ -10,7 +10,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
 from trial_core.messages import TrainBatches, Trained
-from trial_core.text_format import metrics_line, speed
+from trial_core.text_format import metrics_line, training_speed
 from trialflow.tasks.result_memory import forget_results
 from trialflow.tasks.trial_run import TrialRun
 
@@ -39,10 +39,10 @@ def train_workload(run: TrialRun, begin: int, until: int) -> int:
     run.batches_trained = reached
     run.metrics["training"] = results[0].metrics
     seconds = max(result.seconds for result in results)
-    samples = (reached - begin) * run.batch_samples
     get_run_logger().info(
         "trained [%d→%d] at %s: %s",
-        begin, reached, speed(samples / seconds), metrics_line(results[0].metrics),
+        begin, reached, training_speed(reached - begin, run.batch_samples, seconds),
+        metrics_line(results[0].metrics),
     )  # fmt: skip
     run.observer.training_timed(begin, reached, seconds, [rank.data_seconds for rank in results])
     run.observer.learning_rates_read(reached, results[0].learning_rates)

@@ -20,6 +20,7 @@ from trial_core.retention.claims import RunClaim
 from trial_core.run.observer import Observer
 from trial_core.run.stop_requests import StopHandler
 from trial_core.slots.slot_group import SlotGroup
+from trial_core.transfer.trial_code import TrialCode
 from trial_core.units import EpochLength
 
 
@@ -40,8 +41,10 @@ class TrialRun:
         claim: announces which checkpoints this run needs, so that they are not pruned.
         fence: whether this run may still commit; None if no other run can take over the trial.
         devices: environment variables that give the ranks this run's accelerators.
+        code: the trial's code, which the ranks start in and checkpoints name.
         metrics: the last ones of each kind.
         script_events: what a Core API script reports, and in the end its results.
+        validated: the metrics of the last validation, which may not be reported yet.
         hooks: the callback hooks that the trial overrides, once it is built.
         topology, versions, batch_samples: reported by the ranks, once the trial is built.
         epoch: the length of an epoch, once the loaders are built; None if it is unknown.
@@ -66,6 +69,7 @@ class TrialRun:
         claim: RunClaim | None = None,
         fence: Fence | None = None,
         devices: Mapping[str, str] | None = None,
+        code: TrialCode | None = None,
     ) -> None:
         self.config = config
         self.trial = trial
@@ -77,9 +81,11 @@ class TrialRun:
         self.claim = claim or RunClaim(store, trial)
         self.fence = fence
         self.devices = devices or {}
+        self.code = code or TrialCode(config.code)
         self.logger: Logger | LoggerAdapter[Any] = logging.getLogger(__name__)
         self.script_events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.metrics: dict[str, dict[str, Any]] = {}
+        self.validated: dict[str, Any] = {}
         self.hooks: frozenset[str] = frozenset()
         self.topology: Topology | None = None
         self.versions: dict[str, str] = {}

@@ -7,7 +7,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
 from trial_core.messages import MetricsNamed, NameMetrics, RunValidation, Validated
-from trial_core.run.searcher_metric import searcher_metric
+from trial_core.run.searcher_metric import searcher_metric, with_single_number
 from trial_core.text_format import metrics_line
 from trialflow.tasks.trial_run import TrialRun
 
@@ -22,12 +22,8 @@ def name_metrics(run: TrialRun) -> list[str] | None:
 
 
 @task(name="validate", task_run_name="validate @{batches_trained}", cache_policy=NO_CACHE)
-def validate(run: TrialRun, batches_trained: int) -> float | None:
-    """Validate; the searcher metric, or None if a stop request ended the validation early.
-
-    Raises:
-        TrialError: the trial does not report the searcher metric.
-    """
+def validate(run: TrialRun, batches_trained: int) -> bool:
+    """Validate, and set `run.validated`. Return False if a stop request ended it early."""
     with run.stage("validate", f"@{batches_trained}"):
         stall_seconds = run.config.stopping.stall_timeout_seconds
         results = run.slots.request(RunValidation(), Validated, stall_seconds=stall_seconds)
@@ -36,8 +32,18 @@ def validate(run: TrialRun, batches_trained: int) -> float | None:
         get_run_logger().info(
             "validation at %d ended early: %s", batches_trained, run.stopping.request
         )
-        return None
-    metrics = results[0].metrics
+        return False
+    run.validated = results[0].metrics
+    return True
+
+
+def report_validation(run: TrialRun, batches_trained: int) -> float:
+    """Report the metrics of a finished validation, once its hooks have run: the searcher metric.
+
+    Raises:
+        TrialError: the trial does not report the searcher metric.
+    """
+    metrics = with_single_number(run.validated, run.config.searcher.metric)
     get_run_logger().info("validated at %d: %s", batches_trained, metrics_line(metrics))
     run.observer.metrics_reported("validation", batches_trained, metrics)
     metric = searcher_metric(metrics, run.config.searcher.metric)

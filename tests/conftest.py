@@ -80,10 +80,10 @@ def _group(item: pytest.Item, path: Path) -> str:
         return "flows" if path.parts[0] == "flows" else "deployments"
     if item.get_closest_marker("gateway"):
         return "gateway"
-    if path.parts[:2] == ("trial_core", "pytorch"):
-        return "loaders"
     if item.get_closest_marker("slots"):
         return "ranks"
+    if path.parts[:2] == ("trial_core", "pytorch"):
+        return "loaders"
     return ""
 
 

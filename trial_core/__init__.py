@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trial_core import core, deepspeed, pytorch
+    from trial_core import core, deepspeed, errors, pytorch
     from trial_core.checkpoint.store import CheckpointStore
     from trial_core.cluster_info import get_cluster_info
     from trial_core.core.init import init
@@ -24,6 +24,7 @@ __all__ = [
     "DistributedContext",
     "core",
     "deepspeed",
+    "errors",
     "get_cluster_info",
     "init",
     "pytorch",
@@ -38,11 +39,17 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("core", "deepspeed", "pytorch"):
+    if name in ("core", "deepspeed", "errors", "pytorch"):
         return importlib.import_module(f"trial_core.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise _unknown(name)
+
+
+def _unknown(name: str) -> AttributeError:
+    from trial_core.unknown_names import unknown_name
+
+    return unknown_name(__name__, name, __all__)
 
 
 def __dir__() -> list[str]:

@@ -1,15 +1,46 @@
-"""`get_cluster_info`: what a Core API script knows of its run. Follows Determined's function."""
+"""`get_cluster_info`: what a script knows of its run. Follows Determined's function."""
 
 from __future__ import annotations
 
 import copy
+import os
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
-_PUBLISHED: list[ClusterInfo] = []
+LATEST = "latest"
+CHECKPOINT_VARIABLE = "DET_LATEST_CHECKPOINT"
+
+_INSTEAD = {
+    "trial": "context.get_trial_id(), get_experiment_id(), get_trial_seed() and get_hparams()",
+    "user_data": "context.get_data_config()",
+    "container_addrs": "context.distributed",
+    "container_rank": "context.distributed.cross_rank",
+    "container_slot_counts": "context.distributed.local_size",
+    "gpu_uuids": "CUDA_VISIBLE_DEVICES in os.environ",
+    "slot_ids": "context.distributed.local_ranks",
+}
+
+_PUBLISHED: list[ScriptInfo] = []
+
+
+class ClusterInfo:
+    """The part of Determined's class that a script without `trial_core.init` can know."""
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """What `Trainer.fit` continues from, as its argument `latest_checkpoint`.
+
+        The environment variable ``DET_LATEST_CHECKPOINT`` if it is set; empty means None. Else
+        ``"latest"``: the newest checkpoint of the experiment's newest trial, or a new trial.
+        """
+        return os.environ.get(CHECKPOINT_VARIABLE, LATEST) or None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        instead = f"use {_INSTEAD[name]}" if name in _INSTEAD else "there is no Determined cluster"
+        raise AttributeError(f"get_cluster_info() has no {name!r} in trialflow; {instead}")
 
 
 @dataclass(frozen=True)
@@ -30,8 +61,8 @@ class TrialInfo:
 
 
 @dataclass(frozen=True)
-class ClusterInfo:
-    """A run, as one of its ranks sees it.
+class ScriptInfo:
+    """The run of a Core API script, as one of its ranks sees it.
 
     Attributes:
         trial: the trial.
@@ -46,7 +77,7 @@ class ClusterInfo:
     @classmethod
     def of(
         cls, trial: str, experiment: Mapping[str, Any], latest_checkpoint: str | None = None
-    ) -> ClusterInfo:
+    ) -> ScriptInfo:
         """The information about a run.
 
         Args:
@@ -64,13 +95,17 @@ class ClusterInfo:
         return cls(known, latest_checkpoint, data)
 
 
-def get_cluster_info() -> ClusterInfo | None:
-    """The run of this process. None outside a slot, unless within `trial_core.init`."""
-    return _PUBLISHED[-1] if _PUBLISHED else None
+def get_cluster_info() -> ClusterInfo | ScriptInfo:
+    """Information for a script. Unlike Determined's function it never returns None.
+
+    In the slots of a Core API script and within `trial_core.init`: the run. Elsewhere only
+    `latest_checkpoint`.
+    """
+    return _PUBLISHED[-1] if _PUBLISHED else ClusterInfo()
 
 
 @contextmanager
-def published(info: ClusterInfo) -> Iterator[None]:
+def published(info: ScriptInfo) -> Iterator[None]:
     """Make `get_cluster_info` return `info` during the block."""
     _PUBLISHED.append(info)
     try:

@@ -13,9 +13,10 @@ from typing_extensions import Self
 
 from trial_core.cluster_info import experiment_number, trial_number
 from trial_core.config.determined import hyperparameters
-from trial_core.config.error_text import error_lines
+from trial_core.config.error_text import error_lines, format_value
+from trial_core.config.search_ranges import draw
 from trial_core.distributed import DistributedContext
-from trial_core.errors import ConfigError, TrialError
+from trial_core.errors import ConfigError, TrialError, TrialTypeError, TrialValueError
 from trial_core.run.instruments import Instruments
 from trial_core.units import EpochLength
 
@@ -29,7 +30,10 @@ class RunInfo:
     Attributes:
         trial: the trial's id, ``name-1a2b3c4d``.
         experiment: the experiment configuration, as plain data.
-        batches_trained: batches trained so far; in `train_batch`, the current batch's index.
+        batches_trained: batches trained so far.
+        initial_batch: how many batches earlier runs have trained.
+        current_batch: index of the batch that is being trained, or was trained last; None before
+            training.
         epoch: the length of an epoch; None before the loaders are built, or if they have none.
         stop_requested: whether the trial has asked to save and end.
         instruments: the TensorBoard writer and the profiler of this rank.
@@ -38,6 +42,8 @@ class RunInfo:
     trial: str
     experiment: dict[str, Any]
     batches_trained: int = 0
+    initial_batch: int = 0
+    current_batch: int | None = None
     epoch: EpochLength | None = None
     stop_requested: bool = False
     instruments: Instruments = field(default_factory=Instruments)
@@ -70,18 +76,21 @@ class TrialContext:
         Python has one rank; torchrun and ``deepspeed`` may start several.
 
         Args:
-            config: an experiment configuration; it needs only the fields that the trial reads.
+            config: an experiment configuration; it needs only the fields that the trial reads. In
+                place of a search range, a value is drawn from it, by the experiment's seed.
 
         Raises:
-            ConfigError: a hyperparameter is a search range instead of a value.
+            ConfigError: a search range is not complete, or a hyperparameter is not plain data.
         """
+        info = RunInfo(DEBUGGED_TRIAL, copy.deepcopy(dict(config)))
+        given = info.experiment.get("hyperparameters") or {}
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"hyperparameters: expected a mapping, got {format_value(given)}")
         try:
-            hparams = hyperparameters(dict(config.get("hyperparameters") or {}))
+            info.experiment["hyperparameters"] = hyperparameters(draw(given, info.experiment_seed))
         except ValidationError as error:
             raise ConfigError(f"hyperparameters: {'; '.join(error_lines(error))}") from error
-        experiment = {**copy.deepcopy(dict(config)), "hyperparameters": hparams}
-        distributed = DistributedContext.from_environment()
-        return cls(RunInfo(DEBUGGED_TRIAL, experiment), distributed)
+        return cls(info, DistributedContext.from_environment())
 
     @property
     def run_info(self) -> RunInfo:
@@ -91,8 +100,9 @@ class TrialContext:
     # -------------------------------------------------------------- the experiment and trial
 
     def get_experiment_config(self) -> dict[str, Any]:
-        """The experiment configuration, as plain data."""
-        return copy.deepcopy(self._info.experiment)
+        """The experiment configuration, as plain data, with the fields that have no effect here."""
+        experiment = copy.deepcopy(self._info.experiment)
+        return _completed(experiment, experiment.pop("ignored_fields", {}))
 
     def get_data_config(self) -> dict[str, Any]:
         """The `data` section of the experiment configuration."""
@@ -106,12 +116,12 @@ class TrialContext:
         """One hyperparameter.
 
         Raises:
-            TrialError: the experiment does not set it.
+            TrialValueError: the experiment does not set it.
         """
         hparams = self._info.experiment.get("hyperparameters") or {}
         if name not in hparams:
             known = ", ".join(sorted(hparams)) or "none"
-            raise TrialError(
+            raise TrialValueError(
                 f'the trial asks for hyperparameter "{name}", which the experiment does not set; '
                 f"it sets: {known}"
             )
@@ -120,6 +130,10 @@ class TrialContext:
     def get_trial_id(self) -> int:
         """A number that identifies this trial, from the hexadecimal end of its id."""
         return trial_number(self._info.trial)
+
+    def get_trial_seed(self) -> int:
+        """The seed of all random generators: ``reproducibility.experiment_seed``."""
+        return self._info.experiment_seed
 
     def get_experiment_id(self) -> int:
         """A number that identifies the experiment: equal for all runs with the same name."""
@@ -141,15 +155,34 @@ class TrialContext:
         A validation is finished first. The request cannot be withdrawn after the batch has ended.
 
         Raises:
-            TrialError: `stop_requested` is not a bool.
+            TrialTypeError: `stop_requested` is not a bool.
         """
         if not isinstance(stop_requested, bool):
-            raise TrialError(f"set_stop_requested takes a bool, got {stop_requested!r}")
+            raise TrialTypeError(f"set_stop_requested takes a bool, got {stop_requested!r}")
         self._info.stop_requested = stop_requested
 
     def current_train_batch(self) -> int:
-        """Index of the batch being trained, from 0, counted over all runs of the trial."""
-        return self._info.batches_trained
+        """Index of the current batch, from 0, counted over all runs of the trial.
+
+        Between two batches it is the last one. Before training it is the first one.
+        """
+        current = self._info.current_batch
+        return self._info.batches_trained if current is None else current
+
+    def get_initial_batch(self) -> int:
+        """Index of the first batch of this run: how many batches earlier runs have trained.
+
+        Known once the data loaders are built; 0 before.
+        """
+        return self._info.initial_batch
+
+    def current_train_epoch(self) -> int:
+        """The epoch in which the current batch begins, from 0.
+
+        Raises:
+            TrialError: the length of an epoch is unknown.
+        """
+        return self._known_epoch("current_train_epoch").epoch_of(self.current_train_batch())
 
     def is_epoch_start(self) -> bool:
         """Whether the current batch is the first to begin in its epoch.
@@ -157,7 +190,7 @@ class TrialContext:
         Raises:
             TrialError: the length of an epoch is unknown.
         """
-        batch, epoch = self._info.batches_trained, self._known_epoch("is_epoch_start")
+        batch, epoch = self.current_train_batch(), self._known_epoch("is_epoch_start")
         return batch == 0 or epoch.epoch_of(batch) != epoch.epoch_of(batch - 1)
 
     def is_epoch_end(self) -> bool:
@@ -166,7 +199,7 @@ class TrialContext:
         Raises:
             TrialError: the length of an epoch is unknown.
         """
-        batch, epoch = self._info.batches_trained, self._known_epoch("is_epoch_end")
+        batch, epoch = self.current_train_batch(), self._known_epoch("is_epoch_end")
         return epoch.epoch_of(batch + 1) != epoch.epoch_of(batch)
 
     # ------------------------------------------------------------- TensorBoard and profiling
@@ -174,8 +207,8 @@ class TrialContext:
     def get_tensorboard_writer(self) -> Any:
         """This rank's `torch.utils.tensorboard.SummaryWriter`, the same one on every call.
 
-        Its event files are uploaded with the run. From now on, rank 0 also writes the reported
-        metrics to it, as ``training/…`` and ``validation/…``.
+        Its event files are uploaded with the run. Rank 0 also writes the reported metrics to it, as
+        ``Determined/loss`` and, for validation metrics, ``Determined/val_loss``.
 
         Raises:
             TrialError: TensorBoard is not installed.
@@ -189,14 +222,15 @@ class TrialContext:
     def set_enable_tensorboard_logging(self, enable_tensorboard_logging: bool) -> None:
         """Switch automatic TensorBoard logging: reported metrics are written, files are uploaded.
 
-        False keeps the files on this machine. True writes reported metrics even if the trial never
-        calls `get_tensorboard_writer`. Call it on every rank, in ``__init__``.
+        On by default, if TensorBoard is installed. False keeps the files on this machine, and
+        writes no metrics. Call it on every rank, in ``__init__``.
 
         Raises:
-            TrialError: the value is not a bool; or it is True and TensorBoard is not installed.
+            TrialTypeError: the value is not a bool.
+            TrialError: it is True, and TensorBoard is not installed.
         """
         if not isinstance(enable_tensorboard_logging, bool):
-            raise TrialError(
+            raise TrialTypeError(
                 f"set_enable_tensorboard_logging takes a bool, got {enable_tensorboard_logging!r}"
             )
         self._info.instruments.set_automatic(enable_tensorboard_logging)
@@ -226,3 +260,12 @@ class TrialContext:
                 "(or is not built yet); return a loader that has a len()"
             )
         return self._info.epoch
+
+
+def _completed(experiment: dict[str, Any], ignored: Mapping[str, Any]) -> dict[str, Any]:
+    """`experiment` with ignored fields in their places."""
+    for name, value in ignored.items():
+        section = experiment.setdefault(name, value)
+        if section is not value and isinstance(section, dict) and isinstance(value, dict):
+            _completed(section, value)
+    return experiment

@@ -15,11 +15,12 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from trial_core.errors import TrialError
+from trial_core.errors import TrialError, TrialValueError
 from trial_core.exchange import Exchange
 from trial_core.run.timeouts import COLLECTIVE_SECONDS
 
 DEADLINE_VARIABLE = "TRIALFLOW_COLLECTIVE_SECONDS"
+CHIEF_VARIABLE = "DET_CHIEF_IP"
 
 # First the names of torchrun and trialflow, then those of DeepSpeed's launcher.
 _LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
@@ -55,8 +56,9 @@ class DistributedContext:
         local_size: number of processes on this machine.
         cross_rank: index of this machine.
         cross_size: number of machines.
-        chief_ip, pub_port, pull_port, port_offset, force_tcp: accepted as in the reference, but
-            not used: torch.distributed has connected the ranks already.
+        chief_ip: the address of rank 0's machine; default: the environment variable
+            ``DET_CHIEF_IP``. Only told: torch.distributed connects the ranks.
+        pub_port, pull_port, port_offset, force_tcp: accepted as in the reference, but not used.
         deadline_seconds: how long a collective waits for other ranks. Default: the environment
             variable ``TRIALFLOW_COLLECTIVE_SECONDS``, else half an hour.
 
@@ -89,7 +91,7 @@ class DistributedContext:
         self.local_size = local_size
         self.cross_rank = cross_rank
         self.cross_size = cross_size
-        self.chief_ip = chief_ip
+        self.chief_ip = chief_ip or os.environ.get(CHIEF_VARIABLE)
         self._deadline_seconds = _deadline(deadline_seconds)
         self._all_ranks: Exchange | None = None
         self._machine: Exchange | None = None
@@ -108,7 +110,7 @@ class DistributedContext:
         """From the environment variables of torchrun.
 
         Args:
-            chief_ip: accepted as in the reference, but not used.
+            chief_ip: see `DistributedContext`.
 
         Raises:
             TrialError: this process was not started by torchrun.
@@ -120,7 +122,7 @@ class DistributedContext:
         """From the environment variables of DeepSpeed's launcher.
 
         Args:
-            chief_ip: accepted as in the reference, but not used.
+            chief_ip: see `DistributedContext`.
 
         Raises:
             TrialError: this process was not started by ``deepspeed``.
@@ -292,14 +294,16 @@ class DistributedContext:
 
 def _check_within(name: str, value: int, of: str, count: int) -> None:
     if not 0 <= value < count:
-        raise TrialError(f"{name} must be at least 0 and less than {of}, got {value} of {count}")
+        raise TrialValueError(
+            f"{name} must be at least 0 and less than {of}, got {value} of {count}"
+        )
 
 
 def _parsed(name: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise TrialError(f"{name} in the environment must be a number, got {text!r}") from None
+        raise TrialValueError(f"{name} in the environment must be a number, got {text!r}") from None
 
 
 def _deadline(seconds: float | None) -> float:
@@ -312,7 +316,7 @@ def _deadline(seconds: float | None) -> float:
     else:
         text = str(seconds)
     if not (0 < seconds < math.inf):
-        raise TrialError(
+        raise TrialValueError(
             f"the deadline of collectives ({DEADLINE_VARIABLE}) must be a positive number of "
             f"seconds, got {text!r}"
         )

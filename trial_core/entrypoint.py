@@ -17,6 +17,7 @@ from trial_core.accelerator import claim_accelerator
 from trial_core.context import RunInfo
 from trial_core.controller.rank_state import seed_everything
 from trial_core.controller.trial_engine import TrialEngine
+from trial_core.deepspeed.config_rejection import rejection
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.deepspeed_engine import DeepSpeedTrialEngine
 from trial_core.deepspeed.mpu import forget_model_parallelism
@@ -108,7 +109,7 @@ def build_engine(
     except (AssertionError, ValueError) as error:
         if not _was_raised_by_deepspeed(error):
             raise
-        raise TrialError(f"DeepSpeed rejects the trial's configuration: {error}") from error
+        raise TrialError(rejection(error)) from error
     return engine_of(trial, context, seed)
 
 

@@ -3,6 +3,8 @@
     TrialflowError
     ├── ConfigError            the experiment YAML cannot be used as written
     ├── TrialError             the user's trial breaks the trial API's rules
+    │   ├── TrialTypeError     an argument has a wrong type; also a TypeError
+    │   └── TrialValueError    an argument has a wrong value; also a ValueError
     ├── SlotsError             the slot group could not be started or used
     │   ├── LaunchError        a slot group could not be started
     │   ├── RankFailed         a rank died, or its workload raised
@@ -21,6 +23,7 @@
         └── PromotionRefused   the model's aliases cannot be moved like this
 
 ``RankFailed`` and ``Stalled`` have attributes; the other classes only have a message.
+``InvalidExperimentException``, Determined's name, is ``TrialError``.
 """
 
 from __future__ import annotations
@@ -41,6 +44,20 @@ class ConfigError(TrialflowError):
 
 class TrialError(TrialflowError):
     """The user's trial breaks a rule of the trial API. Raised on a rank, reported by the driver."""
+
+
+class TrialTypeError(TrialError, TypeError):
+    """An argument has a wrong type."""
+
+
+class TrialValueError(TrialError, ValueError):
+    """An argument has a wrong value."""
+
+
+InvalidExperimentException = TrialError
+"""Determined's name, for trials that catch it."""
+
+_TRIAL_MISTAKES = frozenset(each.__name__ for each in (TrialError, TrialTypeError, TrialValueError))
 
 
 class SlotsError(TrialflowError):
@@ -181,7 +198,7 @@ class RankFailed(SlotsError):
     @property
     def is_trial_mistake(self) -> bool:
         """Whether the rank refused the user's trial, so that a restart would fail the same way."""
-        return self.is_ours and self.error_type == TrialError.__name__
+        return self.is_ours and self.error_type in _TRIAL_MISTAKES
 
     @property
     def headline(self) -> str:

@@ -108,7 +108,23 @@ def speed(samples_per_second: float) -> str:
     return f"{samples_per_second:.{digits}f} samples/s"
 
 
+def training_speed(batches: int, batch_samples: int, seconds: float) -> str:
+    """``412 samples/s``; ``52 batches/s`` if the samples of a batch are unknown (0)."""
+    if batch_samples:
+        return speed(batches * batch_samples / seconds)
+    digits = 0 if batches >= 100 * seconds else 1
+    return f"{batches / seconds:.{digits}f} batches/s"
+
+
 def plural(count: int, noun: str) -> str:
     """``1 file``, ``2 files``, ``2 batches``."""
     ending = "es" if noun.endswith("ch") else "s"
     return f"{count} {noun}{ending if count != 1 else ''}"
+
+
+def trial_number(trial: str) -> int | None:
+    """The number at the end of a trial's id: 42 of ``gpt-0000002a``. None if there is none."""
+    try:
+        return int(trial.rpartition("-")[2], 16)
+    except ValueError:
+        return None

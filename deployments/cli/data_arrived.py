@@ -40,7 +40,8 @@ def data_arrived(
 
     `trialflow data-arrived gpt --data path=s3://bucket/2026-11-21`
 
-    This sends the event trialflow.data.arrived to the server that PREFECT_API_URL names. The model
+    This sends the event trialflow.data.arrived to the server that PREFECT_API_URL names; if that is
+    not set, to the server of a running `trialflow up`. The model
     is retrained if its experiment has `on_data_arrived: true` and was deployed with `trialflow
     deploy` or `trialflow up`. To retrain on this machine instead: `trialflow retrain`.
 

@@ -69,6 +69,8 @@ def deploy(
 ) -> int:
     """Set up the Prefect server at PREFECT_API_URL for trialflow, or undo it.
 
+    If that is not set: the server of a running `trialflow up`.
+
     Creates a work pool with its job template, the deployments train, evaluate, prune and retrain, a
     GPU limit, and automations for crashed runs. What exists is updated, but changes made in the UI
     stay: schedules, default parameters, job variables. --remove keeps what others have created, and
@@ -210,10 +212,10 @@ def remove_withdrawn(
 
 @contextmanager
 def configured_client() -> Iterator[SyncPrefectClient]:
-    """A client of the configured Prefect server.
+    """A client of the configured Prefect server, else of that of the running `trialflow up`.
 
     Raises:
-        ConfigError: no server is configured.
+        ConfigError: no server is configured, and `trialflow up` does not run.
         PrefectServerError: the server does not answer.
         ServerRefused: the server answered a request of the block with an error.
     """
@@ -221,24 +223,25 @@ def configured_client() -> Iterator[SyncPrefectClient]:
     from prefect.client.orchestration import get_client
     from prefect.settings import get_current_settings
 
-    from trialflow.flows.server.embedded_server import configured_api_problem
+    from trialflow.flows.server.embedded_server import configured_api_problem, using_server_of_up
     from trialflow.flows.server.prefect_server import PrefectServerError
 
-    if not get_current_settings().api.url:
-        raise ConfigError(
-            "no Prefect server is configured: set PREFECT_API_URL to the server that runs trials, "
-            "or run `trialflow up`, which starts a server on this machine"
-        )
-    if problem := configured_api_problem():
-        raise PrefectServerError(problem)
-    with get_client(sync_client=True) as client:
-        try:
-            yield client
-        except httpx.HTTPStatusError as error:
-            raise ServerRefused(
-                f"the Prefect server answered {error.request.method} {error.request.url} with "
-                f"{error.response.status_code}: {error.response.text[:500]}"
-            ) from error
+    with using_server_of_up():
+        if not get_current_settings().api.url:
+            raise ConfigError(
+                "no Prefect server is configured: set PREFECT_API_URL to the server that runs "
+                "trials, or run `trialflow up`, which starts a server on this machine"
+            )
+        if problem := configured_api_problem():
+            raise PrefectServerError(problem)
+        with get_client(sync_client=True) as client:
+            try:
+                yield client
+            except httpx.HTTPStatusError as error:
+                raise ServerRefused(
+                    f"the Prefect server answered {error.request.method} {error.request.url} with "
+                    f"{error.response.status_code}: {error.response.text[:500]}"
+                ) from error
 
 
 def _print(changes: Iterator[Change], dry_run: bool) -> None:

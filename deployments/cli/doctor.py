@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from trial_core import text_format
-from trial_core.errors import TrialflowError
+from trial_core.errors import ConfigError, TrialflowError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import ConfigFile, Storage, open_store
 
@@ -163,15 +163,20 @@ def create_only_writes(store: CheckpointStore) -> Check:
 
 
 def prefect_server() -> Check:
-    """Check that the configured Prefect server, if any, answers."""
-    from trialflow.flows.server.embedded_server import configured_api_problem
+    """Check that the server that runs would use, if it runs already, answers."""
+    from trialflow.flows.server.embedded_server import configured_api_problem, using_server_of_up
     from trialflow.flows.server.prefect_settings import prepare_prefect
 
     prepare_prefect()
     from prefect.settings import get_current_settings
 
-    api_url = get_current_settings().api.url
-    if not api_url:
-        return Check("server", "ok", "none configured: each run starts its own")
-    problem = configured_api_problem()
-    return Check("server", "fail", problem) if problem else Check("server", "ok", api_url)
+    try:
+        with using_server_of_up() as login:
+            api_url = get_current_settings().api.url
+            if not api_url:
+                return Check("server", "ok", "none configured: each run starts its own")
+            if problem := configured_api_problem():
+                return Check("server", "fail", problem)
+            return Check("server", "ok", f"{api_url}, of `trialflow up`" if login else api_url)
+    except ConfigError as error:
+        return Check("server", "fail", str(error))

@@ -113,7 +113,7 @@ def open_store_of(experiment: ExperimentConfig) -> CheckpointStore:
     from trial_core.checkpoint.store import CheckpointStore
 
     place = experiment.checkpoint_storage
-    return CheckpointStore(place.url, place.options)
+    return CheckpointStore(place.url, place.options, experiment.name)
 
 
 def moved(place: StorageConfig, url: str) -> StorageConfig:

@@ -1,4 +1,4 @@
-"""Runs a flow in this process, on the configured Prefect server or on an embedded one."""
+"""Runs a flow in this process, on the Prefect server that it finds or on an embedded one."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class FlowRun(Generic[Result]):
         return 0
 
     def _run_on_server(self, call: Callable[[StateHook], Result]) -> Result:
-        from trialflow.flows.server.embedded_server import prefect_api
+        from trialflow.flows.server.embedded_server import is_unauthorized, prefect_api
         from trialflow.flows.server.prefect_server import PrefectServerError
 
         self._display.waiting_for("starting Prefect")
@@ -89,6 +89,11 @@ class FlowRun(Generic[Result]):
             except (Abort, CancelledRun, Pause) as stop:
                 raise Stopped(str(stop) or "the run was stopped in Prefect") from stop
             except httpx.HTTPError as error:  # in this process only Prefect's client raises these
+                if is_unauthorized(error):
+                    raise PrefectServerError(
+                        f"the Prefect server at {api.api_url} was started again with another "
+                        "password, so it does not learn how this run ended"
+                    ) from error
                 log = f"; its log: {api.server_log}" if api.server_log else ""
                 raise PrefectServerError(
                     f"the Prefect server at {api.api_url} failed during the run "
@@ -105,6 +110,8 @@ class FlowRun(Generic[Result]):
                 self.later_ui = f"prefect server start, then {later_page}"
             elif api.ui_url:
                 self.later_ui = _page(api.ui_url, self.flow_run_id)
+            if api.is_of_up:
+                self._display.say(f"on the server of `trialflow up`, {api.api_url}")
             if api.ui_url:
                 self._display.say(f"watch it at {_way_in(api, api.ui_url, self.flow_run_id)}")
 

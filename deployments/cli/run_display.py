@@ -137,9 +137,9 @@ class PlainLines(Display):
             return
         detail, seconds = self._ended[stage]
         parts = [text_format.duration(seconds)]
-        if kind == "training" and seconds > 0 and self.batch_samples:
-            samples = (batches - self._workload_begins_at) * self.batch_samples
-            parts.append(text_format.speed(samples / seconds))
+        if kind == "training" and seconds > 0:
+            trained = batches - self._workload_begins_at
+            parts.append(text_format.training_speed(trained, self.batch_samples, seconds))
         if metrics:
             parts.append(text_format.metrics_line(metrics))
         self.say(f"{stage} {detail}: {' · '.join(parts)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,7 +48,12 @@ def train(
             "example on a machine that was lost. A run that still lives ends.",
         ),
     ] = False,
-    quiet: Annotated[bool, Parameter(help="Print only the summary, or the error.")] = False,
+    quiet: Annotated[
+        bool,
+        Parameter(
+            help="Print only the summary, or the error; with --resume also which trial continues."
+        ),
+    ] = False,
     json_: Annotated[
         bool,
         Parameter(
@@ -59,7 +65,8 @@ def train(
 ) -> int:
     """Train an experiment's trial on this machine.
 
-    Uses the Prefect server at PREFECT_API_URL; if that is not set, starts one for this run.
+    Uses the Prefect server at PREFECT_API_URL; if that is not set, the one of a running `trialflow
+    up`; else starts one for this run.
     """
     began = time.monotonic()
     if take_over and not resume:
@@ -69,6 +76,8 @@ def train(
         store = outcome.store = open_store_of(experiment)
         display = _display(quiet, json_, (experiment.searcher.metric, "loss"))
         outcome.run_status = display
+        say = console.note if quiet else display.say
+        continued: str | None = None  # the trial that --resume has found
         earlier: int | None = None  # when the trial's earlier run wrote its report
 
         def call(on_running: StateHook) -> TrialResult:
@@ -76,8 +85,8 @@ def train(
             from trialflow.flows.train import TrialResult
             from trialflow.flows.train import train as train_flow
 
-            nonlocal earlier
-            trial = _trial_to_resume(store, experiment.name, display) if resume else None
+            nonlocal continued, earlier
+            trial = continued = _trial_to_resume(store, experiment.name, say) if resume else None
             earlier = None if trial is None else _page_written_at(trial)
 
             def note_ids(flow: Any, flow_run: Any, state: Any) -> None:
@@ -105,8 +114,14 @@ def train(
             console.note(f"HTML report: {_report_page(outcome.trial)}")
         if display.committed_at is not None:
             console.note(
-                f"the last checkpoint is at batch {display.committed_at}; "
+                f"the last checkpoint of trial {outcome.trial} is at batch {display.committed_at}; "
                 "to continue from it, give --resume"
+            )
+        elif run.stopped_by is not None and continued is not None:
+            console.note(f"to continue trial {continued}, give --resume")
+        elif run.stopped_by is not None and outcome.trial is not None:
+            console.note(
+                f"trial {outcome.trial} has no checkpoint yet, so --resume does not continue it"
             )
         return exit_code
 
@@ -117,18 +132,20 @@ def _display(is_quiet: bool, as_json: bool, preferred: tuple[str, ...]) -> Displ
     return display_for_stdout(is_quiet, preferred)
 
 
-def _trial_to_resume(store: CheckpointStore, experiment: str, display: Display) -> str | None:
-    """The experiment's newest trial, which is shown; None if it has no checkpoint."""
+def _trial_to_resume(
+    store: CheckpointStore, experiment: str, say: Callable[[str], None]
+) -> str | None:
+    """The experiment's newest trial, which is said; None if it has no checkpoint."""
     trial = store.newest_trial(experiment)
     if trial is None:
-        display.say(
+        say(
             f"nothing to resume: no checkpoint of experiment {experiment} in {store.url}; "
             "starting a new trial"
         )
         return None
     from trial_core.retention.trial_owner import describe_last_run
 
-    display.say(f"continuing trial {trial}, {describe_last_run(store, trial)}")
+    say(f"continuing trial {trial}, {describe_last_run(store, trial)}")
     return trial
 
 

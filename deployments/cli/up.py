@@ -123,9 +123,9 @@ def _serve(
         KeyboardInterrupt, Terminated: a signal came.
     """
     from trialflow.deployments.local_worker import LocalWorker
-    from trialflow.deployments.single_instance import single_instance
     from trialflow.flows.server.child_process import log_tail
     from trialflow.flows.server.server_restarts import restarting
+    from trialflow.flows.server.single_instance import single_instance
     from trialflow.flows.server.up_server import local_server
 
     print("starting Prefect…", flush=True)

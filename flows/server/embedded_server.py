@@ -1,4 +1,4 @@
-"""The embedded server: a Prefect API for one run, where the user has configured none."""
+"""The Prefect API of a run: the configured server, that of `trialflow up`, or an embedded one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trialflow.flows.server.prefect_server import PrefectServerError, PrefectServerProcess
+from trialflow.flows.server.prefect_server import (
+    PrefectServerError,
+    PrefectServerProcess,
+    using_server,
+)
 from trialflow.flows.server.prefect_settings import prepare_prefect
-from trialflow.flows.server.server_login import ServerLogin
+from trialflow.flows.server.server_login import ServerLogin, find_login
 from trialflow.flows.server.server_restarts import restarting
+from trialflow.flows.server.single_instance import address_of_running
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -41,7 +46,7 @@ class PrefectApi:
     Attributes:
         ui_url: None if Prefect does not know the UI's address.
         server_log: the log of the embedded server; None if the user's own server is used.
-        login: the login to the embedded server; None if the user's own server is used.
+        login: the login to a server that trialflow started; None: the user has configured one.
     """
 
     api_url: str
@@ -54,10 +59,18 @@ class PrefectApi:
         """Whether the server ends with the run."""
         return self.server_log is not None
 
+    @property
+    def is_of_up(self) -> bool:
+        """Whether it is the server of a running `trialflow up`, found without configuration."""
+        return self.login is not None and not self.is_embedded
+
 
 @contextmanager
 def prefect_api(server_log: Path | None = None) -> Iterator[PrefectApi]:
-    """Provide a Prefect API for the flows of the block: the user's, else the embedded server.
+    """Provide a Prefect API for the flows of the block.
+
+    It is the configured server's; else that of the `trialflow up` that runs with this PREFECT_HOME;
+    else an embedded server's.
 
     At the end of the block the database holds all logs and events of the runs. An embedded server
     that is killed is started again; it loses what it had received and not stored. For synchronous
@@ -69,16 +82,18 @@ def prefect_api(server_log: Path | None = None) -> Iterator[PrefectApi]:
 
     Raises:
         PrefectServerError: the user's server does not answer, or the embedded one did not start.
+        ConfigError: `trialflow up` is starting.
     """
     prepare_prefect()
     from prefect.settings import get_current_settings
 
-    settings = get_current_settings()
-    if settings.api.url:
-        if problem := configured_api_problem():
-            raise PrefectServerError(problem)
-        yield PrefectApi(settings.api.url, settings.ui_url)
-        return
+    with using_server_of_up() as login:
+        settings = get_current_settings()
+        if settings.api.url:
+            if problem := configured_api_problem():
+                raise PrefectServerError(problem)
+            yield PrefectApi(settings.api.url, settings.ui_url, login=login)
+            return
     log_path = server_log or settings.home / "trialflow-server.log"
     timeout_seconds = settings.server.ephemeral.startup_timeout_seconds
     with (
@@ -91,12 +106,35 @@ def prefect_api(server_log: Path | None = None) -> Iterator[PrefectApi]:
             flush()
 
 
+@contextmanager
+def using_server_of_up() -> Iterator[ServerLogin | None]:
+    """Use the server of the `trialflow up` that runs with this PREFECT_HOME, for the block.
+
+    Returns:
+        The login to it; None: none runs, or another server is configured, which is used.
+
+    Raises:
+        ConfigError: it is starting.
+    """
+    from prefect.settings import get_current_settings
+
+    settings = get_current_settings()
+    api_url = None if settings.api.url else address_of_running(settings.home)
+    if api_url is None:
+        yield None
+        return
+    login = find_login(settings.home, api_url)
+    with using_server(api_url, login.password):
+        yield login
+
+
 def configured_api_problem() -> str | None:
     """Why the configured Prefect server cannot be used; None if it can, or none is configured."""
     from prefect.client.orchestration import get_client
     from prefect.settings import get_current_settings
 
-    api_url = get_current_settings().api.url
+    settings = get_current_settings()
+    api_url = settings.api.url
     if not api_url:
         return None
     with get_client(sync_client=True) as client:
@@ -105,11 +143,16 @@ def configured_api_problem() -> str | None:
             problem = _version_error(client)
     if problem is None:
         return None
-    if _is_unauthorized(problem):
+    if is_unauthorized(problem):
         return (
             f"the configured Prefect server {api_url} asks for another password: set"
             " PREFECT_API_AUTH_STRING to the one that `trialflow up` or the server's"
             " administrator names"
+        )
+    if address_of_running(settings.home) == api_url:
+        return (
+            f"the Prefect server of `trialflow up`, {api_url}, does not answer ({problem}). Wait"
+            " until the machine is less busy, or stop `trialflow up` (Ctrl-C) and start it again"
         )
     return (
         f"the configured Prefect server {api_url} does not answer ({problem}). Start it"
@@ -125,13 +168,14 @@ def _version_error(client: SyncPrefectClient) -> Exception | None:
     try:
         client.api_version()
     except httpx.HTTPStatusError as error:
-        return error if _is_unauthorized(error) else None  # Prefect Cloud has no such route
+        return error if is_unauthorized(error) else None  # Prefect Cloud has no such route
     except httpx.HTTPError as error:
         return error
     return None
 
 
-def _is_unauthorized(error: Exception) -> bool:
+def is_unauthorized(error: Exception) -> bool:
+    """Whether a Prefect server has refused the password."""
     import httpx
 
     return (

@@ -17,7 +17,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 from trial_core.errors import TrialflowError
@@ -87,12 +87,7 @@ class PrefectServerProcess:
             self._wait_until_ready(self._process)
             # Removed before the server ends: until then no other server has the port.
             stack.enter_context(self.login.stored())
-            variables = {
-                "PREFECT_API_URL": self.api_url,
-                "PREFECT_API_AUTH_STRING": self.login.password,
-                "PREFECT_UI_URL": self.ui_url,
-            }
-            stack.enter_context(environment({**variables, **_no_proxy()}))
+            stack.enter_context(using_server(self.api_url, self.login.password))
             self._on_exit = stack.pop_all()
         return self
 
@@ -173,6 +168,16 @@ def _listener(port: int) -> socket.socket:
         return socket.create_server((HOST, port))
     except OSError:
         return socket.create_server((HOST, 0))
+
+
+def using_server(api_url: str, password: str) -> AbstractContextManager[None]:
+    """Make Prefect use a server of this machine for the block."""
+    variables = {
+        "PREFECT_API_URL": api_url,
+        "PREFECT_API_AUTH_STRING": password,
+        "PREFECT_UI_URL": api_url.removesuffix("/api"),
+    }
+    return environment({**variables, **_no_proxy()})
 
 
 def _no_proxy() -> dict[str, str]:

@@ -65,8 +65,17 @@ def password_path(home: Path, port: int) -> Path:
 
 def find_password(home: Path, api_url: str) -> str | None:
     """The password of the server at `api_url`; None if trialflow did not start it with `home`."""
-    address = urlsplit(api_url)
-    if address.hostname == HOST:
-        with suppress(FileNotFoundError, PermissionError):
-            return password_path(home, address.port or 80).read_text().strip()
+    if urlsplit(api_url).hostname == HOST:
+        return find_login(home, api_url).password or None
     return None
+
+
+def find_login(home: Path, api_url: str) -> ServerLogin:
+    """The login to the server at `api_url`, which trialflow started with `home`.
+
+    The password is empty if its file cannot be read.
+    """
+    path = password_path(home, urlsplit(api_url).port or 80)
+    with suppress(FileNotFoundError, PermissionError):
+        return ServerLogin(path.read_text().strip(), path)
+    return ServerLogin("", path)

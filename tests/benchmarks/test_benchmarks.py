@@ -20,14 +20,15 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slots
 def test_the_loop_benchmark_ends_with_one_line_of_json() -> None:
     """A short run on a real rank prints figures, targets and whether they hold, last."""
-    command = "-m benchmarks.loop --ranks 1 --models tiny small --pairs 2 --batches 2"
+    command = "-m benchmarks.loop --ranks 1 --models tiny small --pairs 2 --batches 2 --builds 1"
     printed = subprocess.run(
         [sys.executable, *command.split()], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
     ).stdout
     outcome = json.loads(printed.splitlines()[-1])
     assert outcome.keys() == {"figures", "targets", "holds"}
-    assert outcome["targets"].keys() == {"ratio_small_1_rank"}
-    assert {"ratio_small_1_rank", "added_us_tiny_1_rank"} <= outcome["figures"].keys()
+    ours = "trialflow_pytorch_small_1_rank"
+    assert outcome["targets"].keys() == {"ratio_small_1_rank", ours}
+    assert {"ratio_small_1_rank", "added_us_tiny_1_rank", ours} <= outcome["figures"].keys()
     assert all(value != 0 for value in outcome["figures"].values())
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.flows.test_evaluate import evaluate
 from tests.support.fitting import fit_toys
 from tests.support.flow import train
 from tests.support.hook_calls import (
@@ -24,6 +25,7 @@ from tests.support.hook_calls import (
     logged,
 )
 from tests.support.slots import toy_config
+from trial_core.checkpoint.store import CheckpointStore
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
@@ -70,6 +72,27 @@ def test_flow_and_fit_call_the_same_hooks(here: Path, ranks: int) -> None:
             logged(here / each, rank, UPLOAD_END) for each in ("flow", "fit")
         )
         assert len(flow_uploads) == len(fit_uploads) > 3
+
+
+@pytest.mark.long
+def test_metrics_that_on_validation_end_changes_count_in_flow_fit_and_evaluate(here: Path) -> None:
+    """Those of rank 0: as the searcher metric, so that the first validation is the best."""
+    searcher = {"name": "single", "metric": "perplexity", "max_length": {"batches": 2}}
+    config = toy_config(
+        here, entrypoint="validation_hook_trials:Changed", searcher=searcher,
+        min_validation_period={"batches": 1},
+    )  # fmt: skip
+    flow = train(config)
+    init = {"exp_conf": {"searcher": searcher, "checkpoint_storage": f"file://{here}/fit"}}
+    fit = {"max_length": {"batches": 2}, "validation_period": {"batches": 1}}
+    run = {"trial": "validation_hook_trials:Changed", "init": init, "fit": fit}
+    ((first, second),) = fit_toys("torchrun", here / "script", run)
+    assert first["validation_metrics"] == second["validation_metrics"] == flow.validation_metrics
+    assert flow.validation_metrics["perplexity"] == 20
+    for folder in ("checkpoints", "fit"):
+        saved = CheckpointStore(f"file://{here}/{folder}").list()
+        assert [each.metrics["validation"]["perplexity"] for each in saved] == [10, 20]
+    assert evaluate(config).metrics["perplexity"] == 10
 
 
 @pytest.mark.long

@@ -83,6 +83,8 @@ def test_a_missing_or_damaged_source_checkpoint(here: Path) -> None:
     folder = here / "checkpoints" / "checkpoints" / source.checkpoint_uuid
     entry = max(store.open(source.checkpoint_uuid).files, key=lambda file: file.size_bytes)
     (folder / entry.path).unlink()
-    with pytest.raises(CheckpointDamaged, match=f"source_checkpoint_uuid: .*{entry.path}"):
+    with pytest.raises(
+        CheckpointDamaged, match=f"the source checkpoint of the searcher: .*{entry.path}"
+    ):
         train(config)
     assert lines(here / "own", "samples", 0) == []

@@ -40,6 +40,7 @@ from trial_core.messages import (
     TrialBuilt,
     Validated,
 )
+from trial_core.run.searcher_metric import searcher_metric, with_single_number
 from trial_core.run.sequencer import Checkpoint, Finish, Progress, Train, Validate, next_workload
 from trial_core.slots.slot_group import SlotGroup
 from trial_core.units import EpochLength
@@ -71,6 +72,7 @@ def toy_config(folder: Path, batches: int = 10, **changes: Any) -> ExperimentCon
         },
         "checkpoint_storage": f"file://{folder}/checkpoints",
         "max_restarts": 0,
+        "tensorboard_logging": False,  # importing TensorBoard takes seconds
     }
     return ExperimentConfig(**{**fields, **changes})
 
@@ -93,7 +95,12 @@ class Driven:
 
 
 def build(slots: SlotGroup, config: ExperimentConfig, run_dir: Path) -> TrialBuilt:
-    """Build the trial of `config` on warm ranks."""
+    """Build the trial of `config` on warm ranks. The result of rank 0."""
+    return build_on_ranks(slots, config, run_dir)[0]
+
+
+def build_on_ranks(slots: SlotGroup, config: ExperimentConfig, run_dir: Path) -> list[TrialBuilt]:
+    """Build the trial of `config` on warm ranks. The result of each rank."""
     return slots.request(
         BuildTrial(
             trial="toy-0000beef",
@@ -102,7 +109,7 @@ def build(slots: SlotGroup, config: ExperimentConfig, run_dir: Path) -> TrialBui
             storage=CheckpointStore(config.checkpoint_storage.url).spec,
         ),
         TrialBuilt,
-    )[0]
+    )
 
 
 def drive(
@@ -123,9 +130,9 @@ def drive(
         persist: whether to upload checkpoints.
         names_metrics: whether to look for the names of the validation metrics before training.
     """
-    built = build(slots, config, run_dir)
-    driver = _Driver(slots, config, built.hooks, persist)
-    driver.run.topology = built.topology
+    ranks = build_on_ranks(slots, config, run_dir)
+    driver = _Driver(slots, config, {hook for rank in ranks for hook in rank.hooks}, persist)
+    driver.run.topology = ranks[0].topology
     driver.run.progress = resume.progress.stopping(False) if resume else Progress()
     schedule, epoch = config.schedule(), driver.start(resume)
     if names_metrics:
@@ -189,12 +196,15 @@ class _Driver:
         if results[0].is_broken_off:
             self.stop_requested = True
             return
-        self.run.validation.append(results[0].metrics)
         self.run.stages.append(f"validate @{self.run.progress.batches_trained}")
-        metric = float(results[0].metrics[self._config.searcher.metric])
+        done = self.hook("on_validation_end")
+        metrics = done[0].metrics if done else results[0].metrics
+        assert metrics is not None
+        metrics = with_single_number(metrics, self._config.searcher.metric)
+        self.run.validation.append(metrics)
+        metric = searcher_metric(metrics, self._config.searcher.metric)
         smaller_is_better = self._config.searcher.smaller_is_better
         self.run.progress = self.run.progress.after_validation(metric, smaller_is_better)
-        self.hook("on_validation_end")
 
     def save(self) -> None:
         checkpoint = str(uuid.uuid4())
@@ -210,12 +220,13 @@ class _Driver:
         self.run.stages.append(f"checkpoint @{self.run.progress.batches_trained}")
         self.run.progress = self.run.progress.after_checkpoint()
 
-    def hook(self, name: str, **arguments: Any) -> None:
-        """Run a hook on every rank if a callback overrides it."""
-        if name in self._hooks:
-            self._note_stop_requests(
-                self._slots.request(RunHook(hook=name, arguments=arguments), HookDone)
-            )
+    def hook(self, name: str, **arguments: Any) -> list[HookDone]:
+        """Run a hook on every rank if a callback overrides it; the results."""
+        if name not in self._hooks:
+            return []
+        results = self._slots.request(RunHook(hook=name, arguments=arguments), HookDone)
+        self._note_stop_requests(results)
+        return results
 
     def _note_stop_requests(self, results: Sequence[Trained | Validated | HookDone]) -> None:
         self.stop_requested |= any(result.stop_requested for result in results)

@@ -9,12 +9,17 @@ import torch
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of every file below `folder`, by file and position."""
+    """Every tensor of every file below `folder`, by file and position.
+
+    The numbers in ``state_dict.pth``, such as learning rates, count as tensors.
+    """
     found: dict[str, torch.Tensor] = {}
 
     def collect(value: Any, place: str) -> None:
         if isinstance(value, torch.Tensor):
             found[place] = value
+        elif isinstance(value, (int, float)) and place.startswith("state_dict.pth"):
+            found[place] = torch.tensor(value, dtype=torch.float64)
         elif isinstance(value, dict):
             for key, item in value.items():
                 collect(item, f"{place}/{key}")
@@ -22,7 +27,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
             for index, item in enumerate(value):
                 collect(item, f"{place}/{index}")
 
-    for path in sorted(folder.rglob("*.pt")):
+    for path in sorted([*folder.rglob("*.pt"), *folder.rglob("*.pth")]):
         collect(torch.load(path, weights_only=False), str(path.relative_to(folder)))
     return found
 

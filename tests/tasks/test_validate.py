@@ -13,7 +13,7 @@ from trial_core.errors import TrialError
 from trial_core.messages import Validated
 from trial_core.run.observer import Observer
 from trialflow.tasks.trial_run import TrialRun
-from trialflow.tasks.validate import validate
+from trialflow.tasks.validate import report_validation, validate
 
 
 class OneRank:
@@ -29,6 +29,18 @@ def test_metrics_without_the_searcher_metric_are_no_validation(tmp_path: Path) -
     run = TrialRun(toy_config(tmp_path), "toy-0000beef", tmp_path, store, Observer())
     run.slots = OneRank()  # type: ignore[assignment]
     run.metrics["validation"] = {"loss": 0.25}
-    with disable_run_logger(), pytest.raises(TrialError, match="lost"):
-        validate.fn(run, 6)
+    with disable_run_logger():
+        assert validate.fn(run, 6)
+        with pytest.raises(TrialError, match="lost"):
+            report_validation(run, 6)
     assert run.metrics["validation"] == {"loss": 0.25}
+
+
+def test_a_searcher_metric_of_one_element_is_a_number(tmp_path: Path) -> None:
+    """For everything that reads the reported metrics. Other metrics keep their shape."""
+    store = CheckpointStore(str(tmp_path))
+    run = TrialRun(toy_config(tmp_path), "toy-0000beef", tmp_path, store, Observer())
+    run.validated = {"loss": [[0.25]], "other": [0.5]}
+    with disable_run_logger():
+        assert report_validation(run, 6) == 0.25
+    assert run.metrics["validation"] == {"loss": 0.25, "other": [0.5]}

@@ -17,7 +17,7 @@ from tests.support.slots import TOY
 from trial_core.context import RunInfo, TrialContext
 from trial_core.deepspeed import DeepSpeedTrialContext, ModelParallelUnit
 from trial_core.distributed import DistributedContext
-from trial_core.errors import ConfigError, TrialError
+from trial_core.errors import ConfigError, InvalidExperimentException, TrialError
 from trial_core.run.instruments import Instruments
 from trial_core.units import EpochLength
 
@@ -135,7 +135,8 @@ def unit() -> ModelParallelUnit:
         ),
         (
             lambda context: context.set_mpu(None),
-            "set_mpu takes a trial_core.deepspeed.ModelParallelUnit, got NoneType",
+            "set_mpu takes a trial_core.deepspeed.ModelParallelUnit, got NoneType without "
+            "data_parallel_rank, data_parallel_world_size, should_report_metrics, ",
         ),
         (
             lambda context: context.wrap_model_engine("model"),
@@ -175,8 +176,10 @@ def test_reported_metrics_are_written_for_a_trial_with_a_writer(
     info.instruments.report("validation", 12, {"loss": 0.5, "confusion": [[1, 2], [3, 4]]})
     info.instruments.finish()
     seen = events(context.get_tensorboard_path())
-    assert seen.Tags()["scalars"] == ["validation/loss"]
-    assert [(event.step, event.value) for event in seen.Scalars("validation/loss")] == [(12, 0.5)]
+    assert seen.Tags()["scalars"] == ["Determined/val_loss"]
+    assert [(event.step, event.value) for event in seen.Scalars("Determined/val_loss")] == [
+        (12, 0.5)
+    ]
 
 
 def test_without_tensorboard_calls_no_file_is_written(info: RunInfo, tmp_path: Path) -> None:
@@ -192,7 +195,7 @@ def test_tensorboard_logging_can_be_switched_on(context: TrialContext, info: Run
     context.set_enable_tensorboard_logging(True)
     info.instruments.report("training", 3, {"loss": 1.5})
     info.instruments.finish()
-    assert events(context.get_tensorboard_path()).Tags()["scalars"] == ["training/loss"]
+    assert events(context.get_tensorboard_path()).Tags()["scalars"] == ["Determined/loss"]
     assert info.instruments.has_files_to_upload
 
 
@@ -236,6 +239,31 @@ def test_the_profiler_steps_after_every_batch(context: TrialContext, info: RunIn
     assert {name for name in names if str(name).startswith("toy_batch")} == {"toy_batch_2"}
 
 
+@pytest.mark.parametrize(("trained", "seen"), [(0, {2, 3}), (3, {3}), (4, set())])
+def test_the_configured_batches_are_profiled(
+    context: TrialContext, info: RunInfo, trained: int, seen: set[int]
+) -> None:
+    """Batches 2 and 3 of the trial, also if the run resumes at one of them, or after them."""
+    import torch
+
+    info.batches_trained = trained
+    info.instruments.profile_batches(2, 3, lambda: info.batches_trained)
+    info.instruments.start()
+    for batch in range(trained, 6):
+        with torch.profiler.record_function(f"toy_batch_{batch}"):
+            torch.ones(2).sum()
+        info.batches_trained = batch + 1
+        info.instruments.batch_ended()
+    info.instruments.finish()
+    traces = list(context.get_tensorboard_path().glob("rank-0.*.pt.trace.json"))
+    events = [event for trace in traces for event in json.loads(trace.read_text())["traceEvents"]]
+    names = {str(event.get("name")) for event in events}
+    assert {name for name in names if name.startswith("toy_batch")} == {
+        f"toy_batch_{batch}" for batch in seen
+    }
+    assert len(traces) == min(1, len(seen))
+
+
 def test_a_profiler_cannot_be_replaced_while_it_runs(context: TrialContext, info: RunInfo) -> None:
     """The message says where to call set_profiler."""
     context.set_profiler()
@@ -261,11 +289,22 @@ def test_from_config(monkeypatch: pytest.MonkeyPatch) -> None:
     os.rmdir(context.get_tensorboard_path())
 
 
-def test_from_config_refuses_a_search_range() -> None:
-    """A hyperparameter needs one value."""
-    config = {"hyperparameters": {"lr": {"type": "log", "minval": -4, "maxval": -1}}}
-    with pytest.raises(ConfigError, match="hyperparameters: lr: is a search range"):
-        TrialContext.from_config(config)
+def test_from_config_draws_from_search_ranges() -> None:
+    """A YAML file for a search can be debugged as it is; the experiment's seed decides."""
+    config: dict[str, Any] = {
+        "hyperparameters": {"lr": {"type": "log", "base": 10, "minval": -4, "maxval": -1}},
+        "reproducibility": {"experiment_seed": 3},
+    }
+    first, again = (TrialContext.from_config(config).get_hparam("lr") for _ in range(2))
+    assert 1e-4 <= first == again <= 1e-1
+    config["reproducibility"]["experiment_seed"] = 4
+    assert TrialContext.from_config(config).get_hparam("lr") != first
+
+
+def test_from_config_refuses_a_list_of_hyperparameters() -> None:
+    """They have names."""
+    with pytest.raises(ConfigError, match="hyperparameters: expected a mapping, got"):
+        TrialContext.from_config({"hyperparameters": ["lr"]})
 
 
 DEBUGGING = f"""
@@ -278,21 +317,29 @@ from tests.support.processes import listening_beyond_loopback
 from trial_core.deepspeed import DeepSpeedTrialContext, ModelParallelUnit
 from trial_core.errors import TrialError
 
-context = DeepSpeedTrialContext.from_config({{"hyperparameters": {{"micro_batch_size": 3}}}})
+hparams = {{"micro_batch_size": 3, "accumulation": 2}}
+context = DeepSpeedTrialContext.from_config({{"hyperparameters": hparams}})
 trial = ToyTrial(context)
 batches = iter(trial.build_training_data_loader().get_data_loader())
 losses = [float(trial.train_batch(batches, 0, i)["loss"]) for i in range(3)]
 errors = []
 unit = ModelParallelUnit(0, 1, True, True)
 context.set_mpu(unit)
-for wrong in (lambda: context.set_mpu(unit), lambda: context.wrap_model_engine(trial.engine)):
-    try:
-        wrong()
-    except TrialError as error:
-        errors.append(str(error))
+try:
+    context.set_mpu(unit)
+except TrialError as error:
+    errors.append(str(error))
+assert context.wrap_model_engine(trial.engine) is trial.engine
+sizes = [
+    context.get_train_micro_batch_size_per_gpu(), context.train_micro_batch_size_per_gpu,
+    context.get_num_micro_batches_per_slot(), context.num_micro_batches_per_slot,
+    context.get_global_batch_size(), context.get_per_slot_batch_size(),
+    context.use_pipeline_parallel, len(context.models),
+]
 exposed = listening_beyond_loopback([os.getpid()])
 print(json.dumps({{
-    "steps": trial.engine.global_steps, "losses": losses, "errors": errors, "exposed": exposed,
+    "sizes": sizes, "steps": trial.engine.global_steps, "losses": losses, "errors": errors,
+    "exposed": exposed,
 }}))
 """
 
@@ -301,10 +348,51 @@ print(json.dumps({{
 def test_debugging_a_trial_in_plain_python() -> None:
     """Determined's example: create a context and a trial, then train batches."""
     (result,) = run_ranks(DEBUGGING, 1)
-    assert result["steps"] == 3
+    assert result["steps"] == 1
+    assert result["sizes"] == [3, 3, 2, 2, 6, 6, False, 1]
     assert len(set(result["losses"])) == 3
     assert result["exposed"] == []
-    assert result["errors"] == [
-        "set_mpu was called twice; a trial has one ModelParallelUnit",
-        "wrap_model_engine was called twice with the same engine; wrap each engine once",
-    ]
+    assert result["errors"] == ["set_mpu was called twice; a trial has one ModelParallelUnit"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind"),
+    [
+        (lambda context: context.set_stop_requested("yes"), TypeError),
+        (lambda context: context.set_enable_tensorboard_logging(1), TypeError),
+        (lambda context: context.wrap_model_engine("model"), TypeError),
+        (lambda context: context.wrap_reducer(3), TypeError),
+        (lambda context: context.wrap_reducer(len, name=3), TypeError),
+        (lambda context: context.set_mpu(None), TypeError),
+        (lambda context: context.get_hparam("momentum"), ValueError),
+        (lambda context: context.set_mpu(unit()), InvalidExperimentException),
+        (lambda context: context.get_global_batch_size(), InvalidExperimentException),
+    ],
+)
+def test_mistakes_are_caught_as_in_determined(
+    context: DeepSpeedTrialContext, wrong: Callable[[Any], None], kind: type[Exception]
+) -> None:
+    """Each is an InvalidExperimentException; a wrong type is a TypeError, too."""
+    with pytest.raises(kind) as mistake:
+        wrong(context)
+    assert isinstance(mistake.value, InvalidExperimentException)
+
+
+def test_an_unknown_name_says_what_to_use(context: DeepSpeedTrialContext) -> None:
+    """Also a name that only another kind of trial has."""
+    with pytest.raises(AttributeError, match=r"no attribute 'step_optimizer'; use engine.step\(\)"):
+        context.step_optimizer  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'get_hprams'; did you mean 'get_hparam"):
+        context.get_hprams  # noqa: B018
+    assert not hasattr(context, "anything")
+
+
+def test_where_a_resumed_run_began(info: RunInfo, context: DeepSpeedTrialContext) -> None:
+    """The first batch of this run, the epoch of the current one, and the seed."""
+    info.experiment = {"reproducibility": {"experiment_seed": 7}}
+    info.batches_trained = info.initial_batch = 5
+    info.epoch = EpochLength(10, 4)
+    assert (context.get_initial_batch(), context.current_train_epoch()) == (5, 2)
+    info.current_batch = 7
+    assert (context.current_train_batch(), context.current_train_epoch()) == (7, 2)
+    assert context.get_trial_seed() == 7

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -11,6 +12,7 @@ from tests.support.ranks import run_ranks
 from tests.support.slots import ONE_TWO_FOUR
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
+from trial_core.trainer.init import _rank_environment
 
 LAUNCHER_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GROUP_RANK",
@@ -181,6 +183,23 @@ def test_the_variables_of_a_launcher(
     assert (context.local_rank, context.local_size) == (2, 3)
     assert (context.cross_rank, context.cross_size) == (1, 2)
     assert context.chief_ip == "10.0.0.1"
+
+
+@pytest.mark.parametrize("how", ["from_torch_distributed", "from_deepspeed"])
+def test_the_environment_may_give_the_chiefs_address(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The argument precedes it. `init` uses it where a launcher gives no other address."""
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "DET_CHIEF_IP": "10.0.0.9"}
+    assert built(monkeypatch, how, **variables).chief_ip == "10.0.0.1"
+    assert getattr(DistributedContext, how)().chief_ip == "10.0.0.9"
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with _rank_environment():
+        assert os.environ["MASTER_ADDR"] == "10.0.0.9"
+    assert "MASTER_ADDR" not in os.environ
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.2")
+    with _rank_environment():
+        assert os.environ["MASTER_ADDR"] == "10.0.0.2"
 
 
 def test_from_environment_without_a_launcher_is_a_single_rank() -> None:

@@ -48,7 +48,13 @@ def test_rank_failed_keeps_all_its_arguments() -> None:
 
 @pytest.mark.parametrize(
     ("error_type", "is_ours", "is_trial_mistake"),
-    [("TrialError", True, True), ("TrialError", False, False), ("ConfigError", True, False)],
+    [
+        ("TrialError", True, True),
+        ("TrialTypeError", True, True),
+        ("TrialValueError", True, True),
+        ("TrialError", False, False),
+        ("ConfigError", True, False),
+    ],
 )
 def test_only_our_own_trial_error_is_a_trial_mistake(
     error_type: str, is_ours: bool, is_trial_mistake: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -34,13 +35,33 @@ def test_unknown_names_are_refused(module: object) -> None:
         module.Estimator  # type: ignore[attr-defined]  # noqa: B018
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "hint"),
+    [
+        (trial_core, "InvalidHP", "use trial_core.errors.TrialError"),
+        (trial_core.pytorch, "CheckpointLoadContext", "use trial_core.pytorch.PyTorchTrialContext"),
+        (trial_core.pytorch, "Dataloader", "did you mean 'DataLoader'?"),
+        (trial_core.deepspeed, "DataLoader", "use trial_core.pytorch.DataLoader"),
+        (trial_core.deepspeed, "DeepspeedTrial", "did you mean 'DeepSpeedTrial'?"),
+    ],
+)
+def test_unknown_names_say_what_to_use(module: object, name: str, hint: str) -> None:
+    """A replacement, or a similar name."""
+    with pytest.raises(AttributeError, match=re.escape(f"no attribute {name!r}; {hint}")):
+        getattr(module, name)
+
+
 REFERENCE_LINES = """
 import trial_core as det; det.pytorch.deepspeed.DeepSpeedTrial; det.pytorch.DataLoader
 from trial_core import deepspeed, pytorch; pytorch.MetricReducer; deepspeed.DeepSpeedTrial
 from trial_core.pytorch import DataLoader, PyTorchCallback, TorchData, deepspeed
 from trial_core.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext, ModelParallelUnit
-from trial_core.deepspeed import overwrite_deepspeed_config
-import trial_core as det; det.core.init; det.core.DistributedContext; det.get_cluster_info
+from trial_core.deepspeed import overwrite_deepspeed_config, DeepSpeedTrialController
+import trial_core.pytorch.device_transfer
+from trial_core.pytorch import adapt_batch_sampler, data_length, to_device
+assert callable(to_device)
+det.errors.InvalidExperimentException; det.get_cluster_info().latest_checkpoint
+det.core.init; det.core.DistributedContext; det.init
 from trial_core import core; core.PreemptMode.WorkersAskChief; core.DownloadMode.NoSharedDownload
 """
 

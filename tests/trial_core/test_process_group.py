@@ -7,6 +7,7 @@ from typing import Any
 
 import deepspeed
 import pytest
+import torch.distributed
 import torch.distributed.distributed_c10d as c10d
 
 from trial_core import process_group
@@ -37,3 +38,18 @@ def test_the_users_timeout_stays(given: dict[str, Any], monkeypatch: pytest.Monk
     process_group.init_distributed(with_deepspeed=True)
     assert given == {}
     assert c10d._get_default_timeout(c10d.Backend("nccl")) == timedelta(minutes=10)
+
+
+def test_deepspeed_stays_out_of_other_trials(
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its communication compiles an operator; torch's is initialised, with the same timeout."""
+    torchs: dict[str, Any] = {}
+    monkeypatch.setattr(
+        torch.distributed,
+        "init_process_group",
+        lambda backend, timeout: torchs.update(backend=backend, timeout=timeout),
+    )
+    process_group.init_distributed(with_deepspeed=False)
+    assert given == {}
+    assert torchs == {"backend": "gloo", "timeout": timedelta(days=7)}

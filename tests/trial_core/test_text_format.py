@@ -7,7 +7,7 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trial_core.text_format import number, unique_slug
+from trial_core.text_format import number, training_speed, unique_slug
 
 
 def test_a_key_that_needs_no_change_stays() -> None:
@@ -49,3 +49,11 @@ def test_numbers_have_the_digits_that_mean_something() -> None:
     assert [number(value) for value in (float("nan"), float("-inf"), 7, "x")] == [
         "nan", "-inf", "7", "x",
     ]  # fmt: skip
+
+
+def test_the_speed_of_training() -> None:
+    """In samples; in batches if the trial does not say how many samples a batch has."""
+    assert training_speed(100, 16, 4.0) == "400 samples/s"
+    assert training_speed(10, 2, 4.0) == "5.0 samples/s"
+    assert training_speed(500, 0, 4.0) == "125 batches/s"
+    assert training_speed(10, 0, 4.0) == "2.5 batches/s"

@@ -29,12 +29,14 @@ from __future__ import annotations
 
 import logging
 
+from msgspec.structs import replace
+
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.create_only import create_only
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.intents import Intent, read_intent
 from trial_core.checkpoint.json_objects import encode_json
-from trial_core.checkpoint.manifest import Manifest, is_tombstone, utc_now
+from trial_core.checkpoint.manifest import Manifest, StoredCode, is_tombstone, utc_now
 from trial_core.errors import CheckpointDamaged, CommitConflict, StorageError
 from trial_core.storage.base import Storage
 
@@ -44,18 +46,33 @@ _logger = logging.getLogger(__name__)
 
 
 def announce_upload(
-    storage: Storage, trial: str, uuid: str, attempt: str, fence: Fence | None
+    storage: Storage,
+    trial: str,
+    uuid: str,
+    attempt: str,
+    fence: Fence | None,
+    code: StoredCode | None = None,
 ) -> None:
-    """See `CheckpointStore.announce_upload`."""
+    """See `CheckpointStore.announce_upload`.
+
+    Args:
+        code: what the intent names as the checkpoint's code.
+    """
     number = fence.number if fence is not None else 0
-    intent = Intent(trial=trial, uuid=uuid, attempt=attempt, created_at=utc_now(), number=number)
+    intent = Intent(
+        trial=trial, uuid=uuid, attempt=attempt, created_at=utc_now(), number=number, code=code
+    )
     for _ in range(_ANNOUNCE_TRIES):
         try:
             storage.create(intent.key, encode_json(intent))
             break
         except FileExistsError:
-            # The intent of an earlier try stays as it is, unless it has just been swept.
-            if read_intent(storage, trial, uuid) is not None:
+            # The intent of an earlier try stays, unless it has just been swept: it may name the
+            # manifest's key.
+            earlier = read_intent(storage, trial, uuid)
+            if earlier is not None:
+                if code is not None and earlier.attempt and earlier.code != code:
+                    storage.write(intent.key, encode_json(replace(earlier, code=code)))
                 break
     else:
         raise CommitConflict(
@@ -99,6 +116,7 @@ def _announce_commit(storage: Storage, manifest: Manifest, fence: Fence | None) 
         created_at=utc_now(),
         number=fence.number if fence is not None else 0,
         batches=manifest.progress.batches_trained,
+        code=manifest.code,
     )
     storage.write(intent.key, encode_json(intent))
     return intent

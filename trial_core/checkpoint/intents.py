@@ -17,7 +17,13 @@ import msgspec
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.create_only import create_only
 from trial_core.checkpoint.json_objects import decode_json, named_keys
-from trial_core.checkpoint.manifest import Count, is_json, is_tombstone, tombstone
+from trial_core.checkpoint.manifest import (
+    Count,
+    StoredCode,
+    is_json,
+    is_tombstone,
+    tombstone,
+)
 from trial_core.storage.base import Storage
 
 
@@ -31,6 +37,7 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
         created_at: start of the upload: ISO 8601, UTC; empty if the intent is unreadable.
         number: the attempt's number, 0 if it has not taken over the trial.
         batches: those in its manifest's key; None until the commit begins.
+        code: the stored code that its manifest will name. No prune deletes it meanwhile.
     """
 
     trial: str
@@ -39,6 +46,7 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
     created_at: str
     number: int = 0
     batches: Count | None = None
+    code: StoredCode | None = None
 
     @property
     def key(self) -> str:

@@ -16,6 +16,8 @@ pins/{uuid}/{model}/{move:06d}-{unique}.json    registry, before a promotion (ho
 deletions/{uuid}/{unique}.json                  prune, before it deletes: one a prune   prune, when it has deleted
 deletions/{uuid}.json                           prunes of older versions                prune, when it has deleted
 runs/{trial}/{path}                             ranks: TensorBoard files, traces        nothing
+code/{sha256}/{number:06d}.tar                  driver, before a checkpoint names it    prune, once no checkpoint names it
+code/{sha256}/{number:06d}-{unique}.json        prune, before it deletes that archive   the same prune
 models/{model}/versions/{number:06d}.json       registry, to register; create-only      nothing
 models/{model}/moves/{number:06d}.json          registry, to move aliases; create-only  nothing
 models/{model}/locks/{time}-{unique}.json       registry and journal (see below)        the writer; the next one if stale
@@ -47,7 +49,12 @@ CLAIMS = "claims"
 PINS = "pins"
 DELETIONS = "deletions"
 RUNS = "runs"
+CODE = "code"
 MODELS = "models"
+FAMILIES = (
+    MANIFESTS, CHECKPOINTS, UPLOADS, ATTEMPTS, LOCKS, CLAIMS, PINS, DELETIONS, RUNS, CODE, MODELS
+)  # fmt: skip
+"""The folders at the root of a storage."""
 
 MANIFEST_NAME = "manifest.json"
 """The manifest's name in a downloaded checkpoint's folder. No file of a checkpoint may have it."""
@@ -67,6 +74,10 @@ _HOLD_KEY = re.compile(
     rf"{PINS}/(?P<uuid>[^/]+)/(?P<model>[^/]+)/{_NUMBER}-(?P<unique>[^/]+)\.json"
 )
 _DELETION_KEY = re.compile(rf"{DELETIONS}/(?P<uuid>[^/]+)(/(?P<unique>[^/]+))?\.json")
+_CODE_KEY = re.compile(
+    rf"{CODE}/(?P<sha256>[0-9a-f]{{64}})/{_NUMBER}(\.tar|-(?P<unique>[0-9a-f]+)\.json)"
+)
+_DIGEST = re.compile(r"sha256:(?P<sha256>[0-9a-f]{64})")
 _NUMBERED = re.compile(rf"(?P<folder>.+)/{_NUMBER}\.json")
 
 
@@ -81,6 +92,32 @@ class ManifestName(NamedTuple):
     def key(self) -> str:
         """The manifest's key."""
         return manifest_key(self.trial, self.batches, self.uuid)
+
+
+class CodeName(NamedTuple):
+    """What a key in a code archive's folder says.
+
+    Attributes:
+        digest: ``sha256:…`` of the archive.
+        number: which copy of it: a copy that may be deleted is not used again.
+        unique: of a prune's marker that it deletes this copy; empty: the copy itself.
+    """
+
+    digest: str
+    number: int
+    unique: str = ""
+
+    @property
+    def is_marker(self) -> bool:
+        """Whether the key is a marker."""
+        return bool(self.unique)
+
+    @property
+    def key(self) -> str:
+        """The key."""
+        if self.is_marker:
+            return code_deletion_key(self.digest, self.number, self.unique)
+        return code_key(self.digest, self.number)
 
 
 class IntentName(NamedTuple):
@@ -185,6 +222,32 @@ def run_folder(trial: str) -> str:
 def run_file_key(trial: str, path: str) -> str:
     """The key of one of the files in `run_folder`."""
     return f"{run_folder(trial)}/{path}"
+
+
+def code_folder(digest: str) -> str:
+    """The folder of a code archive's copies, and of the markers that they are being deleted."""
+    match = _DIGEST.fullmatch(digest)
+    if match is None:
+        raise CheckpointError(f"{digest!r} cannot be the digest of code: expected sha256:…")
+    return f"{CODE}/{match['sha256']}"
+
+
+def code_key(digest: str, number: int) -> str:
+    """The key of a copy of a code archive."""
+    return f"{code_folder(digest)}/{number:06d}.tar"
+
+
+def code_deletion_key(digest: str, number: int, unique: str) -> str:
+    """The key of a prune's marker that it deletes a copy of a code archive."""
+    return f"{code_folder(digest)}/{number:06d}-{unique}.json"
+
+
+def parse_code_key(key: str) -> CodeName | None:
+    """What a key below `CODE` says; None if it is not a key of ours."""
+    match = _CODE_KEY.fullmatch(key)
+    if match is None:
+        return None
+    return CodeName(f"sha256:{match['sha256']}", int(match["number"]), match["unique"] or "")
 
 
 def trial_folders(trial: str) -> tuple[str, ...]:

@@ -53,11 +53,31 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     rank: Count
 
 
+class StoredCode(msgspec.Struct, frozen=True, kw_only=True):
+    """A copy of a code archive in the storage. Checkpoints with the same code share it.
+
+    Attributes:
+        digest: of the archive: ``sha256:…``.
+        number: which copy. There is a second one only if the first was being deleted.
+    """
+
+    digest: Digest
+    size_bytes: Count
+    number: Count = 0
+
+    @property
+    def key(self) -> str:
+        """The archive's key."""
+        return layout.code_key(self.digest, self.number)
+
+
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
     """How the ranks divided the state when it was saved.
 
     Attributes:
         batch_samples: samples in one batch on all ranks; 0: not known.
+        sharding: how a PyTorchTrial's models are divided: "none", "fsdp2", or "fsdp2 2x4" over a
+            device mesh of the trial's own.
     """
 
     world_size: int
@@ -66,6 +86,19 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
     model_parallel_size: int = 1
     zero_stage: int = 0
     batch_samples: int = 0
+    sharding: Annotated[str, msgspec.Meta(pattern="^[a-z0-9 ]{1,40}$")] = "none"
+
+    @property
+    def is_state_divided(self) -> bool:
+        """Whether the ranks divide the state of models or optimizers."""
+        return self.zero_stage > 0 or self.sharding != "none"
+
+    @property
+    def state_division(self) -> str:
+        """How the ranks divide the state of models and optimizers, for people."""
+        if self.sharding != "none":
+            return self.sharding.replace("fsdp", "FSDP")
+        return f"ZeRO stage {self.zero_stage}" if self.zero_stage else "not sharded"
 
     def spreads_like(self, other: Topology) -> bool:
         """Whether each rank has the same part of the state, so that no file has to be converted."""
@@ -94,6 +127,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         epoch: length of an epoch; None: the training loader had no length, or it was not recorded.
         earlier_validation: metrics of the last validation, at batch `validated_at`, if that is an
             earlier batch than the checkpoint's. Never compare them as the checkpoint's own.
+        code: the stored code of the trial; None: not stored, or saved by an earlier version.
+        config: the experiment's configuration that `config_digest` covers; empty: not recorded.
         schema_version: version of this structure.
     """
 
@@ -112,6 +147,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     hyperparameters: dict[str, Any]
     epoch: EpochLength | None = None
     earlier_validation: dict[str, Any] = {}
+    code: StoredCode | None = None
+    config: dict[str, Any] = {}
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:

@@ -94,7 +94,7 @@ def no_intact_checkpoint(tried: Sequence[ResumePoint], damage: str) -> Checkpoin
     """
     last = tried[-1]
     if last.restore != "everything":
-        return CheckpointDamaged(f"searcher.source_checkpoint_uuid: {damage}")
+        return CheckpointDamaged(f"the source checkpoint of the searcher: {damage}")
     trial = last.checkpoint.trial if last.checkpoint else "?"
     return CheckpointDamaged(
         f"none of the {len(tried)} checkpoint(s) of trial {trial} is intact; the last one tried: "

@@ -13,11 +13,12 @@ from datetime import datetime, timezone
 from typing import Any
 
 from trial_core.checkpoint import layout
+from trial_core.checkpoint.code_objects import RunCode
 from trial_core.checkpoint.commit import announce_upload, commit
 from trial_core.checkpoint.fencing import Fence, take_over
 from trial_core.checkpoint.intents import SweptUpload, sweep
 from trial_core.checkpoint.json_objects import named_keys
-from trial_core.checkpoint.manifest import FileEntry, Manifest, is_tombstone
+from trial_core.checkpoint.manifest import FileEntry, Manifest, StoredCode, is_tombstone
 from trial_core.checkpoint.verified_read import Damage, damage_error, find_damage
 from trial_core.errors import (
     CheckpointDamaged,
@@ -28,6 +29,7 @@ from trial_core.errors import (
 from trial_core.storage.base import NOT_DELETED_ADVICE, StorageSpec
 from trial_core.storage.open_storage import open_storage
 from trial_core.storage.parallel import CancelSignal, in_parallel
+from trial_core.text_format import slug
 
 __all__ = ["CheckpointStore", "StorageSpec"]
 
@@ -39,6 +41,7 @@ _SHOWN = 5
 _Manifests = list[Manifest]
 _Damaged = list[Damage]
 _Names = list[layout.ManifestName]
+_Trials = list[str]
 _AllSwept = list[SweptUpload]
 
 
@@ -48,17 +51,21 @@ class CheckpointStore:
     Every method may raise `StorageError`. Listings are never cached.
     """
 
-    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, url: str, options: Mapping[str, Any] | None = None, experiment: str = ""
+    ) -> None:
         """Open a storage; sends no request yet.
 
         Args:
             url: fsspec URL, or a local path.
             options: of fsspec's file system: endpoint, credentials, …
+            experiment: the name of the experiment whose checkpoints an error lists first.
 
         Raises:
             StorageError: the URL is invalid, or a package for it is not installed.
         """
         self.storage = open_storage(url, dict(options or {}))
+        self._experiment = experiment
 
     @classmethod
     def from_spec(cls, spec: StorageSpec) -> CheckpointStore:
@@ -129,16 +136,34 @@ class CheckpointStore:
         return take_over(self.storage, trial, attempt, after)
 
     def announce_upload(
-        self, trial: str, uuid: str, attempt: str, fence: Fence | None = None
-    ) -> None:
+        self,
+        trial: str,
+        uuid: str,
+        attempt: str,
+        fence: Fence | None = None,
+        code: RunCode | None = None,
+    ) -> StoredCode | None:
         """Write the intent to upload a checkpoint, so that a later run finds its leftovers.
 
         The driver calls this before any rank uploads, and again before each retry.
 
+        Args:
+            code: the trial's code, which is stored if the storage does not have it.
+
+        Returns:
+            The stored code, for the manifest. No prune deletes it before the commit.
+
         Raises:
             Superseded: another attempt has taken over the trial.
         """
-        announce_upload(self.storage, trial, uuid, attempt, fence)
+
+        def announce(stored: StoredCode | None) -> None:
+            announce_upload(self.storage, trial, uuid, attempt, fence, stored)
+
+        if code is None:
+            announce(None)
+            return None
+        return code.store(self.storage, uuid, announce)
 
     def sweep(self, trial: str, fence: Fence | None = None) -> _AllSwept:
         """Delete the leftovers of a trial's earlier runs. Call this before the run uploads.
@@ -217,10 +242,15 @@ class CheckpointStore:
                 return max(readable, key=lambda manifest: manifest.resume_order)
         return None
 
+    def trials(self) -> _Trials:
+        """The ids of all trials that have saved, sorted."""
+        return sorted({name.trial for name in self._names()})
+
     def newest_trial(self, experiment: str) -> str | None:
         """The trial of an experiment that saved last, None if none has saved."""
-        trials = sorted({name.trial for name in self._names()})
-        newest = [manifest for trial in trials if (manifest := self.newest(trial)) is not None]
+        newest = [
+            manifest for trial in self.trials() if (manifest := self.newest(trial)) is not None
+        ]
         saved = [(each.created_at, each.trial) for each in newest if each.experiment == experiment]
         return max(saved)[1] if saved else None
 
@@ -236,12 +266,12 @@ class CheckpointStore:
         found = exact or [name for name in names if uuid and name.uuid.startswith(uuid)]
         if len(found) > 1:
             raise CheckpointNotFound(
-                f"{len(found)} checkpoints in {self.url} begin with {uuid!r}: {_shown(found)}; "
-                "give more of the uuid"
+                f"{len(found)} checkpoints in {self.url} begin with {uuid!r}; give more of the "
+                f"uuid: {self._shown(found)}"
             )
         if not found:
             there = (
-                f"there are {len(names)}: {_shown(names)}"
+                f"there are {len(names)}: {self._shown(names)}"
                 if names
                 else "the storage has no checkpoints"
             )
@@ -326,8 +356,18 @@ class CheckpointStore:
             )
         return manifest
 
+    def _shown(self, names: _Names) -> str:
+        """A few names, for an error message: the experiment's first, then others; newest first."""
+        written = self.storage.objects(layout.MANIFESTS)
+        own = slug(self._experiment) if self._experiment else ""
 
-def _shown(names: _Names) -> str:
-    """The last few names, for an error message."""
-    shown = [f"{name.uuid} ({name.trial}, {name.batches} batches)" for name in names[-_SHOWN:]]
-    return ("… " if len(names) > _SHOWN else "") + ", ".join(shown)
+        def order(name: layout.ManifestName) -> tuple[bool, datetime, int]:
+            found = written.get(name.key)
+            at = (found and found.modified_at) or datetime.min.replace(tzinfo=timezone.utc)
+            return name.trial.rpartition("-")[0] == own, at, name.batches
+
+        first = sorted(names, key=order, reverse=True)[:_SHOWN]
+        shown = [f"{name.uuid} ({name.trial}, {name.batches} batches)" for name in first]
+        if rest := len(names) - len(first):
+            shown.append(f"and {rest} more (`trialflow checkpoints list`)")
+        return ", ".join(shown)

@@ -22,6 +22,7 @@ from trial_core.config.retraining_section import RetrainingConfig, ScheduleConfi
 from trial_core.config.sections import (
     EnvironmentConfig,
     OptimizationsConfig,
+    ProfilingConfig,
     ReproducibilityConfig,
     ResourcesConfig,
     SearcherConfig,
@@ -33,6 +34,7 @@ __all__ = [
     "ExperimentWarning",
     "IgnoredFieldWarning",
     "OptimizationsConfig",
+    "ProfilingConfig",
     "ReproducibilityConfig",
     "ResourcesConfig",
     "RetrainingConfig",

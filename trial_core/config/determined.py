@@ -27,6 +27,7 @@ from trial_core.config.error_text import (
     validation_errors,
     warn_ignored,
 )
+from trial_core.config.search_ranges import is_search_range
 from trial_core.config.values import to_plain_data
 
 _CLUSTER = "trialflow manages no cluster; use Prefect's work pools and queues"
@@ -44,7 +45,6 @@ IGNORED = {
     "log_policies": _SERVER,
     "pbs": _CLUSTER,
     "preemption_timeout": _SERVER,
-    "profiling": "trialflow has no such profiler; a trial may call context.set_profiler",
     "project": _SERVER,
     "records_per_epoch": "the training loader decides how long an epoch is",
     "retention_policy": _SERVER,
@@ -64,6 +64,8 @@ IGNORED_OPTIMIZATIONS = {
     "tensor_fusion_cycle_time": _HOROVOD,
     "tensor_fusion_threshold": _HOROVOD,
 }
+
+IGNORED_PROFILING = {"sync_timings": "torch's profiler reads the accelerator's own clock"}
 
 IGNORED_RESOURCES = {
     "agent_label": _CLUSTER,
@@ -110,12 +112,6 @@ IGNORED_SEARCHER = dict.fromkeys(
     ),
     _OTHER_SEARCHER,
 )
-
-# Ignoring a warm start would train a different model from the one that was asked for.
-REFUSED_SEARCHER = {
-    "source_trial_id": "only Determined's server can find a checkpoint by a trial's number; give "
-    "source_checkpoint_uuid instead",
-}
 
 _CLASS_PATTERN = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 ENTRYPOINT_PATTERN = rf"^({_CLASS_PATTERN}|{COMMAND_PATTERN})$"
@@ -205,16 +201,12 @@ def _constants_resolved(value: Any, path: Location, problems: list[Problem]) -> 
         return [_constants_resolved(inner, (*path, i), problems) for i, inner in enumerate(value)]
     if not isinstance(value, Mapping):
         return value
-    type_ = value.get("type")
-    if type_ == "const" and set(value) == {"type", "val"}:
+    if value.get("type") == "const" and set(value) == {"type", "val"}:
         return value["val"]
-    if type_ in ("int", "double", "log", "categorical") and {"minval", "maxval", "vals"} & {*value}:
-        problems.append(
-            (
-                path,
-                f'is a search range (type "{type_}"), but a run trains one trial; give one value',
-            )
-        )
+    if is_search_range(value):
+        kind = value["type"]
+        problem = f'is a search range (type "{kind}"), but a run trains one trial; give one value'
+        problems.append((path, problem))
     return {key: _constants_resolved(inner, (*path, key), problems) for key, inner in value.items()}
 
 

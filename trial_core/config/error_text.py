@@ -49,6 +49,26 @@ def warn_of_direction(metric: str) -> None:
     )
 
 
+class NewHyperparameterWarning(ExperimentWarning):
+    """An override sets a hyperparameter that the file does not have."""
+
+
+def warn_of_new_hyperparameter(section: str, name: str, names: Sequence[str]) -> None:
+    """Warn of a name that may be misspelt.
+
+    Args:
+        section: the path of the mapping that the name is set in.
+        names: those that the file has there.
+    """
+    warnings.warn_explicit(
+        f"--set {section}.{name}: the file has no such hyperparameter, so it has no effect unless "
+        f"the trial reads it{did_you_mean(name, names)}",
+        NewHyperparameterWarning,
+        filename="<experiment>",
+        lineno=1,
+    )
+
+
 def format_value(value: object) -> str:
     """A value for an error message: short, and without the contents of a collection."""
     if value is None:

@@ -18,12 +18,13 @@ from trial_core.config.checkpointing_section import CheckpointingConfig
 from trial_core.config.command import is_command
 from trial_core.config.error_text import error_lines, format_value, validation_error
 from trial_core.config.lengths import Period
-from trial_core.config.parsing import override, read_mapping
+from trial_core.config.parsing import override, read_mapping, warn_of_new_hyperparameters
 from trial_core.config.retraining_section import RetrainingConfig
 from trial_core.config.section_base import Section
 from trial_core.config.sections import (
     EnvironmentConfig,
     OptimizationsConfig,
+    ProfilingConfig,
     ReproducibilityConfig,
     ResourcesConfig,
     SearcherConfig,
@@ -48,7 +49,8 @@ OPEN_END = Batch(MAX_COUNT)
 """The maximum length of a Core API script whose experiment names none: the script ends itself."""
 
 _NOT_IN_DIGEST = {
-    "code", "checkpoint_storage", "checkpointing", "stopping", "retraining", "environment"
+    "code", "checkpoint_storage", "checkpointing", "stopping", "retraining", "environment",
+    "ignored_fields", "profiling", "tensorboard_logging",
 }  # fmt: skip
 
 
@@ -71,6 +73,21 @@ def _default_model(experiment: str) -> str:
         "made of up to 60 lower case letters, digits and single dashes. Earlier versions changed "
         f'it to "{stored}", as they did with other names: to use that model, set model: {stored}'
     )
+
+
+def _ignored_fields(section: type[Section], data: Any) -> dict[str, Any]:
+    """The fields that `section` and the sections in it ignore, in their places.
+
+    Without those of sections that hold secrets, such as a registry's password.
+    """
+    if not isinstance(data, Mapping) or section.holds_secrets:
+        return {}
+    found = {name: value for name, value in data.items() if name in section.ignored}
+    for name, field in section.model_fields.items():
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, Section):
+            found[name] = _ignored_fields(annotation, data.get(name)) or None
+    return {name: value for name, value in found.items() if value is not None}
 
 
 class ExperimentConfig(Section):
@@ -147,6 +164,7 @@ class ExperimentConfig(Section):
     optimizations: OptimizationsConfig = Field(
         default_factory=OptimizationsConfig, title="Optimizations"
     )
+    profiling: ProfilingConfig = Field(default_factory=ProfilingConfig, title="Profiling")
     max_restarts: Count = Field(
         default=5,
         title="Restarts",
@@ -159,11 +177,27 @@ class ExperimentConfig(Section):
         description="How the flow `retrain` keeps this experiment's model up to date.",
     )
     environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig, title="Environment")
+    tensorboard_logging: Flag = Field(
+        default=True,
+        title="TensorBoard",
+        description="Whether reported metrics are written for TensorBoard, if it is installed.",
+    )
+    ignored_fields: PlainMapping = Field(
+        default={},
+        title="Ignored fields",
+        description="Filled in: Determined's fields that have no effect. The trial finds them in "
+        "their places in context.get_experiment_config().",
+    )
 
     @classmethod
     def prepare(cls, data: Any) -> dict[str, Any]:
-        """Fills in the names, and an empty searcher, so that its missing fields are reported."""
+        """Fills in the names, and an empty searcher, so that its missing fields are reported.
+
+        Keeps the ignored fields of the experiment and of its sections.
+        """
         given = super().prepare(data)
+        if ignored := _ignored_fields(cls, data):
+            given.setdefault("ignored_fields", ignored)
         given.setdefault("searcher", {})
         searcher = given["searcher"]
         has_no_length = isinstance(searcher, Mapping) and searcher.get("max_length") is None
@@ -265,6 +299,10 @@ class ExperimentConfig(Section):
         except ConfigError as error:
             raise ConfigError(f"retraining.model: {error}") from None
 
+    def digested(self) -> dict[str, Any]:
+        """The fields that `digest` covers, as plain data. Holds no credentials of a section."""
+        return self.model_dump(mode="json", exclude=_NOT_IN_DIGEST)
+
     def digest(self) -> str:
         """``sha256:…`` of the fields that decide what is trained and how.
 
@@ -272,7 +310,12 @@ class ExperimentConfig(Section):
         checkpointing, stopping, retraining and the ranks' environment are left out, and with them
         every credential.
         """
-        content = self.model_dump(mode="json", exclude=_NOT_IN_DIGEST)
+        content = self.digested()
+        # As in releases that did not have these fields.
+        if self.searcher.source_trial_id is None:
+            del content["searcher"]["source_trial_id"]
+        if self.optimizations == OptimizationsConfig():
+            del content["optimizations"]
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -298,11 +341,14 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         ConfigError: one line per mistake.
     """
     path = Path(path)
-    mapping = override(read_mapping(path), overrides)
+    given = read_mapping(path)
+    mapping = override(given, overrides)
+    warn_of_new_hyperparameters(given, overrides)
     code = mapping.get("code")
     if code is None or isinstance(code, str):
         mapping["code"] = _beside(path, code or ".")
     config = ExperimentConfig.from_mapping(mapping, source=str(path))
-    if not os.path.isdir(config.code):  # `Path.is_dir` raises if the name is too long
+    is_there = os.path.isdir(config.code)  # `Path.is_dir` raises if the name is too long
+    if not is_there and config.environment.code == "folder":
         raise ConfigError(f"{path}: code: no such folder: {config.code}")
     return config

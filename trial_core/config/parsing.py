@@ -17,7 +17,7 @@ import yaml
 from yaml.constructor import ConstructorError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from trial_core.config.error_text import format_value
+from trial_core.config.error_text import format_value, warn_of_new_hyperparameter
 from trial_core.config.values import MAX_LEVELS, is_unicode
 from trial_core.errors import ConfigError
 
@@ -242,6 +242,24 @@ def override(
             raise ConfigError(f"{option} {name[:60]}…: the key has more than {MAX_LEVELS} parts")
         result = _with(result, path, parse_yaml(value, f"{option} {name}"), (), option)
     return result
+
+
+def warn_of_new_hyperparameters(mapping: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Warn of every hyperparameter that an override adds to those of the file.
+
+    Args:
+        mapping: the file, without the overrides, which must be well-formed.
+    """
+    for text in overrides:
+        path = text.partition("=")[0].strip().split(".")
+        section: Any = mapping.get(path[0]) if path[0] == "hyperparameters" else None
+        for depth, name in enumerate(path[1:], 1):
+            if not isinstance(section, Mapping) or not section:
+                break
+            if name not in section:
+                warn_of_new_hyperparameter(".".join(path[:depth]), name, [*map(str, section)])
+                break
+            section = section[name]
 
 
 def _with(

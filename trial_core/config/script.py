@@ -1,23 +1,37 @@
 """The experiment of a user's script.
 
-A script gives entrypoint, length and periods in Python. Its `exp_conf` may give the other fields of
-an experiment file, and is validated like one.
+A script gives entrypoint, length and periods in Python. Its `exp_conf` may have any fields. Those
+that a script uses are validated like an experiment file's; the others are only the trial's.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trial_core.config.error_text import format_value
+from trial_core.config.error_text import closest_match, format_value
 from trial_core.config.experiment import ExperimentConfig
+from trial_core.config.sections import SearcherConfig
 from trial_core.errors import ConfigError
 from trial_core.units import Batch, TrainUnit
 
 SOURCE = "exp_conf"
+_PACKAGES = frozenset({"site-packages", "dist-packages"})
+
+_USED = (
+    "name", "hyperparameters", "data", "checkpoint_storage", "checkpointing", "reproducibility",
+    "optimizations", "profiling", "tensorboard_logging",
+)  # fmt: skip
+_USED_OF_SEARCHER = (
+    "metric", "smaller_is_better", "source_checkpoint_uuid", "source_trial_id",
+    "source_weights_only",
+)  # fmt: skip
+
+logger = logging.getLogger(__name__)
 
 
 def script_config(
@@ -29,8 +43,7 @@ def script_config(
     """The experiment of this script.
 
     Args:
-        exp_conf: any fields of an experiment file, as plain data. Its entrypoint and lengths are
-            ignored: the script gives them.
+        exp_conf: any fields. A script uses those in `_USED` and `_USED_OF_SEARCHER`.
         hparams: hyperparameters; they replace those of `exp_conf`.
         trial_class: the trial, if known.
         max_length: the length of training, if known.
@@ -38,26 +51,54 @@ def script_config(
     Raises:
         ConfigError: one line per mistake.
     """
-    given = dict(_mapping(exp_conf, SOURCE))
+    everything = _mapping(exp_conf, SOURCE)
+    given = {name: everything[name] for name in _USED if name in everything}
     if hparams is not None:
         given["hyperparameters"] = dict(_mapping(hparams, "hparams"))
     script = _script_of(trial_class)
-    module = re.sub(
-        r"\W|^(?=\d)", "_", script.stem
-    )  # a script may have a name that no module can have
+    folder, module = _module_of(script, trial_class)
     given["entrypoint"] = f"{module}:{trial_class.__name__ if trial_class else 'Trial'}"
-    given["code"] = str(script.parent)
+    given["code"] = str(folder)
     given["name"] = given.get("name") or script.stem
-    searcher = given.get("searcher")
-    if searcher is None or isinstance(searcher, Mapping):
-        filled = {"metric": "loss", **(searcher or {})}
-        given["searcher"] = {**filled, "max_length": max_length or Batch(1)}
+    searcher = _mapping(everything.get("searcher"), f"{SOURCE}: searcher")
+    used = {name: searcher[name] for name in _USED_OF_SEARCHER if name in searcher}
+    given["searcher"] = {"metric": "loss", **used, "max_length": max_length or Batch(1)}
+    if trial_class is None:  # once: not again in `fit`
+        _warn_of_misspelt(everything, list(ExperimentConfig.model_fields), SOURCE)
+        _warn_of_misspelt(searcher, list(SearcherConfig.model_fields), f"{SOURCE}: searcher")
     return ExperimentConfig.from_mapping(given, source=SOURCE)
+
+
+def _warn_of_misspelt(given: Mapping[str, Any], known: list[str], path: str) -> None:
+    """Warn of a name that is similar to a field's: the field that was meant has no effect."""
+    for name in map(str, given):
+        if name not in known and (near := closest_match(name, known)) and near not in given:
+            logger.warning('%s: "%s" has no effect; did you mean "%s"?', path, name, near)
 
 
 def named_metric(exp_conf: Mapping[str, Any]) -> str | None:
     """The searcher metric, if `exp_conf` names one."""
     return (exp_conf.get("searcher") or {}).get("metric")
+
+
+def has_code_folder(trial_class: type) -> bool:
+    """Whether the trial's class is in a file that is the user's own.
+
+    Not so in a notebook, and in an installed package, whose folder also holds all others.
+    """
+    module = sys.modules.get(trial_class.__module__)
+    file = getattr(module, "__file__", None)
+    return file is not None and _PACKAGES.isdisjoint(Path(file).resolve().parts)
+
+
+def _module_of(script: Path, trial_class: type | None) -> tuple[Path, str]:
+    """The folder to import a script from, and its module there: ``package.module``."""
+    name = trial_class.__module__ if trial_class else "__main__"
+    parts = tuple(name.split("."))
+    if script.with_suffix("").parts[-len(parts) :] == parts:
+        return script.parents[len(parts) - 1], name
+    # `__main__`, or a script whose name no module can have
+    return script.parent, re.sub(r"\W|^(?=\d)", "_", script.stem)
 
 
 def _mapping(value: Any, name: str) -> Mapping[str, Any]:

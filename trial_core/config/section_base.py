@@ -33,7 +33,6 @@ class Section(BaseModel):
     Attributes:
         yaml_path: the section's path in the file.
         ignored: fields of Determined that have no effect here, each with the reason.
-        refused: fields of Determined that cannot be ignored, each with the reason.
         holds_secrets: whether its errors must not show values.
     """
 
@@ -41,7 +40,6 @@ class Section(BaseModel):
 
     yaml_path: ClassVar[str] = ""
     ignored: ClassVar[Mapping[str, str]] = {}
-    refused: ClassVar[Mapping[str, str]] = {}
     holds_secrets: ClassVar[bool] = False
 
     @model_validator(mode="wrap")
@@ -86,7 +84,7 @@ class Section(BaseModel):
         """
         field = cls.model_fields.get(name)
         if field is None:
-            return name not in cls.refused  # keep an unknown field: validation refuses it
+            return True  # keep an unknown field: validation refuses it
         return type(None) in get_args(field.annotation) and field.default is not None
 
     @classmethod
@@ -116,7 +114,7 @@ class Section(BaseModel):
             return message
         name = str(details["loc"][0])
         if details["type"] == "extra_forbidden":
-            return cls.refused.get(name) or message + cls.hint(name)
+            return message + cls.hint(name)
         if details["type"] == "missing" and (examples := cls.model_fields[name].examples):
             return f"{message}; for example {name}: {_as_yaml(examples[0])}"
         return message

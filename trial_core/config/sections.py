@@ -8,12 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
 
-from trial_core.checkpoint.layout import is_uuid
+from trial_core.checkpoint.layout import is_name, is_uuid
 from trial_core.config import determined
 from trial_core.config.error_text import format_value, validation_error, warn_of_direction
 from trial_core.config.lengths import Length
 from trial_core.config.section_base import Section
-from trial_core.config.values import Flag, Positive, Seed, Text
+from trial_core.config.values import Count, Flag, Positive, Seed, Text
 
 MAX_SLOTS = 1024
 """More than any machine has accelerators, or can run CPU ranks on."""
@@ -51,6 +51,16 @@ def _uuid(value: str) -> str:
     return value
 
 
+def _trial_id(value: Any) -> Any:
+    is_number = type(value) is int and value >= 0
+    if not is_number and not (isinstance(value, str) and is_name(value)):
+        raise validation_error(
+            'expected a trial\'s id, such as "gpt-0000002a", or its number, got '
+            f"{format_value(value)}"
+        )
+    return value
+
+
 class ResourcesConfig(Section):
     """The machines' resources that a run uses."""
 
@@ -72,7 +82,7 @@ class ResourcesConfig(Section):
         default=1,
         title="Slots per trial",
         description='Rank processes, each with one accelerator if the machine has any. "auto": one '
-        "per accelerator.",
+        "per accelerator, or two on the CPU if the machine has none.",
     )
     accelerator: Literal["auto", "cpu"] = Field(
         default="auto",
@@ -93,7 +103,6 @@ class SearcherConfig(Section):
 
     yaml_path: ClassVar[str] = "searcher"
     ignored: ClassVar[Mapping[str, str]] = determined.IGNORED_SEARCHER
-    refused: ClassVar[Mapping[str, str]] = determined.REFUSED_SEARCHER
 
     name: Annotated[Literal["single"], BeforeValidator(_single)] = Field(
         default="single", title="Searcher", description="Always single: one trial per run."
@@ -119,6 +128,12 @@ class SearcherConfig(Section):
         description="UUID, or its beginning, of the checkpoint whose weights and optimizer state a "
         "new trial starts with, at batch 0. It must be in the same storage.",
     )
+    source_trial_id: Annotated[int | str, BeforeValidator(_trial_id)] | None = Field(
+        default=None,
+        title="Source trial",
+        description="Instead of the source checkpoint: the trial whose newest intact checkpoint "
+        "that is. Its id, or the number that context.get_trial_id() returns in it.",
+    )
     source_weights_only: Flag = Field(
         default=False,
         title="Source: weights only",
@@ -136,10 +151,15 @@ class SearcherConfig(Section):
             and GREATER_IS_BETTER.search(metric)
         ):
             warn_of_direction(metric)
-        if given.get("source_weights_only") is True and "source_checkpoint_uuid" not in given:
+        sources = given.keys() & {"source_checkpoint_uuid", "source_trial_id"}
+        if given.get("source_weights_only") is True and not sources:
             raise validation_error(
                 "has no effect without source_checkpoint_uuid; name the checkpoint",
                 "source_weights_only",
+            )
+        if len(sources) > 1:
+            raise validation_error(
+                "source_checkpoint_uuid is given as well; remove one of them", "source_trial_id"
             )
         return given
 
@@ -182,6 +202,42 @@ class OptimizationsConfig(Section):
         title="Gradient compression",
         description="Whether ranks send gradients to each other as float16.",
     )
+    sharding: Literal["none", "fsdp2"] = Field(
+        default="none",
+        title="Sharding",
+        description='"none": every rank has the whole models. "fsdp2": models and optimizer state '
+        "are divided among the ranks.",
+    )
+
+
+class ProfilingConfig(Section):
+    """Profiles some batches on rank 0; torch's trace is stored with the files for TensorBoard."""
+
+    yaml_path: ClassVar[str] = "profiling"
+    ignored: ClassVar[Mapping[str, str]] = determined.IGNORED_PROFILING
+
+    enabled: Flag = Field(
+        default=False, title="Profile", description="Whether batches are profiled."
+    )
+    begin_on_batch: Count = Field(
+        default=0, title="First batch", description="Index of the first batch to profile."
+    )
+    end_after_batch: Count | None = Field(
+        default=None,
+        title="Last batch",
+        description="Index of the last batch to profile. Default: five batches are profiled.",
+    )
+
+    @classmethod
+    def prepare(cls, data: Any) -> dict[str, Any]:
+        """Refuses a last batch before the first one."""
+        given = super().prepare(data)
+        first, last = given.get("begin_on_batch", 0), given.get("end_after_batch")
+        if type(first) is int and type(last) is int and last < first:
+            raise validation_error(
+                f"expected at least begin_on_batch, {first}, got {last}", "end_after_batch"
+            )
+        return given
 
 
 class EnvironmentConfig(Section):
@@ -197,6 +253,13 @@ class EnvironmentConfig(Section):
         default={},
         title="Environment variables",
         description="Set in every rank process; they override inherited ones.",
+    )
+    code: Literal["folder", "from_checkpoint"] = Field(
+        default="folder",
+        title="Code",
+        description='Where the trial\'s code comes from. "folder": the code folder. '
+        '"from_checkpoint": what the checkpoint that the run continues, starts from or evaluates '
+        "was saved with; the machine needs no code folder. That code is executed.",
     )
 
     def __repr_args__(self) -> list[tuple[str | None, Any]]:

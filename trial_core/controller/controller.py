@@ -11,6 +11,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,7 +26,7 @@ from trial_core.controller.reshard_rank_state import RankRemap
 from trial_core.controller.run_file_upload import RunFileUpload, instruments_in
 from trial_core.controller.training import ProgressReporter, train_batches
 from trial_core.controller.trial_engine import TrialEngine
-from trial_core.controller.validation import metric_names, validate
+from trial_core.controller.validation import evaluating, metric_names, validate
 from trial_core.distributed import DistributedContext
 from trial_core.errors import SlotsError
 from trial_core.messages import (
@@ -58,6 +59,7 @@ from trial_core.messages import (
     Validated,
 )
 from trial_core.pytorch.callback import HOOKS, overridden_hooks
+from trial_core.pytorch.metric_values import as_reported
 from trial_core.slots.stop_barrier import StopBarrier
 
 T = TypeVar("T")
@@ -103,11 +105,13 @@ class Controller:
         self._emit = emit
         self._on_stop_requested = on_stop_requested
         self._has_requested_stop = False
+        self._owes_shutdown_hook = False
         self._stop_barrier = stop_barrier or StopBarrier()
         self._distributed = distributed or DistributedContext.from_environment()
         self._attached: _AttachedTrial | None = None
         self._loaders: Loaders | None = None
         self._rng: dict[str, Any] | None = None
+        self._wants_batch_metrics = False
         # Arguments that only this rank knows, for the hooks that follow a workload.
         self._hook_arguments: dict[str, dict[str, Any]] = {}
         self._handlers: dict[type, Callable[[Any], AnyResult]] = {
@@ -134,11 +138,28 @@ class Controller:
         return None if self._attached is None else self._attached.info.batches_trained
 
     def close(self) -> None:
-        """Release the trial's loaders, instruments and snapshots."""
-        self._loaders = None  # loader workers end with their iterators
-        if self._attached is not None:
-            self._attached.info.instruments.finish()
-            self._attached.snapshots.close()
+        """Release the trial's loaders, instruments and snapshots.
+
+        After a run that failed, first call the callbacks' `on_trial_shutdown`.
+        """
+        with ExitStack() as stack:
+            if self._attached is not None:
+                stack.callback(self._attached.snapshots.close)
+                stack.callback(self._attached.info.instruments.finish)
+            self.shut_down_callbacks()
+            self._loaders = None  # loader workers end with their iterators
+
+    def shut_down_callbacks(self) -> None:
+        """Call `on_trial_shutdown` if the trial was started up and has not been shut down.
+
+        Every callback is called, also if another one raises.
+        """
+        if self._attached is None or not self._owes_shutdown_hook:
+            return
+        self._owes_shutdown_hook = False
+        with ExitStack() as stack:
+            for callback in reversed(list(self._attached.engine.callbacks.values())):
+                stack.callback(callback.on_trial_shutdown)
 
     def _free_trial(self) -> None:
         """Free an earlier trial's memory, before the next one is built."""
@@ -178,11 +199,15 @@ class Controller:
             Snapshots(engine, run_dir, store, self._distributed, settings),
             RunFileUpload(info, store, run_dir),
         )
+        _set_up_profiling(info)
         self._loaders = self._rng = None
-        self._has_requested_stop = False
+        self._has_requested_stop = self._owes_shutdown_hook = False
         self._hook_arguments = {}
+        hooks = overridden_hooks(engine.callbacks)
+        if "on_trial_shutdown" in hooks:
+            hooks |= {"on_trial_startup"}  # from then on, this rank owes the other one
         return TrialBuilt(
-            hooks=sorted(overridden_hooks(engine.callbacks)),
+            hooks=sorted(hooks),
             topology=engine.topology(),
             batch_samples=engine.batch_samples,
             versions=library_versions(),
@@ -200,13 +225,17 @@ class Controller:
         """Build the loaders, and restore from a fetched checkpoint. Collective."""
         trial = self._trial
         engine, info = trial.engine, trial.info
-        info.batches_trained = request.batches_trained
+        info.batches_trained = info.initial_batch = request.batches_trained
         seed = info.experiment_seed
         remap = RankRemap.of(request.saved_by, engine, seed, request.batches_trained)
         if remap is not None and self._distributed.get_rank() == 0:
             logger.info("%s", remap)
         state = trial.snapshots.read_state(request.checkpoint, request.restore, remap)
         loaders = build_loaders(engine, self._distributed, seed)
+        hooks = overridden_hooks(engine.callbacks)
+        self._wants_batch_metrics = any(  # of any rank: all ranks must exchange the same
+            self._distributed.allgather("on_training_workload_end" in hooks)
+        )
         loaders.validation.limit = request.validation_limit
         info.epoch = loaders.epoch
         if request.checkpoint is not None:
@@ -222,6 +251,8 @@ class Controller:
         """Train up to a batch. Collective."""
         engine, info, loaders = self._trial.engine, self._trial.info, self._built_loaders
         self._restore_rng()
+        if info.experiment.get("tensorboard_logging", True):
+            info.instruments.log_metrics_by_default()
         info.instruments.start()
         began, waited = time.monotonic(), loaders.waited_seconds
         outcome = train_batches(
@@ -233,6 +264,7 @@ class Controller:
             self._progress(BatchesTrained),
             self._stop_barrier,
             self._request_stop,
+            self._wants_batch_metrics,
         )
         info.instruments.report("training", info.batches_trained, outcome.avg_metrics)
         self._hook_arguments["on_training_workload_end"] = {
@@ -264,8 +296,9 @@ class Controller:
         if metrics is None:
             restore_rng(rng, engine)  # the resumed run repeats this validation
         else:
-            info.instruments.report("validation", info.batches_trained, metrics)
             self._hook_arguments["on_validation_end"] = {"metrics": metrics}
+            if "on_validation_end" not in overridden_hooks(engine.callbacks):
+                info.instruments.report("validation", info.batches_trained, metrics)
         return Validated(
             metrics=metrics or {},
             seconds=time.monotonic() - began,
@@ -301,14 +334,23 @@ class Controller:
 
     def run_hook(self, request: RunHook) -> HookDone:
         """Call one hook of every callback, in the order in which the trial names them."""
+        engine, info = self._trial.engine, self._trial.info
+        if request.hook in ("on_trial_startup", "on_trial_shutdown"):
+            self._owes_shutdown_hook = request.hook == "on_trial_startup"
         arguments = {**self._hook_arguments.get(request.hook, {}), **request.arguments}
         # By position, in the reference's order: callbacks may use other parameter names.
         positional = [arguments[name] for name in HOOKS[request.hook]]
-        engine, is_chief = self._trial.engine, self._distributed.get_rank() == 0
-        if is_chief or request.hook not in engine.chief_hooks:
-            for callback in engine.callbacks.values():
+        is_validating = request.hook == "on_validation_end"
+        is_called = self._distributed.get_rank() == 0 or request.hook not in engine.chief_hooks
+        with evaluating(engine) if is_validating else nullcontext():
+            for callback in engine.callbacks.values() if is_called else ():
                 getattr(callback, request.hook)(*positional)
-        return HookDone(stop_requested=self._trial.info.stop_requested)
+        metrics = None
+        if is_validating and self._distributed.get_rank() == 0:
+            metrics = as_reported(arguments["metrics"], "on_validation_end")
+            if "on_validation_end" in overridden_hooks(engine.callbacks):
+                info.instruments.report("validation", info.batches_trained, metrics)
+        return HookDone(stop_requested=info.stop_requested, metrics=metrics)
 
     def finish_run_files(self, request: FinishRunFiles) -> RunFilesStored:
         """Stop the profiler, and upload the remaining files for TensorBoard."""
@@ -345,6 +387,20 @@ class Controller:
     @property
     def _built_loaders(self) -> Loaders:
         return _require(self._loaders, BuildLoaders)
+
+
+PROFILED_BATCHES = 5
+"""How many batches are profiled, if the experiment does not name the last one."""
+
+
+def _set_up_profiling(info: RunInfo) -> None:
+    settings = info.experiment.get("profiling") or {}
+    if not settings.get("enabled"):
+        return
+    first, last = settings.get("begin_on_batch", 0), settings.get("end_after_batch")
+    if last is None:
+        last = first + PROFILED_BATCHES - 1
+    info.instruments.profile_batches(first, last, lambda: info.batches_trained)
 
 
 def _require(value: T | None, request: type[Request]) -> T:

@@ -60,7 +60,7 @@ class Snapshots(CheckpointFiles):
         for callback in engine.callbacks.values():
             callback.on_checkpoint_save_start(state)
         memory.begin()
-        engine.save(folder, memory, _taken_out(state, of_engine))
+        engine.save(folder, memory, self._reader, _taken_out(state, of_engine))
         memory.end()
         write_rank_state(folder, self._distributed.get_rank(), state, self._reader)
         return folder

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from trial_core.controller.safe_load import Reader
+from trial_core.controller.safe_save import readable
 from trial_core.controller.trial_engine import TrialEngine
 from trial_core.errors import CheckpointDamaged
 from trial_core.pytorch.callback import PyTorchCallback
@@ -70,16 +71,14 @@ def write_rank_state(folder: Path, rank: int, state: Mapping[str, Any], reader: 
     """Write `state` to this rank's file below a checkpoint's `folder`.
 
     Args:
-        reader: will read the file; classes that it reads only if trusted are warned of.
+        reader: will read the file.
+
+    Raises:
+        TrialError: callbacks or loaders have a state that `reader` would not read.
     """
     path = _state_path(folder, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(dict(state), path)
-    if unsafe := reader.unsafe_classes(path):
-        logger.warning(
-            "the state of callbacks or loaders holds objects of %s: to resume from this "
-            "checkpoint, set checkpointing.trusted: true", ", ".join(unsafe),
-        )  # fmt: skip
+    torch.save(readable(dict(state), reader), path)
 
 
 def has_rank_state(folder: Path, rank: int) -> bool:

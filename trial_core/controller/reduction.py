@@ -8,22 +8,52 @@ from typing import Any
 from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
-from trial_core.pytorch.metric_reduction import BatchMetrics, Reducer, combine
+from trial_core.pytorch.metric_reduction import (
+    BatchMetrics,
+    Partials,
+    Reducer,
+    calls_over_ranks,
+    combine,
+)
 from trial_core.run.observer import MetricsKind
 
 
-def reduce_metrics(
-    kind: MetricsKind,
+def reduce_training(
+    metrics: BatchMetrics, engine: TrialEngine, distributed: DistributedContext, with_calls: bool
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Reduce the metrics of a train-workload. Collective: every rank calls this.
+
+    Every rank gets the same result. This is the workload's only wait for the accelerator, and one
+    exchange between ranks; custom reducers need a second one.
+
+    Args:
+        with_calls: whether the metrics of single calls are wanted; the same on every rank.
+
+    Returns:
+        The averages, with custom reducers'; and for each call of train_batch its metrics, averaged
+        over ranks; an empty list if they are not wanted.
+
+    Raises:
+        TrialError: ranks report different metrics, or a custom reducer has the name of another
+            metric.
+    """
+    counts = engine.reports_training_metrics
+    own = metrics.partials(with_values=with_calls) if counts else Partials()
+    partials = distributed.allgather(own)
+    reduced = _with_custom("training", combine(partials), engine, distributed)
+    return reduced, calls_over_ranks(partials) if with_calls else []
+
+
+def reduce_validation(
     metrics: BatchMetrics,
     engine: TrialEngine,
     distributed: DistributedContext,
     reducers: Reducer | Mapping[str, Reducer] = Reducer.AVG,
     contribution: list[Any] | None = None,
 ) -> dict[str, Any]:
-    """Reduce per-batch metrics and custom reducers. Collective: every rank calls this.
+    """Reduce the metrics of a validation. Collective: every rank calls this.
 
-    Every rank gets the same result. Only ranks that report metrics count. In a train-workload,
-    this is the only wait for the accelerator.
+    Every rank gets the same result. Only ranks that report metrics count.
 
     Args:
         contribution: this rank's values for the custom reducers; None: their present values.
@@ -33,12 +63,23 @@ def reduce_metrics(
             the name of another metric.
     """
     partials = distributed.allgather(metrics.partials() if engine.reports_metrics else {})
-    if kind == "validation" and not any(part.get("batches") for part in partials):
+    if not any(part.get("calls") for part in partials):
         raise TrialError(
             "there are no validation metrics: the validation loader gave not a single batch to any "
             "rank that reports metrics"
         )
-    reduced: dict[str, Any] = combine(partials, reducers)
+    return _with_custom(
+        "validation", combine(partials, reducers), engine, distributed, contribution
+    )
+
+
+def _with_custom(
+    kind: MetricsKind,
+    reduced: dict[str, Any],
+    engine: TrialEngine,
+    distributed: DistributedContext,
+    contribution: list[Any] | None = None,
+) -> dict[str, Any]:
     custom = engine.reducers.reduce(
         kind, distributed.allgather, counts=engine.reports_metrics, contribution=contribution
     )

@@ -1,4 +1,4 @@
-"""Restores a rank's state from a checkpoint of other ranks, or of another ZeRO stage."""
+"""Restores a rank's state from a checkpoint of other ranks, or of another sharding."""
 
 from __future__ import annotations
 
@@ -58,9 +58,8 @@ class RankRemap:
 
     def __str__(self) -> str:
         change = (
-            f"the checkpoint of {self.saved.world_size} ranks (ZeRO stage "
-            f"{self.saved.zero_stage}) is resharded to {self.now.world_size} (ZeRO stage "
-            f"{self.now.zero_stage})"
+            f"the checkpoint of {self.saved.world_size} ranks ({self.saved.state_division}) is "
+            f"resharded to {self.now.world_size} ({self.now.state_division})"
         )
         if self.keeps_data_shards:
             return change

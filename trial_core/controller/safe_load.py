@@ -6,9 +6,9 @@ import datetime
 import pathlib
 import pickle
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -38,10 +38,21 @@ class Reader:
     Args:
         trusted: whether the files may contain objects of any class (``checkpointing.trusted``).
         classes: classes that are safe to construct, besides plain data, numpy's and torch's own.
+        options: further arguments of `torch.load`, which override ours; not ``weights_only``.
+
+    Attributes:
+        trusted, classes: the arguments.
     """
 
-    def __init__(self, trusted: bool = False, classes: Sequence[Any] = ()) -> None:
-        self._trusted = trusted
+    def __init__(
+        self,
+        trusted: bool = False,
+        classes: Sequence[Any] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.trusted = trusted
+        self.classes = tuple(classes)
+        self._options = dict(options or {})
         self._safe = [*classes, *_NUMPY, *_PLAIN]
 
     def load(self, path: Path, map_location: Any = None, mapped: bool = False) -> Any:
@@ -53,12 +64,18 @@ class Reader:
         Raises:
             CheckpointError: the file contains objects of a class that is not known to be safe.
         """
-        mmap = mapped and zipfile.is_zipfile(path)  # torch's older format cannot be mapped
-        if self._trusted:
-            return torch.load(path, map_location=map_location, weights_only=False, mmap=mmap)
+        options: dict[str, Any] = {
+            "map_location": map_location,
+            # torch's older format cannot be mapped
+            "mmap": mapped and zipfile.is_zipfile(path),
+            **self._options,
+            "weights_only": not self.trusted,
+        }
+        if self.trusted:
+            return torch.load(path, **options)
         try:
             with safe_globals(self._safe):
-                return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
+                return torch.load(path, **options)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
                 f"{path.name} {self._unsafe_content(path)}, and reading such objects can run code. "
@@ -72,10 +89,10 @@ class Reader:
         """As `load`, on the CPU; tensors stay in the file until they are used."""
         return self.load(path, "cpu", mapped=True)
 
-    def unsafe_classes(self, path: Path) -> list[str]:
+    def unsafe_classes(self, file: Path | IO[bytes]) -> list[str]:
         """Dotted names of the file's classes that only a trusting reader constructs."""
         with safe_globals(self._safe):
-            return sorted(get_unsafe_globals_in_checkpoint(path))
+            return sorted(get_unsafe_globals_in_checkpoint(file))
 
     def _unsafe_content(self, path: Path) -> str:
         try:

@@ -15,6 +15,7 @@ The whole route of a stop: `trial_core/run/stop_requests.py`.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import Any
 
 from trial_core.context import RunInfo
 from trial_core.controller.data.loaders import MicroBatches
-from trial_core.controller.reduction import reduce_metrics
+from trial_core.controller.reduction import reduce_training
 from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
 from trial_core.pytorch.callback import PyTorchCallback
@@ -39,7 +40,7 @@ class TrainOutcome:
 
     Attributes:
         avg_metrics: averaged over the workload's batches and all ranks.
-        batch_metrics: this rank's metrics, one mapping per batch.
+        batch_metrics: of each call of train_batch, averaged over all ranks, if they are wanted.
     """
 
     avg_metrics: dict[str, Any]
@@ -70,12 +71,14 @@ def train_batches(
     progress: ProgressReporter,
     stop_barrier: StopBarrier,
     on_stop_requested: Callable[[], None],
+    wants_batch_metrics: bool,
 ) -> TrainOutcome:
     """Train from `info.batches_trained` up to `until`. Collective: every rank calls this.
 
     Args:
         stop_barrier: may end the workload early, after the same batch on every rank.
         on_stop_requested: called after each batch while this rank's trial requests a stop.
+        wants_batch_metrics: whether a callback of any rank gets them; the same on every rank.
     """
     first_batch = info.batches_trained
     stop_barrier.begin_workload()
@@ -83,7 +86,7 @@ def train_batches(
     engine.reducers.reset(for_training=True)
     engine.set_training(True)
     while info.batches_trained < until and stop_barrier.may_begin_step():
-        batch_idx = info.batches_trained
+        batch_idx = info.current_batch = info.batches_trained
         epoch_idx = _begin_epochs(engine.callbacks, info.epoch, batch_idx)
         calls = engine.train_batch(micro_batches, epoch_idx, batch_idx)
         if micro_batches is not None:
@@ -98,8 +101,7 @@ def train_batches(
             on_stop_requested()
     if info.batches_trained == first_batch:
         return TrainOutcome({}, [])  # nothing to average
-    averages = reduce_metrics("training", metrics, engine, distributed)
-    return TrainOutcome(averages, metrics.per_batch())
+    return TrainOutcome(*reduce_training(metrics, engine, distributed, wants_batch_metrics))
 
 
 def _begin_epochs(
@@ -112,8 +114,20 @@ def _begin_epochs(
     previous = epoch.epoch_of(batch_idx - 1) if batch_idx else -1
     for begun in range(previous + 1, current + 1):
         for callback in callbacks.values():
-            callback.on_training_epoch_start(begun)
+            if _takes_epoch(callback.on_training_epoch_start):
+                callback.on_training_epoch_start(begun)
+            else:
+                callback.on_training_epoch_start()  # type: ignore[call-arg]  # older form
     return current
+
+
+def _takes_epoch(on_training_epoch_start: Callable[..., None]) -> bool:
+    """Whether the hook has a parameter, of any name. In old releases of Determined it had none."""
+    try:
+        inspect.signature(on_training_epoch_start).bind(0)
+    except TypeError:
+        return False
+    return True
 
 
 def _end_epochs(

@@ -27,7 +27,7 @@ class TrialEngine(Protocol):
         reports_training_metrics: whether its training metrics count, too.
         needs_data: whether this rank needs data loaders.
         micro_batches_per_batch: micro-batches of one batch from this rank's loader.
-        batch_samples: samples of one batch, over all ranks.
+        batch_samples: samples of one batch, over all ranks; 0: unknown.
         micro_batches_per_evaluation: micro-batches that one `evaluate_batch` takes.
         evaluates_in_lockstep: whether a forward pass needs other ranks, so that all ranks must
             evaluate equally often.
@@ -102,12 +102,19 @@ class TrialEngine(Protocol):
     def read_hook_state(self, folder: Path, reader: Reader) -> dict[str, Any]:
         """What `on_checkpoint_load_start` finds beside the rank's state. Not collective."""
 
-    def save(self, folder: Path, memory_files: MemoryFiles, hook_state: Mapping[str, Any]) -> None:
+    def save(
+        self,
+        folder: Path,
+        memory_files: MemoryFiles,
+        reader: Reader,
+        hook_state: Mapping[str, Any],
+    ) -> None:
         """Write this rank's shards below `folder`, as far as possible as memory files.
 
         Collective: every rank calls this.
 
         Args:
+            reader: will read the shards; see `safe_save.readable`.
             hook_state: the result of `hook_state`, as the hooks left it.
         """
 
@@ -118,7 +125,7 @@ class TrialEngine(Protocol):
 
         Args:
             hook_state: the result of `read_hook_state`, as the hooks left it.
-            reshape: whether the shards are of another number of ranks, or another ZeRO stage.
+            reshape: whether the shards are of another number of ranks, or another sharding.
         """
 
     def load_weights(self, folder: Path, reader: Reader) -> None:

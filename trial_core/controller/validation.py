@@ -2,18 +2,22 @@
 
 One validation, with every hook inside it::
 
+    reset the custom reducers
     on_validation_start()
     on_validation_epoch_start()
     for each batch of this rank's shard, unless the run is asked to stop:
         trial.evaluate_batch(...)               or trial.evaluate_full_dataset once, on rank 0
     on_validation_epoch_end(outputs)            this rank's metrics, one mapping per batch
     reduce the metrics over all ranks           once
-    (on_validation_end(metrics) is the next stage)
+    (on_validation_end(metrics) is the next stage; it may change the metrics)
+
+All of it, on_validation_end included, runs with the models in evaluation mode, without gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +26,7 @@ import torch
 from trial_core.controller.data.loaders import Loaders
 from trial_core.controller.data.validation_set import ValidationSet
 from trial_core.controller.rank_state import capture_rng, restore_rng
-from trial_core.controller.reduction import reduce_metrics
+from trial_core.controller.reduction import reduce_validation
 from trial_core.controller.training import ProgressReporter
 from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
@@ -31,13 +35,26 @@ from trial_core.pytorch.callback import overridden_hooks
 from trial_core.pytorch.metric_reduction import BatchMetrics, Reducer
 from trial_core.slots.stop_barrier import StopBarrier
 
-PREPARING_HOOKS = {
-    "on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end"
+# With these hooks, evaluating one batch does not tell the metrics' names.
+VALIDATION_HOOKS = {
+    "on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end",
+    "on_validation_end",
 }  # fmt: skip
 
 
 class _Interrupted(Exception):
     """The validation ends early, on every rank."""
+
+
+@contextmanager
+def evaluating(engine: TrialEngine) -> Iterator[None]:
+    """Inside the block, models are in evaluation mode, and torch records no gradients."""
+    engine.set_training(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        engine.set_training(True)
 
 
 def validate(
@@ -62,17 +79,16 @@ def validate(
         TrialError: the set is empty or too small for a pipeline, or the trial took more
             micro-batches than the loader gives.
     """
-    for callback in engine.callbacks.values():
-        callback.on_validation_start()
-    for callback in engine.callbacks.values():
-        callback.on_validation_epoch_start()
-    stop_barrier.begin_workload()
-    engine.reducers.reset(for_validation=True)
-    engine.set_training(False)
-    contribution = None
-    reducers: Any = engine.evaluation_reducer()
-    try:
-        with torch.no_grad():
+    with evaluating(engine):
+        engine.reducers.reset(for_validation=True)
+        for callback in engine.callbacks.values():
+            callback.on_validation_start()
+        for callback in engine.callbacks.values():
+            callback.on_validation_epoch_start()
+        stop_barrier.begin_workload()
+        contribution = None
+        reducers: Any = engine.evaluation_reducer()
+        try:
             if engine.evaluates_full_dataset:
                 metrics = _evaluate_full_dataset(engine, loaders.validation, distributed)
                 reducers = Reducer.AVG  # of a single value: the trial has reduced the metrics
@@ -80,16 +96,14 @@ def validate(
                 metrics, contribution = _evaluate_batches(
                     engine, loaders.validation, distributed, progress, stop_barrier
                 )
+        except _Interrupted:
+            return None
         if not stop_barrier.may_finish_workload():
             return None
-    except _Interrupted:
-        return None
-    finally:
-        engine.set_training(True)
-    outputs = metrics.per_batch()
-    for callback in engine.callbacks.values():
-        callback.on_validation_epoch_end(outputs)
-    return reduce_metrics("validation", metrics, engine, distributed, reducers, contribution)
+        outputs = metrics.per_call()
+        for callback in engine.callbacks.values():
+            callback.on_validation_epoch_end(outputs)
+        return reduce_validation(metrics, engine, distributed, reducers, contribution)
 
 
 def metric_names(
@@ -103,30 +117,27 @@ def metric_names(
     Returns:
         None if one batch does not tell: the trial evaluates the whole set at once, or a reducer was
         wrapped without a name, or the validation loader can be read only once, or has no batch. Or
-        if callbacks prepare or conclude a validation: `evaluate_batch` may depend on that.
+        if callbacks have validation hooks: `evaluate_batch` may depend on them, and
+        `on_validation_end` may change the metrics.
     """
     of_reducers = engine.reducers.names("validation")
     is_unclear = (
         of_reducers is None
         or engine.evaluates_full_dataset
         or isinstance(loaders.validation.loader, Iterator)
-        or not PREPARING_HOOKS.isdisjoint(overridden_hooks(engine.callbacks))
+        or not VALIDATION_HOOKS.isdisjoint(overridden_hooks(engine.callbacks))
     )
     if any(distributed.allgather(is_unclear)):  # all ranks decide alike
         return None
     one_batch = replace(loaders.validation, limit=1)
     silent, rng = ProgressReporter(lambda _: None), capture_rng(engine)
     engine.reducers.reset(for_validation=True)
-    engine.set_training(False)
-    try:
-        with torch.no_grad():
-            metrics, _ = _evaluate_batches(engine, one_batch, distributed, silent, StopBarrier())
-    finally:
-        engine.set_training(True)
+    with evaluating(engine):
+        metrics, _ = _evaluate_batches(engine, one_batch, distributed, silent, StopBarrier())
     engine.reducers.reset(for_validation=True)
     restore_rng(rng, engine)
     partials = distributed.allgather(metrics.partials() if engine.reports_metrics else {})
-    evaluated = [part["metrics"] for part in partials if part.get("batches")]
+    evaluated = [part["metrics"] for part in partials if part.get("calls")]
     return sorted({*(of_reducers or ()), *evaluated[0]}) if evaluated else None
 
 

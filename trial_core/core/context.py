@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trial_core.cluster_info import ClusterInfo
+from trial_core.cluster_info import ScriptInfo
 from trial_core.core.checkpoints import CheckpointContext
 from trial_core.core.metrics import checked_steps, plain_metrics
 from trial_core.core.script_host import ScriptHost
@@ -119,4 +119,4 @@ class Context:
         self.checkpoint = CheckpointContext(host)
         self.preempt = PreemptContext(host)
         self.distributed: DistributedContext = host.distributed
-        self.info: ClusterInfo = host.info
+        self.info: ScriptInfo = host.info

@@ -13,7 +13,7 @@ from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.cluster_info import ClusterInfo
+from trial_core.cluster_info import ScriptInfo
 from trial_core.config import ExperimentConfig
 from trial_core.context import RunInfo
 from trial_core.controller.checkpoint_files import CheckpointFiles
@@ -109,7 +109,7 @@ class LocalHost:
         self._progress = ScriptProgress(
             metric, config.searcher.smaller_is_better, start.progress, start.metrics
         )
-        self.info = ClusterInfo.of(self._trial, experiment, start.uuid)
+        self.info = ScriptInfo.of(self._trial, experiment, start.uuid)
         self._stop_barrier = StopBarrier()
         self._stop: FitStop | None = None
         self._must_stop = False

@@ -9,7 +9,7 @@ from typing import Any
 
 from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.cluster_info import ClusterInfo, published
+from trial_core.cluster_info import ScriptInfo, published
 from trial_core.config.command import ScriptCommand, command_of
 from trial_core.context import RunInfo
 from trial_core.controller.checkpoint_files import CheckpointFiles
@@ -134,7 +134,7 @@ class ScriptController:
             sees_storage=not script.store.is_process_local,
             fetched=request.checkpoint,
         )
-        info = ClusterInfo.of(script.info.trial, script.info.experiment, request.checkpoint)
+        info = ScriptInfo.of(script.info.trial, script.info.experiment, request.checkpoint)
         host = SlotHost(
             info, ranks, script.info, script.files, checkpoints, self._emit, self._stop_barrier
         )

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from trial_core.cluster_info import ClusterInfo
+from trial_core.cluster_info import ScriptInfo
 from trial_core.distributed import DistributedContext
 from trial_core.run.observer import MetricsKind
 
@@ -23,7 +23,7 @@ class ScriptHost(Protocol):
         distributed: this rank's place among all.
     """
 
-    info: ClusterInfo
+    info: ScriptInfo
     distributed: DistributedContext
 
     def report(self, kind: MetricsKind, steps_completed: int, metrics: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trial_core.cluster_info import ClusterInfo
+from trial_core.cluster_info import ScriptInfo
 from trial_core.context import RunInfo
 from trial_core.controller.checkpoint_files import CheckpointFiles
 from trial_core.core.stored_checkpoints import StoredCheckpoints
@@ -34,7 +34,7 @@ class SlotHost:
 
     def __init__(
         self,
-        info: ClusterInfo,
+        info: ScriptInfo,
         distributed: DistributedContext,
         run: RunInfo,
         files: CheckpointFiles,

@@ -21,6 +21,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from trial_core.controller.safe_load import Reader
+from trial_core.controller.safe_save import readable
 from trial_core.controller.tensor_files import write_tensors
 from trial_core.transfer.memory_files import MemoryFiles
 
@@ -34,7 +35,8 @@ class SnapshotCheckpointEngine(TorchCheckpointEngine):
     Args:
         folder: the staging folder, or the folder of a fetched checkpoint.
         memory_files: where shards below `folder` are written; None writes files on disk.
-        reader: reads files; None uses one that does not trust the checkpoint.
+        reader: reads files, and will read those that are written; None uses one that does not
+            trust the checkpoint.
     """
 
     def __init__(
@@ -50,7 +52,12 @@ class SnapshotCheckpointEngine(TorchCheckpointEngine):
         """Nothing to prepare."""
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write one shard. DeepSpeed calls this on each rank that has one."""
+        """Write one shard. DeepSpeed calls this on each rank that has one.
+
+        Raises:
+            TrialError: the shard holds objects that the reader would not read.
+        """
+        state_dict = readable(state_dict, self.reader)
         if self._memory_files is None or not Path(path).is_relative_to(self._folder):
             torch.save(state_dict, path)
         else:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import fields
+from typing import Any, NoReturn
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -19,9 +20,10 @@ from trial_core.deepspeed.mpu import (
 )
 from trial_core.deepspeed.op_builds import prepare_op_builds
 from trial_core.distributed import DistributedContext, is_launched
-from trial_core.errors import TrialError
+from trial_core.errors import TrialError, TrialTypeError
 from trial_core.pytorch.torch_context import TorchTrialContext
 from trial_core.rendezvous import host_single_rank
+from trial_core.unknown_names import unknown_name
 
 logger = logging.getLogger(__name__)
 
@@ -64,43 +66,47 @@ class DeepSpeedTrialContext(TorchTrialContext):
     def wrap_model_engine(self, model: DeepSpeedEngine) -> DeepSpeedEngine:
         """Register a DeepSpeed engine, so that checkpoints contain it.
 
-        The first wrapped engine determines the number of samples in a batch, and whether the trial
-        is a pipeline. Every rank calls this, in the same order.
+        The first wrapped engine determines the number of samples in a batch, and the layout: which
+        ranks load data and report metrics. Every rank calls this, in the same order.
 
         Returns:
             `model`.
 
         Raises:
-            TrialError: `model` is not an engine, or is wrapped already; or it is a pipeline whose
-                layout differs from the first engine's.
+            TrialTypeError: `model` is not an engine.
         """
         if not isinstance(model, DeepSpeedEngine):
-            raise TrialError(
+            raise TrialTypeError(
                 f"wrap_model_engine takes the engine that deepspeed.initialize returns first, "
                 f"got {type(model).__name__}"
             )
         if any(wrapped is model for wrapped in self.models):
-            raise TrialError(
-                "wrap_model_engine was called twice with the same engine; wrap each engine once"
-            )
+            logger.warning("wrap_model_engine got the same engine twice; it is registered once")
+            return model
         if self.models:
-            self._check_later_engine(model)
-        elif isinstance(model, PipelineEngine):
+            self._warn_of_differences(model)
+        if isinstance(model, PipelineEngine):
             self.uses_pipeline = True
-            self.mpu = make_deepspeed_mpu(model.mpu)
+            if not self.models:
+                self.mpu = make_deepspeed_mpu(model.mpu)
         self.models.append(model)
         return model
 
     def set_mpu(self, mpu: ModelParallelUnit) -> None:
         """Use a custom model-parallel layout. Every rank calls this, with its own unit.
 
+        Args:
+            mpu: a `ModelParallelUnit`, or another object with its attributes.
+
         Raises:
-            TrialError: `mpu` is not a `ModelParallelUnit`; or no engine is wrapped yet; or a unit
-                was set before.
+            TrialTypeError: `mpu` lacks an attribute.
+            TrialError: no engine is wrapped yet; or a unit was set before.
         """
-        if not isinstance(mpu, ModelParallelUnit):
-            raise TrialError(
-                f"set_mpu takes a trial_core.deepspeed.ModelParallelUnit, got {type(mpu).__name__}"
+        missing = [each.name for each in fields(ModelParallelUnit) if not hasattr(mpu, each.name)]
+        if missing:
+            raise TrialTypeError(
+                f"set_mpu takes a trial_core.deepspeed.ModelParallelUnit, got {type(mpu).__name__} "
+                f"without {', '.join(missing)}"
             )
         if not self.models:
             raise TrialError("set_mpu was called before wrap_model_engine; wrap the engine first")
@@ -109,27 +115,72 @@ class DeepSpeedTrialContext(TorchTrialContext):
         self.mpu = mpu
         self._mpu_was_set = True
 
+    # ------------------------------------------------------ batch sizes, of the first engine
+
+    @property
+    def use_pipeline_parallel(self) -> bool:
+        """Whether a pipeline is wrapped."""
+        return self.uses_pipeline
+
+    @property
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one micro-batch on one rank."""
+        return int(
+            self._first_engine("train_micro_batch_size_per_gpu").train_micro_batch_size_per_gpu()
+        )
+
+    @property
+    def num_micro_batches_per_slot(self) -> int:
+        """Micro-batches of one batch on one rank."""
+        return int(self._first_engine("num_micro_batches_per_slot").gradient_accumulation_steps())
+
+    def get_train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one micro-batch on one rank."""
+        return self.train_micro_batch_size_per_gpu
+
+    def get_num_micro_batches_per_slot(self) -> int:
+        """Micro-batches of one batch on one rank."""
+        return self.num_micro_batches_per_slot
+
+    def get_global_batch_size(self) -> int:
+        """Samples of one batch on all ranks: DeepSpeed's ``train_batch_size``."""
+        return int(self._first_engine("get_global_batch_size").train_batch_size())
+
+    def get_per_slot_batch_size(self) -> int:
+        """Samples of one batch in one data-parallel shard, in all its micro-batches."""
+        return self.get_global_batch_size() // self.mpu.data_parallel_world_size
+
     def disable_auto_grad_accumulation(self) -> None:
         """Call `train_batch` once a batch; the trial then trains all its micro-batches itself."""
         self.auto_grad_accumulation = False
 
-    def _check_later_engine(self, model: DeepSpeedEngine) -> None:
+    def __getattr__(self, name: str) -> NoReturn:
+        raise unknown_name("DeepSpeedTrialContext", name, dir(type(self)))
+
+    def _first_engine(self, asked_for: str) -> DeepSpeedEngine:
+        if not self.models:
+            raise TrialError(
+                f"context.{asked_for} is the first engine's; call wrap_model_engine before"
+            )
+        return self.models[0]
+
+    def _warn_of_differences(self, model: DeepSpeedEngine) -> None:
+        number, first = len(self.models), self.models[0]
         if isinstance(model, PipelineEngine):
-            first_unit = make_deepspeed_mpu(self.models[0].mpu) if self.uses_pipeline else None
-            if make_deepspeed_mpu(model.mpu) != first_unit:
-                raise TrialError(
-                    f"wrap_model_engine got a PipelineEngine as engine {len(self.models)}, after "
-                    f"one that {'has other stages' if self.uses_pipeline else 'is no pipeline'}: "
-                    "the first engine's layout is the whole trial's. Wrap the pipeline first, and "
-                    "give all pipelines of a trial the same stages"
+            unit = make_deepspeed_mpu(first.mpu) if isinstance(first, PipelineEngine) else None
+            if make_deepspeed_mpu(model.mpu) != unit:
+                logger.warning(
+                    "engine %d is a pipeline whose layout differs from the first engine's, which "
+                    "decides which ranks load data and report metrics",
+                    number,
                 )
-        first_size = self.models[0].train_micro_batch_size_per_gpu()
+        first_size = first.train_micro_batch_size_per_gpu()
         size = model.train_micro_batch_size_per_gpu()
         if size != first_size:
             logger.warning(
                 "engine %d has a micro-batch size of %s, the first one has %s; batches and samples "
                 "are counted by the first",
-                len(self.models),
+                number,
                 size,
                 first_size,
             )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from trial_core.accelerator import accelerator_rng_state, restore_accelerator_rng
@@ -19,6 +21,7 @@ from trial_core.deepspeed.checkpoint_engine import (
     snapshot_checkpoint_engines,
 )
 from trial_core.deepspeed.context import DeepSpeedTrialContext
+from trial_core.deepspeed.data_loaders import finite, finite_and_separate
 from trial_core.deepspeed.mpu import check_mpu
 from trial_core.deepspeed.pipeline_leftovers import forget_pipeline
 from trial_core.deepspeed.reshard.reshard_loader import resharded
@@ -33,6 +36,8 @@ from trial_core.errors import CheckpointError, TrialError
 from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.pytorch.metric_reduction import Reducer
 from trial_core.transfer.memory_files import MemoryFiles
+
+logger = logging.getLogger(__name__)
 
 ZERO_STAGE_WEIGHTS = 3
 
@@ -71,11 +76,9 @@ class DeepSpeedTrialEngine:
         self.micro_batches_per_batch = int(first.gradient_accumulation_steps())
         self.batch_samples = int(first.train_batch_size())
         self.requires_reproducible_loaders = context.reproducible_loaders
-        self._calls_per_batch = (
-            self.micro_batches_per_batch
-            if context.auto_grad_accumulation and not is_pipeline
-            else 1
-        )
+        self._accumulates = context.auto_grad_accumulation and not is_pipeline
+        self._calls_per_batch = self.micro_batches_per_batch if self._accumulates else 1
+        self._has_warned_of_no_step = False
         self.micro_batches_per_evaluation = self.micro_batches_per_batch if is_pipeline else 1
         self.evaluates_in_lockstep = _forward_needs_other_ranks(context)
         self.pads_evaluation = not is_pipeline
@@ -83,30 +86,42 @@ class DeepSpeedTrialEngine:
         self._evaluate_takes_index = _accepts_batch_idx(trial.evaluate_batch)
 
     def training_loader(self) -> Any:
-        return self._trial.build_training_data_loader()
+        return finite(self._trial.build_training_data_loader())
 
     def validation_loader(self) -> Any:
-        return self._trial.build_validation_data_loader()
+        return finite_and_separate(self._trial.build_validation_data_loader())
 
     def train_batch(
         self, micro_batches: Iterator[Any] | None, epoch_idx: int, batch_idx: int
     ) -> list[Any]:
         engine = self._context.models[0]
-        steps_before = engine.global_steps
+        before = int(engine.micro_steps)
         metrics = [
             self._trial.train_batch(micro_batches, epoch_idx, batch_idx)
             for _ in range(self._calls_per_batch)
         ]
-        if engine.global_steps != steps_before + 1:
+        # Of two mistakes the controller reports the first one: a wrong return value.
+        has_metrics = all(isinstance(each, (torch.Tensor, Mapping)) for each in metrics)
+        if self._accumulates and (has_metrics or not self.reports_metrics):
+            self._check_micro_steps(int(engine.micro_steps) - before)
+        return metrics
+
+    def _check_micro_steps(self, micro_steps: int) -> None:
+        """Check that the first engine ended its batch, as far as it was trained in this one."""
+        if micro_steps % self.micro_batches_per_batch:
             raise TrialError(
                 "DeepSpeed model engine did not train for gradient accumulation steps: "
-                f"{self._calls_per_batch} call(s) of train_batch led to "
-                f"{engine.global_steps - steps_before} optimizer step(s) of the first engine; "
-                "expected exactly one. Each call must run the engine's forward, backward and step "
-                "once; to accumulate by hand, call context.disable_auto_grad_accumulation(). With "
-                "several engines, wrap one first that steps once a batch"
+                f"{self._calls_per_batch} call(s) of train_batch led to {micro_steps} "
+                f"micro-step(s) of the first engine; expected {self.micro_batches_per_batch}, or a "
+                "multiple. Each call must run the engine's forward, backward and step once; to "
+                "accumulate by hand, call context.disable_auto_grad_accumulation()"
             )
-        return metrics
+        if micro_steps == 0 and not self._has_warned_of_no_step:
+            self._has_warned_of_no_step = True
+            logger.warning(
+                "train_batch made no step of the first engine in a whole batch; if that is not "
+                "intended, call engine.backward(loss) and engine.step() in it"
+            )
 
     def learning_rates(self) -> list[float | None]:
         return [next(map(float, engine.get_lr()), None) for engine in self._context.models]
@@ -138,8 +153,15 @@ class DeepSpeedTrialEngine:
     def read_hook_state(self, folder: Path, reader: Reader) -> dict[str, Any]:
         return {}
 
-    def save(self, folder: Path, memory_files: MemoryFiles, hook_state: Mapping[str, Any]) -> None:
-        with snapshot_checkpoint_engines(self._context.models, folder, memory_files=memory_files):
+    def save(
+        self,
+        folder: Path,
+        memory_files: MemoryFiles,
+        reader: Reader,
+        hook_state: Mapping[str, Any],
+    ) -> None:
+        engines = self._context.models
+        with snapshot_checkpoint_engines(engines, folder, memory_files=memory_files, reader=reader):
             self._trial.save(self._context, folder)
 
     def load(

@@ -12,7 +12,7 @@ import torch
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.load_engine import load_engine, load_weights
 from trial_core.errors import TrialError
-from trial_core.pytorch.batch_length import batch_length
+from trial_core.pytorch.batch_length import data_length
 from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.pytorch.metric_reduction import Reducer
 
@@ -72,8 +72,10 @@ class DeepSpeedTrial(ABC):
             batch_idx: number of batches that the trial has trained before this one.
 
         Returns:
-            Metrics: a scalar tensor (reported as ``loss``), or numbers by name. They may stay on
-            the device: the controller reads them when the workload ends.
+            Metrics: a scalar tensor (reported as ``loss``), or values by name. Numbers and arrays
+            are averaged, without values that are None. Text, dicts and other lists are reported as
+            the first rank returned them last. Tensors may stay on the device: the controller reads
+            them when the workload ends.
         """
 
     @abstractmethod
@@ -113,16 +115,18 @@ class DeepSpeedTrial(ABC):
         shard has ended then gets a batch whose metrics do not count.
 
         Called once before training as well, only for the names of the metrics (unless a callback
-        overrides ``on_validation_start`` or one of the ``on_validation_epoch_`` hooks). So reset
-        values that the trial collects itself in ``on_validation_start``.
+        overrides one of the ``on_validation_`` hooks). So reset values that the trial collects
+        itself in ``on_validation_start``.
 
         Args:
             dataloader_iter: micro-batches of this rank's shard; None on ranks that need no data.
             batch_idx: counts the calls of this validation from 0. The parameter is optional.
 
         Returns:
-            Numbers, or arrays of numbers, by name; the same names in every call. They may stay on
-            the device. `evaluation_reducer` says how to reduce them.
+            Metrics by name, as `train_batch` returns them; the same names in every call.
+            `evaluation_reducer` says how to reduce numbers and arrays. The default is the mean over
+            all calls on all ranks. Each call counts the same, also one with fewer samples: for a
+            mean over samples, use a custom reducer.
         """
         raise TrialError(f"{type(self).__name__} does not define evaluate_batch")
 
@@ -154,7 +158,7 @@ class DeepSpeedTrial(ABC):
         Raises:
             TrialError: there is no tensor or array with a first dimension.
         """
-        return batch_length(batch)
+        return data_length(batch)
 
     def build_callbacks(self) -> dict[str, PyTorchCallback]:
         """Callbacks by name. Checkpoints hold their state under these names."""

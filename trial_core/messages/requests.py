@@ -275,9 +275,14 @@ class RunHook(Request):
 
 
 class HookDone(Result):
-    """The callbacks have run."""
+    """The callbacks have run.
+
+    Attributes:
+        metrics: after on_validation_end, from rank 0: the metrics as the callbacks have left them.
+    """
 
     stop_requested: bool
+    metrics: dict[str, Any] | None = None
 
 
 class FinishRunFiles(Request):

@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trial_core import deepspeed
+    from trial_core.pytorch.batch_length import data_length
     from trial_core.pytorch.callback import PyTorchCallback
     from trial_core.pytorch.context import PyTorchExperimentalContext, PyTorchTrialContext
     from trial_core.pytorch.custom_reducers import MetricReducer
     from trial_core.pytorch.data import samplers
     from trial_core.pytorch.data.dataloader import DataLoader
+    from trial_core.pytorch.data.samplers import adapt_batch_sampler
+    from trial_core.pytorch.device_transfer import TorchData, to_device
     from trial_core.pytorch.lr_scheduler import LRScheduler
     from trial_core.pytorch.metric_reduction import Reducer
-    from trial_core.pytorch.to_device import TorchData
     from trial_core.pytorch.trial import PyTorchTrial
     from trial_core.trainer.init import pytorch_init as init
+    from trial_core.trainer.load_trial import load_trial_from_checkpoint_path
     from trial_core.trainer.trainer import Trainer
     from trial_core.units import Batch, Epoch, TrainUnit
 
@@ -34,9 +37,13 @@ _HOMES = {
     "PyTorchTrial": "trial_core.pytorch.trial",
     "PyTorchTrialContext": "trial_core.pytorch.context",
     "Reducer": "trial_core.pytorch.metric_reduction",
-    "TorchData": "trial_core.pytorch.to_device",
+    "TorchData": "trial_core.pytorch.device_transfer",
     "TrainUnit": "trial_core.units",
     "Trainer": "trial_core.trainer.trainer",
+    "adapt_batch_sampler": "trial_core.pytorch.data.samplers",
+    "data_length": "trial_core.pytorch.batch_length",
+    "to_device": "trial_core.pytorch.device_transfer",
+    "load_trial_from_checkpoint_path": "trial_core.trainer.load_trial",
 }
 
 __all__ = [
@@ -53,9 +60,13 @@ __all__ = [
     "TorchData",
     "TrainUnit",
     "Trainer",
+    "adapt_batch_sampler",
+    "data_length",
     "deepspeed",
     "init",
+    "load_trial_from_checkpoint_path",
     "samplers",
+    "to_device",
 ]
 
 
@@ -67,8 +78,14 @@ def __getattr__(name: str) -> Any:
     if name == "init":
         return importlib.import_module("trial_core.trainer.init").pytorch_init
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise _unknown(name)
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def _unknown(name: str) -> AttributeError:
+    from trial_core.unknown_names import unknown_name
+
+    return unknown_name(__name__, name, __all__)
 
 
 def __dir__() -> list[str]:

@@ -8,21 +8,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from trial_core.errors import TrialError
+from trial_core.errors import TrialTypeError
 
 
-def batch_length(batch: Any) -> int:
+def data_length(batch: Any) -> int:
     """The first dimension of the first tensor or array in `batch`, depth first.
 
     Searches dicts, lists and tuples. Skips tensors and arrays without a dimension.
 
     Raises:
-        TrialError: there is none.
+        TrialTypeError: there is none.
     """
     for found in _tensors(batch):
         if found.ndim > 0:
             return int(found.shape[0])
-    raise TrialError(
+    raise TrialTypeError(
         f"get_batch_length found no tensor or array with a first dimension in a batch of type "
         f"{type(batch).__module__}.{type(batch).__qualname__} (it searches dicts, lists and "
         "tuples); override get_batch_length to count the records of such a batch"

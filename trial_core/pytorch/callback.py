@@ -55,7 +55,8 @@ class PyTorchCallback:
                     on_training_epoch_end(epoch_idx)        if an epoch ends with it
                 on_training_workload_end(avg_metrics, batch_metrics)
 
-            a validation, if one is due and no stop is requested; optionally before all training:
+            a validation, if one is due and no stop is requested; optionally before all training;
+            its hooks run in evaluation mode without gradients:
                 on_validation_start()
                 on_validation_epoch_start()
                 for each batch:
@@ -116,7 +117,10 @@ class PyTorchCallback:
         """Called after a checkpoint was restored, if any, and before training begins."""
 
     def on_training_epoch_start(self, epoch_idx: int) -> None:
-        """Called before the first batch of an epoch. `epoch_idx` counts from 0."""
+        """Called before the first batch of an epoch. `epoch_idx` counts from 0.
+
+        An override may leave the parameter out.
+        """
 
     def on_training_epoch_end(self, epoch_idx: int) -> None:
         """Called after the last batch of an epoch. `epoch_idx` counts from 0."""
@@ -126,12 +130,15 @@ class PyTorchCallback:
 
         Args:
             avg_metrics: metrics averaged over all its batches and ranks, and custom reducers'.
-            batch_metrics: this rank's metrics, a list with a dict for each batch; empty on a rank
-                that reports none.
+            batch_metrics: a list with a dict for each call of train_batch (each micro-batch, or
+                with pipelines each batch): its metrics averaged over all ranks.
         """
 
     def on_validation_start(self) -> None:
-        """Called before each validation."""
+        """Called before each validation, in evaluation mode without gradients.
+
+        Custom reducers are reset before it: what validation hooks add to them counts.
+        """
 
     def on_validation_epoch_start(self) -> None:
         """Called before the first batch of a validation."""
@@ -145,10 +152,11 @@ class PyTorchCallback:
         """
 
     def on_validation_end(self, metrics: dict[str, Any]) -> None:
-        """Called after each validation.
+        """Called after each validation, in evaluation mode without gradients.
 
         Args:
-            metrics: metrics reduced over all batches and ranks, and custom reducers'.
+            metrics: metrics reduced over all batches and ranks, and custom reducers'. They are
+                reported after the hook, as rank 0's callbacks leave them.
         """
 
     def on_checkpoint_save_start(self, checkpoint: dict[str, Any]) -> None:
@@ -175,11 +183,16 @@ class PyTorchCallback:
     def on_trial_shutdown(self) -> None:
         """Called before the trial's processes end; the trial may be resumed later.
 
-        Not called if the run fails, is cancelled or is killed.
+        Also called after a failure, on each rank that raised or is idle, once `on_trial_startup`
+        has been called; it has 10 seconds then. Not called on a rank that hangs or is killed.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """The callback's state to save, picklable."""
+        """The callback's state to save: plain data, tensors and arrays, in lists and dicts.
+
+        Other mappings and sequences are stored as dicts, lists and tuples. Objects of other classes
+        are refused, unless the experiment sets ``checkpointing.trusted``.
+        """
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from trial_core.context import RunInfo
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
 from trial_core.pytorch.custom_reducers import MetricReducer
-from trial_core.pytorch.distributed_model import DistributedModel, unwrapped
+from trial_core.pytorch.distributed_model import DistributedModel, broadcast_model, unwrapped
 from trial_core.pytorch.gradient_averaging import GradientAveraging, parameters_of
 from trial_core.pytorch.lr_scheduler import LRScheduler
-from trial_core.pytorch.mixed_precision import MixedPrecision, apex_scaler
+from trial_core.pytorch.mixed_precision import MixedPrecision, apex_scaler, share_overflow
+from trial_core.pytorch.sharded_model import SHARDINGS, is_sharded, require_all_ranks, shard
 from trial_core.pytorch.torch_context import TorchTrialContext
 
 logger = logging.getLogger(__name__)
@@ -55,35 +57,66 @@ class PyTorchTrialContext(TorchTrialContext):
         self.precision = MixedPrecision(self.device)
         self._averages_by_default = bool(settings.get("average_aggregated_gradients", True))
         self._compresses_by_default = bool(settings.get("gradient_compression", False))
+        self._default_sharding = str(settings.get("sharding", "none"))
+        self._mesh: DeviceMesh | None = None
         self._divides: dict[int, bool] = {}
         self._averaging = GradientAveraging(distributed.get_size())
 
     # ------------------------------------------------------------------------------ wrapping
 
-    def wrap_model(self, model: nn.Module, find_unused_parameters: bool = False) -> nn.Module:
+    def wrap_model(
+        self,
+        model: nn.Module,
+        find_unused_parameters: bool = False,
+        sharding: Literal["none", "fsdp2"] | None = None,
+    ) -> nn.Module:
         """Move a model to this rank's device, and have checkpoints contain it.
 
         With several ranks the result is a replica whose gradients are averaged; the model's
         attributes and methods can be reached through it. Every rank calls this, in the same order,
         which is the model's index in checkpoints.
 
+        With ``sharding="fsdp2"`` the ranks divide the model and its optimizer state among them. The
+        result is `model`; construct its optimizer afterwards. FSDP2 gathers weights only when the
+        model is called, so call no other method that computes with them (or first pass it to
+        ``torch.distributed.fsdp.register_fsdp_forward_method``). All ranks call it equally often.
+        A model that the trial has passed to ``fully_shard``, over all ranks, is left as it is.
+
         Args:
             find_unused_parameters: say True if not every parameter gets a gradient in every batch.
+            sharding: "none" or "fsdp2"; default: the experiment's ``optimizations.sharding``.
+                Models that are trained are sharded all, or none of them.
 
         Raises:
-            TrialError: `model` is not a model, or is wrapped already.
+            TrialError: `model` is not a model, or is wrapped already, or cannot be sharded.
         """
         if not isinstance(model, nn.Module):
             raise TrialError(f"wrap_model takes a torch.nn.Module, got {_kind(model)}")
         if any(unwrapped(wrapped) is unwrapped(model) for wrapped in self.models):
             raise TrialError("wrap_model was called twice with the same model; wrap each one once")
-        model = model.to(self.device)
-        is_trained = any(each.requires_grad for each in model.parameters())
-        if self.distributed.get_size() > 1 and is_trained:
-            replica = DistributedModel(model, self.device)
-            self._averaging.add_model(replica, in_backward=not find_unused_parameters)
-            model = replica
+        chosen = sharding or self._default_sharding
+        if chosen not in SHARDINGS:
+            raise TrialError(f'wrap_model: sharding is "none" or "fsdp2", got {chosen!r}')
+        has_peers = self.distributed.get_size() > 1
+        if is_sharded(model):
+            require_all_ranks(model, self.distributed.get_size())
+        else:
+            model = model.to(self.device)
+            if has_peers and chosen == "fsdp2" and any(True for _ in model.parameters()):
+                shard(model, self._device_mesh(), self._compresses_by_default)
+            elif has_peers and _is_trained(model):
+                replica = DistributedModel(model, self.device)
+                self._averaging.add_model(replica, in_backward=not find_unused_parameters)
+                model = replica
+            elif has_peers:
+                broadcast_model(model)
         self.models.append(model)
+        if len({is_sharded(each) for each in self.models if _is_trained(each)}) > 1:
+            raise TrialError(
+                "some of the trial's models are sharded with FSDP2 and others are not: their "
+                "gradients have different forms, which cannot be clipped or saved together. Shard "
+                "all models that are trained, or none: optimizations.sharding applies to all"
+            )
         return model
 
     def wrap_optimizer(
@@ -109,7 +142,8 @@ class PyTorchTrialContext(TorchTrialContext):
             `optimizer`.
 
         Raises:
-            TrialError: an argument has the wrong type, or the optimizer is wrapped already.
+            TrialError: an argument has the wrong type, or the optimizer is wrapped already, or was
+                constructed before its model was sharded.
         """
         if not isinstance(optimizer, Optimizer):
             raise TrialError(
@@ -126,6 +160,13 @@ class PyTorchTrialContext(TorchTrialContext):
             )
         known = {id(each) for model in self.models for each in model.parameters()}
         foreign = sum(id(each) not in known for each in parameters_of(optimizer))
+        shards = any(is_sharded(model) for model in self.models)
+        if foreign and shards:
+            raise TrialError(
+                f"{foreign} parameter tensor(s) of optimizer {len(self.optimizers)} belong to no "
+                "wrapped model. FSDP2 replaces a model's parameters: construct the optimizer after "
+                "context.wrap_model, from its result's parameters"
+            )
         if foreign:
             logger.warning(
                 "%d parameter tensor(s) of optimizer %d belong to no wrapped model: checkpoints do "
@@ -136,8 +177,14 @@ class PyTorchTrialContext(TorchTrialContext):
             )
         self.optimizers.append(optimizer)
         is_only = len(self.optimizers) == 1
-        self._averaging.add_optimizer(optimizer, is_only, backward_passes_per_step)
-        if _default(fp16_compression, self._compresses_by_default):
+        self._averaging.add_optimizer(is_only, backward_passes_per_step)
+        compresses = _default(fp16_compression, self._compresses_by_default)
+        if shards and compresses != self._compresses_by_default:
+            raise TrialError(
+                f"wrap_optimizer(fp16_compression={compresses}) comes too late for models that are "
+                "sharded with FSDP2; set optimizations.gradient_compression in the experiment"
+            )
+        if compresses:
             self._averaging.compress()
         self._divides[id(optimizer)] = _default(
             average_aggregated_gradients, self._averages_by_default
@@ -224,6 +271,13 @@ class PyTorchTrialContext(TorchTrialContext):
             is_on, scaler = apex_scaler(self.device, opt_level, cast_model_type, loss_scale)
             if is_on:
                 self._use_amp(scaler, cast_model_type)
+            if is_on and self.distributed.get_rank() == 0:
+                logger.warning(
+                    'Apex is no longer developed: configure_apex_amp(opt_level="%s") uses torch\'s '
+                    "automatic mixed precision, which keeps weights in float32, as "
+                    "context.experimental.use_amp() does",
+                    opt_level,
+                )
         return models, optimizers
 
     # ------------------------------------------------------------------------------ training
@@ -239,15 +293,18 @@ class PyTorchTrialContext(TorchTrialContext):
 
         Scales the loss if mixed precision was switched on by `configure_apex_amp` or
         ``experimental.use_amp``. Does not send anything to other ranks in batches without an
-        optimizer step.
+        optimizer step, unless the model is sharded: collective, then.
+
+        Raises:
+            TrialError: with several ranks, the pass gives a parameter of a model that was wrapped
+                without `find_unused_parameters` several gradients.
         """
         if self.precision.scaler is not None:
             loss = self.precision.scaler.scale(loss)
-        with self.precision.paused():
+        with self.precision.paused(), self._averaging.backward_pass():
             loss.backward(  # type: ignore[no-untyped-call]
                 gradient=gradient, retain_graph=retain_graph, create_graph=create_graph
             )
-        self._averaging.backward_ended()
 
     def step_optimizer(
         self,
@@ -268,7 +325,8 @@ class PyTorchTrialContext(TorchTrialContext):
 
         Raises:
             TrialError: the optimizer is not wrapped; or `auto_zero_grads` is False while gradients
-                are added up over batches.
+                are added up over batches; or with several ranks, the backward pass left out
+                parameters of a model that was wrapped without `find_unused_parameters`.
         """
         if id(optimizer) not in self._divides:
             raise TrialError(
@@ -284,7 +342,9 @@ class PyTorchTrialContext(TorchTrialContext):
         if not self.steps_in_this_batch:
             return
         parameters = [each for each in parameters_of(optimizer) if each.requires_grad]
-        self._averaging.before_step(parameters)
+        had_own_gradients = self._averaging.before_step(parameters)
+        if had_own_gradients and scaler is not None:
+            share_overflow(scaler, optimizer)
         if self.aggregation_frequency > 1 and self._divides[id(optimizer)]:
             for parameter in parameters:
                 if parameter.grad is not None:
@@ -298,6 +358,7 @@ class PyTorchTrialContext(TorchTrialContext):
             optimizer.step()
         else:
             scaler.step(optimizer)
+            self.precision.has_stepped = True
         if auto_zero_grads:
             optimizer.zero_grad()
 
@@ -309,9 +370,10 @@ class PyTorchTrialContext(TorchTrialContext):
     @contextmanager
     def training_batch(self) -> Iterator[None]:
         """The controller trains one batch within the block."""
+        self.precision.has_stepped = False
         with self._averaging.batch(self.steps_in_this_batch), self.precision.autocast():
             yield
-        if self.precision.scaler is not None and self.steps_in_this_batch:
+        if self.precision.scaler is not None and self.precision.has_stepped:
             self.precision.scaler.update()
         for scheduler in self.lr_schedulers:
             scheduler.batch_ended(
@@ -354,6 +416,11 @@ class PyTorchTrialContext(TorchTrialContext):
 
     # ----------------------------------------------------------------------------- internals
 
+    def _device_mesh(self) -> DeviceMesh:
+        if self._mesh is None:
+            self._mesh = init_device_mesh(self.device.type, (self.distributed.get_size(),))
+        return self._mesh
+
     def _use_amp(self, scaler: GradScaler | None, dtype: torch.dtype | None = None) -> None:
         if scaler is not None:
             self.wrap_scaler(scaler)
@@ -395,6 +462,10 @@ class PyTorchExperimentalContext:
 
 def _default(given: bool | None, default: bool) -> bool:
     return default if given is None else given
+
+
+def _is_trained(model: nn.Module) -> bool:
+    return any(each.requires_grad for each in model.parameters())
 
 
 def _kind(thing: object) -> str:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trial_core.errors import TrialError
-from trial_core.pytorch.metric_values import as_array, as_plain
+from trial_core.errors import TrialError, TrialTypeError
+from trial_core.pytorch.metric_values import plain_value
 from trial_core.run.observer import MetricsKind
 
 
@@ -65,8 +65,8 @@ class MetricReducer(ABC):
             per_slot_metrics: the results of `per_slot_reduce`, in the order of ranks.
 
         Returns:
-            If the reducer was wrapped with a name: a number, or an array or list of numbers. If it
-            was wrapped without: a dict of such values by name.
+            If the reducer was wrapped with a name: a number, text, None, or an array or list of
+            these. If it was wrapped without: a dict of such values by name.
         """
 
 
@@ -222,12 +222,12 @@ def _as_reducer(reducer: MetricReducer | Callable[[list[Any]], Any]) -> MetricRe
     if isinstance(reducer, MetricReducer):
         return reducer
     if isinstance(reducer, type) and issubclass(reducer, MetricReducer):
-        raise TrialError(
+        raise TrialTypeError(
             f"wrap_reducer got the class {reducer.__name__}; pass an instance: "
             f"wrap_reducer({reducer.__name__}(), ...)"
         )
     if not callable(reducer):
-        raise TrialError(
+        raise TrialTypeError(
             f"wrap_reducer got {_name_of(reducer)}; a reducer is a function, or an instance of a "
             "subclass of trial_core.pytorch.MetricReducer"
         )
@@ -236,7 +236,7 @@ def _as_reducer(reducer: MetricReducer | Callable[[list[Any]], Any]) -> MetricRe
 
 def _checked_name(name: Any) -> str | None:
     if name is not None and not isinstance(name, str):
-        raise TrialError(f"wrap_reducer's name must be a string or None, got {name!r}")
+        raise TrialTypeError(f"wrap_reducer's name must be a string or None, got {name!r}")
     return name
 
 
@@ -262,7 +262,7 @@ def _named(wrapped: _Wrapped, reduced: Any) -> dict[str, Any]:
             f"the {wrapped.label} returned a dict with the key {invalid[0]!r}; the names of "
             "metrics must be strings"
         )
-    return {key: as_plain(as_array(key, value, wrapped.label)) for key, value in reduced.items()}
+    return {key: plain_value(key, value, wrapped.label) for key, value in reduced.items()}
 
 
 def _name_of(value: Any) -> str:

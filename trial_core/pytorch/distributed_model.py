@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
@@ -11,6 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from trial_core.errors import TrialError
+
+logger = logging.getLogger(__name__)
 
 # `broadcast_buffers` is deprecated where `forward_sync_buffers` exists (torch 2.13).
 _KEEPS_BUFFERS: dict[str, Any] = (
@@ -23,6 +28,8 @@ _KEEPS_BUFFERS: dict[str, Any] = (
 class DistributedModel(DistributedDataParallel):
     """A replica of a model on this rank. Attributes and methods of the model pass through.
 
+    Attributes that the model has are also set on the model.
+
     Constructing it is collective. Only a forward pass that trains is DistributedDataParallel's: in
     evaluation mode, or without gradients, a rank may call the model as often as it likes.
 
@@ -34,19 +41,69 @@ class DistributedModel(DistributedDataParallel):
         devices = None if device.type == "cpu" else [device]
         super().__init__(module, device_ids=devices, **_KEEPS_BUFFERS, **options)
         self.forwards = 0
+        if hidden := self._hidden_attributes():
+            logger.warning(
+                "%s has attributes with names of DistributedDataParallel's own, which hide them "
+                "from the result of wrap_model: %s. Rename them, or keep the model that you pass "
+                "to wrap_model and use its attributes",
+                type(module).__name__,
+                ", ".join(hidden),
+            )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's own, averaging gradients in the backward pass of training."""
+        """As the model's own, averaging gradients in the backward pass of training.
+
+        Raises:
+            TrialError: as `check_all_averaged`.
+        """
         if not (self.training and torch.is_grad_enabled()):
             return self.module(*args, **kwargs)
+        self.check_all_averaged()
         self.forwards += 1
         return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def check_all_averaged(self) -> None:
+        """Check that the last backward pass has averaged the gradients of all parameters.
+
+        Raises:
+            TrialError: some parameters got no gradient, so ranks would train different weights.
+        """
+        try:
+            self._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise pass_error(type(self.module).__name__, "did not reach all parameters") from error
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self.__dict__
+        if "forwards" in own and name not in own and hasattr(self.module, name):
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _hidden_attributes(self) -> list[str]:
+        """The model's attributes that cannot be reached through this object."""
+        shared = set(dir(self)) & set(dir(self.module)) - set(dir(nn.Module()))
+        return sorted(
+            name
+            for name in shared
+            if not name.startswith("_")
+            and repr(getattr(self, name)) != repr(getattr(self.module, name))
+        )
+
+
+def pass_error(model: str, seen: str) -> TrialError:
+    """The error for a backward pass that DistributedDataParallel cannot average."""
+    return TrialError(
+        f"a backward pass of {model} {seen}, and each one must give every parameter one gradient: "
+        "ranks average gradients while it runs. Have them averaged in step_optimizer instead: call "
+        "context.wrap_model(model, find_unused_parameters=True)"
+    )
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -56,10 +113,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def broadcast_buffers(models: Iterable[nn.Module]) -> None:
     """Give every rank rank 0's buffers, such as running means. Collective."""
-    buffers = [buffer for model in models for buffer in model.buffers()]
-    for flat, parts in _flattened(buffers):
-        dist.broadcast(flat, 0)
-        _copy_back(flat, parts)
+    _broadcast([buffer for model in models for buffer in model.buffers()])
+
+
+def broadcast_model(model: nn.Module) -> None:
+    """Give every rank rank 0's parameters and buffers of a model. Collective."""
+    _broadcast([*model.parameters(), *model.buffers()])
 
 
 def average(tensors: Sequence[torch.Tensor], ranks: int, compress: bool) -> None:
@@ -73,6 +132,12 @@ def average(tensors: Sequence[torch.Tensor], ranks: int, compress: bool) -> None
         sent = flat.half() if compress and flat.is_floating_point() else flat
         dist.all_reduce(sent)
         _copy_back(sent, parts)
+
+
+def _broadcast(tensors: Sequence[torch.Tensor]) -> None:
+    for flat, parts in _flattened(tensors):
+        dist.broadcast(flat, 0)
+        _copy_back(flat, parts)
 
 
 BUCKET_BYTES = 25 * 2**20

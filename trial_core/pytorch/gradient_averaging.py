@@ -4,6 +4,7 @@ A trial with one model and one optimizer averages them in its backward pass: tor
 DistributedDataParallel sends some gradients while it still computes others. That is right only if
 each forward pass is followed by one backward pass. A trial with several models or optimizers may
 run forward and backward passes in any order, so its gradients are averaged in `step_optimizer`.
+FSDP2 averages the gradients of sharded parameters in every backward pass.
 
 Averaging twice is harmless: the mean of what the ranks have in common is the same.
 """
@@ -17,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.tensor import DTensor
 
-from trial_core.pytorch.distributed_model import DistributedModel, average
+from trial_core.errors import TrialError
+from trial_core.pytorch.distributed_model import DistributedModel, average, pass_error
 
 
 class GradientAveraging:
@@ -31,11 +34,12 @@ class GradientAveraging:
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._models: list[DistributedModel] = []
+        self._averaged_by_models: set[int] = set()
         self._overlaps = True
         self._forwards = 0
         self._compresses = False
         self._has_begun = False
-        self._is_incomplete = False
+        self._is_incomplete = True
 
     def add_model(self, model: DistributedModel, in_backward: bool) -> None:
         """Average this model's gradients, too.
@@ -45,18 +49,17 @@ class GradientAveraging:
                 waits for `step_optimizer`.
         """
         self._models.append(model)
+        self._averaged_by_models |= {id(each) for each in model.parameters() if each.requires_grad}
         self._overlaps &= in_backward and len(self._models) == 1
 
-    def add_optimizer(self, optimizer: torch.optim.Optimizer, is_only: bool, passes: int) -> None:
+    def add_optimizer(self, is_only: bool, passes: int) -> None:
         """Take note of an optimizer.
 
         Args:
             is_only: whether it is the trial's only one.
             passes: backward passes between two of its steps.
         """
-        averaged = {id(each) for model in self._models for each in model.parameters()}
-        covers = all(id(each) in averaged for each in parameters_of(optimizer))
-        self._overlaps &= is_only and passes == 1 and covers
+        self._overlaps &= is_only and passes == 1
 
     def compress(self) -> None:
         """Send gradients as float16."""
@@ -69,7 +72,7 @@ class GradientAveraging:
             for model in self._models:
                 model.register_comm_hook(None, fp16_compress_hook)
         self._has_begun = True
-        self._is_incomplete = not self._overlaps
+        self._is_incomplete = True
         self._forwards = self._forward_count()
         with ExitStack() as stack:
             if not (steps and self._overlaps):
@@ -77,20 +80,45 @@ class GradientAveraging:
                     stack.enter_context(model.no_sync())
             yield
 
-    def backward_ended(self) -> None:
-        """Take note of a backward pass: without a forward pass before it, it has averaged nothing.
+    @contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        """A backward pass. Without a forward pass before it, it averages nothing.
 
         That is so for a second backward pass through the same graph, and for a model whose other
         methods the trial calls instead of the model itself.
+
+        Raises:
+            TrialError: the pass gives a parameter several gradients.
         """
+        try:
+            yield
+        except RuntimeError as error:
+            if "mark a variable ready only once" not in str(error):
+                raise
+            name = type(self._models[0].module).__name__
+            raise pass_error(name, "reached some parameters twice") from error
         forwards = self._forward_count()
-        self._is_incomplete |= forwards == self._forwards
+        self._is_incomplete = not self._overlaps or forwards == self._forwards
         self._forwards = forwards
 
-    def before_step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average the gradients of `parameters`, unless the backward pass has. Collective."""
-        if self._ranks == 1 or not self._is_incomplete:
-            return
+    def before_step(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Average the gradients of `parameters` that the backward pass has not. Collective.
+
+        Returns:
+            Whether there were any: the trial has seen this rank's own gradients until now.
+
+        Raises:
+            TrialError: the backward pass left out some parameters, or a gradient is sparse.
+        """
+        if self._ranks == 1:
+            return False
+        parameters = [each for each in parameters if not isinstance(each, DTensor)]
+        if not self._is_incomplete:
+            for model in self._models:
+                model.check_all_averaged()
+            parameters = [each for each in parameters if id(each) not in self._averaged_by_models]
+        if not parameters:
+            return False
         with_gradient = torch.tensor([each.grad is not None for each in parameters])
         used = with_gradient.to(parameters[0].device, torch.int32)
         dist.all_reduce(used, dist.ReduceOp.MAX)
@@ -99,11 +127,22 @@ class GradientAveraging:
             if is_used:  # on some rank
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+                if parameter.grad.is_sparse:
+                    raise _sparse_error(parameter)
                 gradients.append(parameter.grad)
         average(gradients, self._ranks, self._compresses)
+        return True
 
     def _forward_count(self) -> int:
         return sum(model.forwards for model in self._models)
+
+
+def _sparse_error(parameter: nn.Parameter) -> TrialError:
+    return TrialError(
+        f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, and ranks cannot "
+        "average it in step_optimizer; build its layer with sparse=False, or train it in a trial "
+        "with a single model and optimizer, wrapped without find_unused_parameters"
+    )
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

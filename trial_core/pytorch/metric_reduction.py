@@ -3,12 +3,12 @@
 Each rank collects the metrics of its batches on the device, without waiting for it
 (`BatchMetrics`). When the workload ends, they are moved to the host and ranks exchange sums and
 extremes (`Partials`). `combine` then reduces each metric, by default to the mean over all batches
-of all ranks.
+of all ranks. Values None do not count. A metric with other values than numbers and arrays is not
+reduced: its last value on the first rank is reported.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, TypedDict
@@ -17,7 +17,17 @@ import numpy as np
 import torch
 
 from trial_core.errors import TrialError
-from trial_core.pytorch.metric_values import Array, Value, as_array, as_plain, to_host, type_of
+from trial_core.pytorch.metric_values import (
+    Array,
+    Collected,
+    HostColumn,
+    Value,
+    as_plain,
+    collected,
+    mean_over_ranks,
+    to_host,
+    type_of,
+)
 
 
 class Reducer(Enum):
@@ -38,19 +48,34 @@ class Reducer(Enum):
     MIN = 4
 
 
-class Partial(TypedDict):
-    """One metric of one rank, reduced over the rank's batches."""
+class Partial(TypedDict, total=False):
+    """One metric of one rank, reduced over the calls of a workload.
 
+    Attributes:
+        count: how many values are numbers or arrays, if no other value but None is among them.
+        sum, max, min: of these values, if there are any.
+        unreduced: the last value, if other values are among them.
+    """
+
+    count: int
     sum: Value
     max: Value
     min: Value
+    unreduced: Any
 
 
 class Partials(TypedDict, total=False):
-    """One rank's metrics of a workload; empty on a rank that reports none."""
+    """One rank's metrics of a workload; empty on a rank that reports none.
 
-    batches: int
+    Attributes:
+        calls: how often the method was called.
+        metrics: each metric, reduced over the calls.
+        values: each metric's values, one for each call, if they were asked for.
+    """
+
+    calls: int
     metrics: dict[str, Partial]
+    values: dict[str, Array | list[Any]]
 
 
 class BatchMetrics:
@@ -63,9 +88,9 @@ class BatchMetrics:
     def __init__(self, method: str = "train_batch") -> None:
         self._method = method
         # Each metric's values, one for each call; None before the first call.
-        self._columns: dict[str, list[torch.Tensor | Array]] | None = None
-        self._calls_of_batch: list[int] = []
-        self._of_batches: dict[str, Array] | None = None
+        self._columns: dict[str, list[Collected]] | None = None
+        self._calls = 0
+        self._hosted: dict[str, HostColumn] | None = None
 
     def add_batch(self, calls: Sequence[torch.Tensor | Mapping[str, Any]]) -> None:
         """Add one batch.
@@ -74,52 +99,50 @@ class BatchMetrics:
 
         Args:
             calls: the return value of each call of the method, usually one. A tensor is the metric
-                ``loss``.
+                ``loss``. All batches of a workload have equally many.
 
         Raises:
-            TrialError: a return value is neither a tensor nor a mapping, or a metric is not
-                numeric, or the metrics are not those of the first batch.
+            TrialError: a return value is neither a tensor nor a mapping, or a metric is of a type
+                that cannot be reported, or the metrics are not those of the first call.
         """
         for outcome in calls:
             metrics, columns = self._checked(outcome)
             for name, column in columns.items():
-                column.append(self._copied(name, metrics[name]))
-        self._calls_of_batch.append(len(calls))
-        self._of_batches = None
+                column.append(collected(name, metrics[name], self._method))
+            self._calls += 1
+        self._hosted = None
 
-    def per_batch(self) -> list[dict[str, Value]]:
-        """The metrics of each batch: the mean over its calls.
+    def per_call(self) -> list[dict[str, Any]]:
+        """The metrics of each call, as plain data.
 
         The first call of this or `partials` waits for the accelerator.
 
         Raises:
-            TrialError: a metric's shape differs between batches.
+            TrialError: a metric's shape differs between calls.
         """
-        values = {name: array.tolist() for name, array in self._on_host().items()}
-        return [
-            {name: batches[index] for name, batches in values.items()}
-            for index in range(len(self._calls_of_batch))
-        ]
+        return _by_call({name: column.plain() for name, column in self._on_host().items()},
+                        self._calls)  # fmt: skip
 
-    def partials(self) -> Partials:
-        """Sums and extremes over this rank's batches.
+    def partials(self, with_values: bool = False) -> Partials:
+        """Sums and extremes over this rank's calls.
+
+        Args:
+            with_values: whether to include each call's values.
 
         Raises:
-            TrialError: a metric's shape differs between batches.
+            TrialError: a metric's shape differs between calls.
         """
-        metrics = {
-            name: Partial(
-                sum=as_plain(values.sum(axis=0)),
-                max=as_plain(values.max(axis=0)),
-                min=as_plain(values.min(axis=0)),
-            )
-            for name, values in self._on_host().items()
-        }
-        return Partials(batches=len(self._calls_of_batch), metrics=metrics)
+        columns = self._on_host()
+        partials = Partials(
+            calls=self._calls, metrics={name: _partial(each) for name, each in columns.items()}
+        )
+        if with_values:
+            partials["values"] = {name: column.values for name, column in columns.items()}
+        return partials
 
     def _checked(
         self, outcome: torch.Tensor | Mapping[str, Any]
-    ) -> tuple[Mapping[str, Any], dict[str, list[torch.Tensor | Array]]]:
+    ) -> tuple[Mapping[str, Any], dict[str, list[Collected]]]:
         """The metrics of one call, and the columns to append them to."""
         if isinstance(outcome, torch.Tensor):
             outcome = {"loss": outcome}
@@ -144,28 +167,19 @@ class BatchMetrics:
         if self._columns is not None:
             raise TrialError(
                 f"metric names must match across all batches of data, but {self._method} returned "
-                f"{_difference(outcome, self._columns)} in batch {len(self._calls_of_batch)} of "
-                "the workload, compared with its first batch"
+                f"{_difference(outcome, self._columns)} in call {self._calls} of the workload, "
+                "compared with its first call"
             )
 
-    def _copied(self, name: str, value: Any) -> torch.Tensor | Array:
-        if isinstance(value, torch.Tensor) and not value.is_complex():
-            return value.detach().clone()
-        return as_array(name, value, self._method)
-
-    def _on_host(self) -> dict[str, Array]:
-        """Each metric's values of all batches: shape (batches, *shape of the metric)."""
-        if self._of_batches is None:
-            calls = to_host(self._columns or {}, self._method)
-            self._of_batches = {
-                name: _means(values, self._calls_of_batch) for name, values in calls.items()
-            }
-        return self._of_batches
+    def _on_host(self) -> dict[str, HostColumn]:
+        if self._hosted is None:
+            self._hosted = to_host(self._columns or {}, self._method)
+        return self._hosted
 
 
 def combine(
     partials: Sequence[Partials], reducers: Reducer | Mapping[str, Reducer] = Reducer.AVG
-) -> dict[str, Value]:
+) -> dict[str, Any]:
     """Reduce each metric over all batches of all ranks. Pure: the same result on every rank.
 
     Args:
@@ -175,7 +189,7 @@ def combine(
     Raises:
         TrialError: a metric's name or shape differs between ranks, or `reducers` do not match.
     """
-    by_rank = {rank: part for rank, part in enumerate(partials) if part.get("batches")}
+    by_rank = {rank: part for rank, part in enumerate(partials) if part.get("calls")}
     if not by_rank:
         return {}
     first, reference = next(iter(by_rank.items()))
@@ -190,24 +204,52 @@ def combine(
     return {name: _combine_one(name, by_rank, reducer) for name, reducer in reducer_of.items()}
 
 
-def _means(values: Array, calls_of_batch: Sequence[int]) -> Array:
-    """One value for each batch: the mean over its calls."""
-    if len(values) == len(calls_of_batch):
-        return values
-    ends = itertools.accumulate(calls_of_batch)
-    return np.stack(
-        [
-            values[end - calls : end].mean(axis=0)
-            for calls, end in zip(calls_of_batch, ends, strict=True)
-        ]
-    )
+def calls_over_ranks(partials: Sequence[Partials]) -> list[dict[str, Any]]:
+    """The metrics of each call, averaged over ranks. Pure: the same result on every rank.
+
+    Args:
+        partials: each rank's, with values; `combine` has accepted them. All ranks that report
+            metrics have equally many calls.
+    """
+    reporting = [part for part in partials if part.get("calls")]
+    if not reporting:
+        return []
+    columns = {
+        name: mean_over_ranks([part["values"][name] for part in reporting])
+        for name in reporting[0]["values"]
+    }
+    return _by_call(columns, reporting[0]["calls"])
 
 
-def _combine_one(name: str, by_rank: Mapping[int, Partials], reducer: Reducer) -> Value:
-    shapes = {rank: np.shape(part["metrics"][name]["sum"]) for rank, part in by_rank.items()}
+def _by_call(columns: Mapping[str, list[Any]], calls: int) -> list[dict[str, Any]]:
+    return [{name: values[call] for name, values in columns.items()} for call in range(calls)]
+
+
+def _partial(column: HostColumn) -> Partial:
+    numbers = column.numbers
+    if numbers is not None:
+        return Partial(
+            count=len(numbers),
+            sum=as_plain(numbers.sum(axis=0)),
+            max=as_plain(numbers.max(axis=0)),
+            min=as_plain(numbers.min(axis=0)),
+        )
+    present = [value for value in column.plain() if value is not None]
+    return Partial(unreduced=present[-1]) if present else Partial(count=0)
+
+
+def _combine_one(name: str, by_rank: Mapping[int, Partials], reducer: Reducer) -> Any:
+    of_ranks = {rank: part["metrics"][name] for rank, part in by_rank.items()}
+    for metric in of_ranks.values():
+        if "unreduced" in metric:
+            return metric["unreduced"]
+    numbers = {rank: metric for rank, metric in of_ranks.items() if metric["count"]}
+    if not numbers:
+        return None
+    shapes = {rank: np.shape(metric["sum"]) for rank, metric in numbers.items()}
     if len(set(shapes.values())) > 1:
         raise TrialError(f'metric "{name}" differs in shape between ranks: {shapes}')
-    metrics = [part["metrics"][name] for part in by_rank.values()]
+    metrics = list(numbers.values())
     if reducer is Reducer.MAX:
         return as_plain(np.max([metric["max"] for metric in metrics], axis=0))
     if reducer is Reducer.MIN:
@@ -215,7 +257,7 @@ def _combine_one(name: str, by_rank: Mapping[int, Partials], reducer: Reducer) -
     total = np.sum([metric["sum"] for metric in metrics], axis=0)
     if reducer is Reducer.SUM:
         return as_plain(total)
-    return as_plain(np.asarray(total / sum(part["batches"] for part in by_rank.values())))
+    return as_plain(np.asarray(total / sum(metric["count"] for metric in metrics)))
 
 
 def _reducer_of_each(

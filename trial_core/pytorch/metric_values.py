@@ -1,8 +1,13 @@
-"""The values of metrics: converts what a trial returns to numbers on the host."""
+"""The values of metrics: converts what a trial returns to plain data on the host.
+
+Numbers, arrays, and nested lists of numbers are reduced over batches and ranks. Anything else that
+JSON can hold (text, None, dicts, lists of arrays) is reported, not reduced.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,29 +20,118 @@ Value = float | int | list[Any]
 Array = np.ndarray[Any, Any]
 
 
-def as_array(name: str, value: Any, source: str) -> Array:
-    """A metric's value as an array of float64 or int64, on the host.
+@dataclass(frozen=True)
+class Unreduced:
+    """A copy of a value that is reported, not reduced. Its tensors are on their devices."""
 
-    Args:
-        source: the method or reducer that returned the value, for the message.
+    value: Any
+
+
+# A metric's value in one call, as it is collected; None if the trial returned None.
+Collected = torch.Tensor | Array | Unreduced | None
+
+
+@dataclass(frozen=True)
+class HostColumn:
+    """A metric's values of all calls, on the host.
+
+    Attributes:
+        values: one for each call, as plain data. An array if all values are numbers or arrays.
+        numbers: those values that are numbers or arrays, stacked; None if others are not None, or
+            if there are none.
+    """
+
+    values: Array | list[Any]
+    numbers: Array | None
+
+    def plain(self) -> list[Any]:
+        """The values as plain data."""
+        return self.values if isinstance(self.values, list) else self.values.tolist()
+
+
+def collected(name: str, value: Any, source: str) -> Collected:
+    """A copy of a metric's value, because the trial may reuse it. Does not wait for the device.
 
     Raises:
-        TrialError: the value is neither a number nor an array (or nested lists) of numbers.
+        TrialError: the value is not made of numbers, text, None, arrays, lists and dicts.
     """
     if isinstance(value, torch.Tensor) and not value.is_complex():
-        return _host_array(value.detach())
+        return value.detach().clone()
+    if value is None:
+        return None
+    array = numeric(value)
+    return array if array is not None else Unreduced(_copied(name, value, source))
+
+
+def numeric(value: Any) -> Array | None:
+    """A copy of a number, array or nested lists of numbers, as float64 or int64 on the host.
+
+    Other values give None: they are not reduced.
+    """
+    if isinstance(value, torch.Tensor):
+        return None if value.is_complex() else _host_array(value.detach())
     array = None
     nested = isinstance(value, (list, tuple)) and _holds_numbers(value)
     if nested or isinstance(value, (bool, int, float, np.generic, np.ndarray)):
         array = np.asarray(value)
     if array is None or array.dtype.kind not in "fiub":
-        raise TrialError(
-            f'metric "{name}" returned by {source} is {type_of(value)}; a metric is a number, or '
-            "an array or list of numbers (equally long lists, if nested): a Python number, a torch "
-            "tensor, a numpy array or scalar"
-        )
-    # A copy: the trial may reuse its array.
+        return None
     return array.astype(np.float64 if array.dtype.kind == "f" else np.int64)
+
+
+def as_reported(metrics: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Metrics that need no reduction, as JSON can hold them.
+
+    Args:
+        source: the method, hook or reducer that gave the metrics, for the message.
+
+    Raises:
+        TrialError: a value is not made of numbers, text, None, arrays, lists and dicts.
+    """
+    invalid = [name for name in metrics if not isinstance(name, str)]
+    if invalid:
+        raise TrialError(
+            f"the names of metrics must be strings, but {source} gave a metric named "
+            f"{invalid[0]!r} ({type_of(invalid[0])})"
+        )
+    return {name: plain_value(name, value, source) for name, value in metrics.items()}
+
+
+def plain_value(name: str, value: Any, source: str) -> Any:
+    """The value of one metric as JSON can hold it: tensors and arrays become numbers and lists.
+
+    Raises:
+        TrialError: the value is not made of numbers, text, None, arrays, lists and dicts.
+    """
+    array = numeric(value)
+    if array is not None:
+        return as_plain(array)
+    if value is None or isinstance(value, (int, str)):  # an int that is too large for int64
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain_value(name, each, source) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_value(name, each, source) for each in value]
+    raise _refusal(name, value, source)
+
+
+def _copied(name: str, value: Any, source: str) -> Any:
+    """A copy of a value that is not reduced, with its tensors on their devices."""
+    if isinstance(value, torch.Tensor) and not value.is_complex():
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {str(key): _copied(name, each, source) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_copied(name, each, source) for each in value]
+    return plain_value(name, value, source)
+
+
+def _refusal(name: str, value: Any, source: str) -> TrialError:
+    return TrialError(
+        f'metric "{name}" returned by {source} is or holds a value {type_of(value)}; a metric is a '
+        "number, text, None, a torch tensor or numpy array of real numbers, or a list or dict of "
+        "these"
+    )
 
 
 def as_plain(value: Array) -> Value:
@@ -46,35 +140,74 @@ def as_plain(value: Array) -> Value:
     return result
 
 
-def to_host(columns: Mapping[str, list[torch.Tensor | Array]], method: str) -> dict[str, Array]:
-    """Each column as one array. Columns of one device, type and shape share one transfer.
+def to_host(columns: Mapping[str, list[Collected]], method: str) -> dict[str, HostColumn]:
+    """Each column on the host. Tensors of one device, type and shape share one transfer.
 
     Args:
         columns: for each metric its values, one for each call of `method`.
 
     Raises:
-        TrialError: values of one column differ in shape.
+        TrialError: numbers or arrays of one column differ in shape.
     """
     columns_of_kind: dict[Any, list[str]] = {}
-    hosted: dict[str, Array] = dict.fromkeys(columns, np.empty(0))  # keeps the order
+    hosted: dict[str, HostColumn] = dict.fromkeys(columns, HostColumn([], None))  # keeps the order
     for name, column in columns.items():
         kinds = set(map(_kind, column))
         if len(kinds) == 1 and None not in kinds:
             columns_of_kind.setdefault(kinds.pop(), []).append(name)
         else:
-            hosted[name] = _stacked(name, [as_array(name, v, method) for v in column], method)
+            hosted[name] = _host_column(name, column, method)
     for names in columns_of_kind.values():
         values = [value for name in names for value in columns[name]]
         stacked = _host_array(torch.stack(values))  # type: ignore[arg-type]  # tensors, by _kind
         # All columns have the same length: every call returns every metric.
         calls = len(values) // len(names)
         parts = stacked.reshape(len(names), calls, *stacked.shape[1:])
-        hosted.update(zip(names, parts, strict=True))
+        hosted.update(
+            (name, HostColumn(part, part)) for name, part in zip(names, parts, strict=True)
+        )
     return hosted
 
 
-def _kind(value: torch.Tensor | Array) -> Any:
-    """Equal for tensors that one transfer can move to the host; None for arrays."""
+def mean_over_ranks(columns: Sequence[Array | list[Any]]) -> list[Any]:
+    """The mean over ranks of each call's value; of values that are not reduced, the first rank's.
+
+    Args:
+        columns: each rank's `HostColumn.values` of one metric, of equally many calls.
+    """
+    if all(isinstance(column, np.ndarray) for column in columns):
+        means: list[Any] = np.mean(columns, axis=0).tolist()
+        return means
+    return [_mean([value for value in values if value is not None])
+            for values in zip(*columns, strict=True)]  # fmt: skip
+
+
+def _mean(values: list[Any]) -> Any:
+    arrays = [array for array in map(numeric, values) if array is not None]
+    if not values or len(arrays) < len(values):
+        return values[0] if values else None
+    return as_plain(np.asarray(np.mean(arrays, axis=0)))
+
+
+def _host_column(name: str, column: list[Collected], method: str) -> HostColumn:
+    arrays = [
+        _host_array(value) if isinstance(value, torch.Tensor) else value
+        for value in column
+        if isinstance(value, (torch.Tensor, np.ndarray))
+    ]
+    if len(arrays) == len(column):
+        stacked = _stacked(name, arrays, method)
+        return HostColumn(stacked, stacked)
+    is_reduced = arrays and not any(isinstance(value, Unreduced) for value in column)
+    inside = (value.value if isinstance(value, Unreduced) else value for value in column)
+    return HostColumn(
+        [plain_value(name, value, method) for value in inside],
+        _stacked(name, arrays, method) if is_reduced else None,
+    )
+
+
+def _kind(value: Collected) -> Any:
+    """Equal for tensors that one transfer can move to the host; None for other values."""
     if isinstance(value, torch.Tensor):
         return value.device, value.dtype, value.shape
     return None

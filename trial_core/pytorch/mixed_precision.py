@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
 from trial_core.errors import TrialError
-
-logger = logging.getLogger(__name__)
 
 GROWS_NEVER = 2**31 - 1
 """A growth interval longer than any training: the loss scale is constant."""
@@ -23,6 +21,7 @@ class MixedPrecision:
 
     Attributes:
         scaler: scales losses by itself, in `backward` and `step_optimizer`; None: no scaling.
+        has_stepped: whether a scaler has stepped an optimizer in this batch.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,6 +29,7 @@ class MixedPrecision:
         self._is_on = False
         self._type: torch.dtype | None = None
         self.scaler: GradScaler | None = None
+        self.has_stepped = False
 
     def switch_on(self, scaler: GradScaler | None, dtype: torch.dtype | None = None) -> None:
         """Use autocast from now on.
@@ -73,18 +73,23 @@ def apex_scaler(
         raise TrialError(f'configure_apex_amp: opt_level is "O0" to "O3", got {opt_level!r}')
     if opt_level == "O0":
         return False, None
-    logger.warning(
-        'Apex is no longer developed: configure_apex_amp(opt_level="%s") uses torch\'s automatic '
-        "mixed precision, which keeps weights in float32. context.experimental.use_amp() does the "
-        "same",
-        opt_level,
-    )
     if cast_model_type is torch.bfloat16:
         return True, None
     fixed = _fixed_scale(loss_scale)
     if fixed is None:
         return True, GradScaler(device.type)
     return True, GradScaler(device.type, init_scale=fixed, growth_interval=GROWS_NEVER)
+
+
+def share_overflow(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Have all ranks skip a step if one of them has unscaled gradients that are not finite.
+
+    For gradients that were unscaled before they were averaged. Collective.
+    """
+    # GradScaler has no public access to what unscale_ has found; FSDP's scaler does the same.
+    state = scaler._per_optimizer_states[id(optimizer)]
+    for found in state["found_inf_per_device"].values():
+        dist.all_reduce(found, dist.ReduceOp.MAX)
 
 
 def _fixed_scale(loss_scale: Any) -> float | None:

@@ -19,7 +19,10 @@ from trial_core.pytorch.context import PyTorchTrialContext
 from trial_core.pytorch.distributed_model import broadcast_buffers
 from trial_core.pytorch.metric_reduction import Reducer
 from trial_core.pytorch.pytorch_state import (
+    GRADIENTS,
     GRADIENTS_FOLDER,
+    MODELS,
+    OPTIMIZERS,
     STATE_FILE,
     load_gradients,
     load_models,
@@ -29,6 +32,8 @@ from trial_core.pytorch.pytorch_state import (
     write_gradients,
     write_state,
 )
+from trial_core.pytorch.sharded_model import is_sharded, mesh_shape, reshard
+from trial_core.pytorch.sharded_state import files_of_parts
 from trial_core.pytorch.trial import PyTorchTrial
 from trial_core.transfer.memory_files import MemoryFiles
 
@@ -46,7 +51,6 @@ class PyTorchTrialEngine:
     chief_hooks = frozenset({"on_checkpoint_write_end", "on_checkpoint_end"})
     micro_batches_per_batch = 1
     micro_batches_per_evaluation = 1
-    evaluates_in_lockstep = False
     pads_evaluation = True
     reports_metrics = True
     needs_data = True
@@ -69,7 +73,9 @@ class PyTorchTrialEngine:
         self.reports_training_metrics = bool(averages) or self.data_parallel_rank == 0
         self.batch_samples = _batch_samples(context)
         self.requires_reproducible_loaders = context.reproducible_loaders
-        self.evaluates_full_dataset = _evaluates_full_dataset(trial)
+        is_any_sharded = any(map(is_sharded, context.models))
+        self.evaluates_in_lockstep = is_any_sharded and self.data_parallel_size > 1
+        self.evaluates_full_dataset = _evaluates_full_dataset(trial, self.evaluates_in_lockstep)
         self._train_batch = _by_name_or_position(trial.train_batch)
         self._evaluate_batch = _by_name_or_position(trial.evaluate_batch)
         self._has_buffers = any(True for model in context.models for _ in model.buffers())
@@ -111,6 +117,8 @@ class PyTorchTrialEngine:
             self._share_buffers()  # ranks may call the models a different number of times
         for model in self._context.models:
             model.train(training)
+            if training:
+                reshard(model)
 
     def accelerator_rng_state(self) -> Any:
         return accelerator_rng_state()
@@ -122,11 +130,16 @@ class PyTorchTrialEngine:
         return state_of(self._context)
 
     def read_hook_state(self, folder: Path, reader: Reader) -> dict[str, Any]:
-        return read_state(folder, reader)
+        return read_state(folder, reader, (MODELS, OPTIMIZERS), self._context)
 
-    def save(self, folder: Path, memory_files: MemoryFiles, hook_state: Mapping[str, Any]) -> None:
-        if self._context.distributed.get_rank() == 0:
-            write_state(folder, memory_files, hook_state)
+    def save(
+        self,
+        folder: Path,
+        memory_files: MemoryFiles,
+        reader: Reader,
+        hook_state: Mapping[str, Any],
+    ) -> None:
+        write_state(self._context, folder, memory_files, reader, hook_state)
         write_gradients(self._context, folder, memory_files)
 
     def load(
@@ -136,19 +149,29 @@ class PyTorchTrialEngine:
         load_gradients(self._context, folder, reader)
 
     def load_weights(self, folder: Path, reader: Reader) -> None:
-        load_models(self._context, read_state(folder, reader))
+        load_models(self._context, read_state(folder, reader, (MODELS,), self._context))
 
     def files_read(
         self, files: list[FileEntry], saved_by: Topology, restore: Restore, ranks: Sequence[int]
     ) -> list[FileEntry]:
         folders = {"everything": (STATE_FOLDER, GRADIENTS_FOLDER), "state": (STATE_FOLDER,)}
+        kinds = {"everything": (MODELS, OPTIMIZERS, GRADIENTS), "state": (MODELS, OPTIMIZERS)}
         read = {STATE_FILE, *folders.get(restore, ())}
-        return [each for each in files if each.path.partition("/")[0] in read]
+        keeps_parts = saved_by.spreads_like(self.topology())
+        shards = files_of_parts(
+            files, kinds.get(restore, (MODELS,)), ranks if keeps_parts else None
+        )
+        return [each for each in files if each.path.partition("/")[0] in read] + shards
 
     def topology(self) -> Topology:
         ranks = self.data_parallel_size
+        shape = mesh_shape(self._context.models)
+        mesh = f" {'x'.join(map(str, shape))}" if len(shape) > 1 else ""
         return Topology(
-            world_size=ranks, data_parallel_size=ranks, batch_samples=self.batch_samples
+            world_size=ranks,
+            data_parallel_size=ranks,
+            batch_samples=self.batch_samples,
+            sharding=f"fsdp2{mesh}" if shape else "none",
         )
 
     def destroy(self) -> None:
@@ -172,7 +195,7 @@ def _batch_samples(context: PyTorchTrialContext) -> int:
     return context.get_per_slot_batch_size() * context.distributed.get_size()
 
 
-def _evaluates_full_dataset(trial: PyTorchTrial) -> bool:
+def _evaluates_full_dataset(trial: PyTorchTrial, needs_other_ranks: bool) -> bool:
     """Whether the trial defines `evaluate_full_dataset`, not `evaluate_batch`."""
     in_batches, in_one_call = (
         getattr(type(trial), name) is not getattr(PyTorchTrial, name)
@@ -184,6 +207,12 @@ def _evaluates_full_dataset(trial: PyTorchTrial) -> bool:
             f"{type(trial).__name__} defines {defines} of evaluate_batch and "
             "evaluate_full_dataset; define exactly one: evaluate_batch is called on every rank, "
             "evaluate_full_dataset on a single one"
+        )
+    if in_one_call and needs_other_ranks:
+        raise TrialError(
+            f"{type(trial).__name__} defines evaluate_full_dataset, which runs on a single rank, "
+            "but a forward pass of models sharded with FSDP2 needs the other ranks and would wait "
+            "for them forever; define evaluate_batch instead"
         )
     return in_one_call
 

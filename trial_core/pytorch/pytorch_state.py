@@ -2,7 +2,8 @@
 
 Ranks have equal models and optimizers, so rank 0 writes them, as ``state_dict.pth``: one file with
 the names of Determined's, which ``torch.load`` reads. Gradients that a checkpoint finds added up
-between two optimizer steps differ from rank to rank, and each rank writes its own.
+between two optimizer steps differ from rank to rank, and each rank writes its own. Sharded tensors
+are in files of all ranks: see `sharded_state`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,29 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from trial_core.controller.safe_load import Reader
+from trial_core.controller.safe_save import readable
 from trial_core.controller.tensor_files import write_tensors
-from trial_core.errors import CheckpointError
+from trial_core.errors import CheckpointError, TrialError
 from trial_core.pytorch.context import PyTorchTrialContext
 from trial_core.pytorch.distributed_model import unwrapped
+from trial_core.pytorch.gradient_averaging import parameters_of
+from trial_core.pytorch.sharded_model import sharded_parameters
+from trial_core.pytorch.sharded_state import (
+    Part,
+    Place,
+    SavedParts,
+    Targets,
+    copy_parts,
+    divided,
+    joined,
+    part_of,
+    require_joined,
+    write_parts,
+)
 from trial_core.transfer.memory_files import MemoryFiles
 
 STATE_FILE = "state_dict.pth"
@@ -28,11 +46,18 @@ MODELS = "models_state_dict"
 OPTIMIZERS = "optimizers_state_dict"
 SCHEDULERS = "lr_schedulers_state_dict"
 SCALER = "scaler_state_dict"
+GRADIENTS = "gradients"
 _PREFIX = "module."
 
 
 def state_of(context: PyTorchTrialContext) -> dict[str, Any]:
-    """The state of all that the trial has wrapped, by the reference's names."""
+    """The state of all that the trial has wrapped, by the reference's names.
+
+    Raises:
+        TrialError: an optimizer divides its state in another way than its parameters.
+    """
+    for index, optimizer in enumerate(context.optimizers):
+        _require_divided_alike(index, optimizer)
     settings = context.get_experiment_config().get("checkpointing") or {}
     excludes_frozen = bool(settings.get("exclude_frozen_parameters"))
     models = [unwrapped(model) for model in context.models]
@@ -46,16 +71,41 @@ def state_of(context: PyTorchTrialContext) -> dict[str, Any]:
     return state
 
 
-def write_state(folder: Path, memory_files: MemoryFiles, state: Mapping[str, Any]) -> None:
-    """Write `state_of`'s result. Rank 0 calls this."""
-    memory_files.write(folder, STATE_FILE, lambda file: write_tensors(dict(state), file))
-
-
-def read_state(folder: Path, reader: Reader) -> dict[str, Any]:
-    """Read what `write_state` wrote; tensors stay in the file until they are used.
+def write_state(
+    context: PyTorchTrialContext,
+    folder: Path,
+    memory_files: MemoryFiles,
+    reader: Reader,
+    state: Mapping[str, Any],
+) -> None:
+    """Write `state_of`'s result, as far as it is this rank's to write. Every rank calls this.
 
     Raises:
-        CheckpointError: there is no such file, or it holds objects that run code when read.
+        TrialError: the state holds objects that `reader` would not read.
+    """
+    rank = context.distributed.get_rank()
+    common, parts = divided(state)
+    if rank == 0:
+        common = readable(common, reader)
+        memory_files.write(folder, STATE_FILE, lambda file: write_tensors(common, file))
+    write_parts(parts, rank, folder, memory_files)
+
+
+def read_state(
+    folder: Path,
+    reader: Reader,
+    kinds: Sequence[str] = (MODELS,),
+    context: PyTorchTrialContext | None = None,
+) -> dict[str, Any]:
+    """Read what `write_state` wrote; tensors stay in the file until they are used.
+
+    Args:
+        kinds: what to join the shards of: `MODELS`, `OPTIMIZERS`. The rest stays a placeholder.
+        context: join to tensors as the trial's own, sharded or not; None: to whole tensors.
+
+    Raises:
+        CheckpointError: there is no such file, or it holds objects that run code when read, or a
+            shard is missing.
     """
     path = folder / STATE_FILE
     if not path.is_file():
@@ -63,8 +113,8 @@ def read_state(folder: Path, reader: Reader) -> dict[str, Any]:
             f"the checkpoint has no {STATE_FILE}: a PyTorchTrial did not save it; resume with the "
             "kind of trial that saved it"
         )
-    state: dict[str, Any] = reader.load_mapped(path)
-    return state
+    targets = _whole_tensors(kinds) if context is None else _own_tensors(kinds, context)
+    return joined(reader.load_mapped(path), SavedParts(folder, kinds, reader), targets)
 
 
 def load_state(context: PyTorchTrialContext, state: Mapping[str, Any]) -> None:
@@ -78,6 +128,7 @@ def load_state(context: PyTorchTrialContext, state: Mapping[str, Any]) -> None:
     load_models(context, state)
     for key, targets in ((OPTIMIZERS, context.optimizers), (SCHEDULERS, context.lr_schedulers)):
         for target, saved in _pairs(key, targets, state):
+            require_joined(saved)
             try:
                 target.load_state_dict(saved)
             except (ValueError, KeyError) as error:
@@ -101,36 +152,120 @@ def load_models(context: PyTorchTrialContext, state: Mapping[str, Any]) -> None:
 
 def write_gradients(context: PyTorchTrialContext, folder: Path, memory_files: MemoryFiles) -> None:
     """Write this rank's gradients, if it has added some up since the last optimizer step."""
-    gradients = [
-        {name: each.grad for name, each in unwrapped(model).named_parameters()
-         if each.grad is not None}
-        for model in context.models
-    ]  # fmt: skip
+    gradients: list[dict[str, torch.Tensor]] = []
+    parts: dict[Place, Part] = {}
+    for index, model in enumerate(context.models):
+        gradients.append({})
+        for name, parameter in sharded_parameters(unwrapped(model)).items():
+            if isinstance(parameter.grad, DTensor):
+                parts[(GRADIENTS, index, name)] = part_of(parameter.grad)
+            elif parameter.grad is not None:
+                gradients[index][name] = parameter.grad
+    rank = context.distributed.get_rank()
+    write_parts(parts, rank, folder, memory_files)
     if any(gradients):
-        name = _gradients_name(context.distributed.get_rank())
-        memory_files.write(folder, name, lambda file: write_tensors(gradients, file))
+        content = {"ranks": context.distributed.get_size(), "models": gradients}
+        name = _gradients_name(rank)
+        memory_files.write(folder, name, lambda file: write_tensors(content, file))
 
 
 def load_gradients(context: PyTorchTrialContext, folder: Path, reader: Reader) -> None:
     """Restore the gradients of `write_gradients`.
 
-    With another number of ranks than saved them, every rank gets their mean.
+    With another number of ranks than saved them, or another sharding, every rank gets their mean.
     """
-    own = folder / _gradients_name(context.distributed.get_rank())
-    paths = sorted((folder / GRADIENTS_FOLDER).glob("*.pt"))
-    if len(paths) == context.distributed.get_size():
-        paths = [own]
-    saved = [reader.load_mapped(path) for path in paths]
+    by_rank = {
+        path.name: reader.load_mapped(path) for path in (folder / GRADIENTS_FOLDER).glob("*.pt")
+    }
+    parts = SavedParts(folder, [GRADIENTS], reader)
+    own = Path(_gradients_name(context.distributed.get_rank())).name
     for index, model in enumerate(context.models):
-        for name, parameter in unwrapped(model).named_parameters():
-            parts = [each[index][name] for each in saved if name in each[index]]
-            if parts:
-                mean = torch.stack([part.to(parameter.device) for part in parts]).sum(0)
-                parameter.grad = mean.div_(len(saved)).to(parameter.dtype)
+        for name, parameter in sharded_parameters(unwrapped(model)).items():
+            gradient = torch.empty_like(parameter, requires_grad=False)
+            if (place := (GRADIENTS, index, name)) in parts:
+                parts.fill(place, gradient)
+                parameter.grad = gradient
+                continue
+            only = None if isinstance(parameter, DTensor) else own
+            mean = _mean_gradient(by_rank, index, name, only, context.distributed.get_size())
+            if mean is not None:
+                copy_parts([part_of(mean)], gradient)
+                parameter.grad = gradient
+
+
+def _mean_gradient(
+    by_rank: Mapping[str, Any], index: int, name: str, own: str | None, ranks: int
+) -> torch.Tensor | None:
+    """The mean of the gradients that ranks have saved; None: none has saved one.
+
+    Args:
+        own: this rank's file, which counts alone if as many `ranks` saved; None: all count.
+    """
+    if not by_rank:
+        return None
+    saved_by = next(iter(by_rank.values()))["ranks"]  # some of them may have had no gradients
+    if own is not None and saved_by == ranks:
+        by_rank, saved_by = {file: by_rank[file] for file in by_rank if file == own}, 1
+    models = [each["models"][index] for _, each in sorted(by_rank.items())]
+    gradients = [model[name] for model in models if name in model]
+    return torch.stack(gradients).sum(0).div_(saved_by) if gradients else None
 
 
 def _gradients_name(rank: int) -> str:
     return f"{GRADIENTS_FOLDER}/rank-{rank:05d}.pt"
+
+
+def _whole_tensors(kinds: Sequence[str]) -> Targets:
+    """For `joined`: an empty tensor for each that is sharded in the checkpoint."""
+
+    def target(place: Place, saved: torch.Tensor) -> torch.Tensor | None:
+        if not saved.is_meta or place[0] not in kinds:
+            return None
+        return torch.empty(saved.shape, dtype=saved.dtype)
+
+    return target
+
+
+def _own_tensors(kinds: Sequence[str], context: PyTorchTrialContext) -> Targets:
+    """For `joined`: an empty tensor for each that is sharded in the checkpoint, or in the trial."""
+    tensors: dict[Place, Any] = {}
+    for index, model in enumerate(context.models):
+        for name, tensor in unwrapped(model).state_dict().items():
+            tensors[(MODELS, index, name)] = tensor
+            tensors.setdefault((MODELS, index, f"{_PREFIX}{name}"), tensor)
+    for index, optimizer in enumerate(context.optimizers):
+        for number, parameter in enumerate(parameters_of(optimizer)):
+            tensors[(OPTIMIZERS, index, "state", number)] = parameter
+
+    def target(place: Place, saved: torch.Tensor) -> torch.Tensor | None:
+        own = tensors.get(place[:4]) if place[0] in kinds else None
+        if not isinstance(own, torch.Tensor) or own.shape != saved.shape:
+            return None
+        if not (saved.is_meta or isinstance(own, DTensor)):
+            return None
+        with torch.no_grad():
+            return torch.empty_like(own, dtype=saved.dtype)
+
+    return target
+
+
+def _require_divided_alike(index: int, optimizer: Optimizer) -> None:
+    for parameter, values in optimizer.state.items():
+        for name, value in values.items() if isinstance(parameter, DTensor) else ():
+            if not isinstance(value, torch.Tensor) or _is_divided_alike(value, parameter):
+                continue
+            raise TrialError(
+                f"optimizer {index} ({type(optimizer).__name__}) does not divide its {name!r} "
+                "among the ranks as FSDP2 divides the parameter, of shape "
+                f"{tuple(parameter.shape)}; checkpoints cannot hold it. Train with "
+                "optimizations.sharding: none, or with another optimizer"
+            )
+
+
+def _is_divided_alike(value: torch.Tensor, parameter: Any) -> bool:
+    if not isinstance(value, DTensor):
+        return value.numel() == 1  # a number that all ranks share, such as Adam's `step`
+    return value.shape == parameter.shape and bool(value.placements == parameter.placements)
 
 
 def _model_state(model: nn.Module, excludes_frozen: bool) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from trial_core.context import RunInfo, TrialContext
 from trial_core.distributed import DistributedContext
 from trial_core.pytorch.custom_reducers import FunctionReducer, MetricReducer, ReducerRegistry
-from trial_core.pytorch.to_device import to_device
+from trial_core.pytorch.device_transfer import to_device
 
 ReducerT = TypeVar("ReducerT", bound=MetricReducer)
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from trial_core.errors import TrialError
-from trial_core.pytorch.batch_length import batch_length
+from trial_core.pytorch.batch_length import data_length
 from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.pytorch.context import PyTorchTrialContext
 from trial_core.pytorch.metric_reduction import Reducer
@@ -121,7 +121,7 @@ class PyTorchTrial(ABC):
         Raises:
             TrialError: there is no tensor or array with a first dimension.
         """
-        return batch_length(batch)
+        return data_length(batch)
 
     def build_callbacks(self) -> dict[str, PyTorchCallback]:
         """Callbacks by name. Checkpoints hold their state under these names."""

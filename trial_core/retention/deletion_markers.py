@@ -34,6 +34,7 @@ from trial_core.checkpoint.json_objects import (
 from trial_core.checkpoint.manifest import Manifest, Timestamp, utc_now
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError, CheckpointNotFound, CommitConflict
+from trial_core.retention.unneeded_code import delete_unneeded_code
 
 STALE_AFTER = timedelta(hours=1)
 """After this time without an end, the pruner that wrote the marker is presumed dead."""
@@ -126,6 +127,8 @@ def finish_deletions(store: CheckpointStore) -> list[Manifest]:
             continue
         if manifest is not None and not _is_committed(store, manifest):
             store.delete(manifest)
+            if manifest.code is not None:
+                delete_unneeded_code(store, [manifest.code])
             finished[manifest.uuid] = manifest
         elif not _is_stale(store, key, deletion):
             continue  # another prune is deleting it

@@ -8,6 +8,7 @@ a marker and looks again: see `deletion_markers`.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from trial_core.retention.deletion_markers import (
 )
 from trial_core.retention.pins import protected, why_protected
 from trial_core.retention.policy import RetentionDecision, RetentionPolicy, decide
+from trial_core.retention.unneeded_code import delete_unneeded_code
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,8 @@ def prune(
     if plan.deletions:
         store.check_writable()  # clocks decide which claims count
     finish_deletions(store)
+    # The code of the last checkpoint that names it goes with that checkpoint.
+    naming = Counter(each.manifest.code for each in plan.decisions)
     deleted: list[Manifest] = []
     spared: list[RetentionDecision] = []
     for decision in plan.deletions:
@@ -158,6 +162,9 @@ def prune(
         reason = _why_needed_now(store, manifest, plan.running) or marker.why_unsafe()
         if reason is None:
             store.delete(manifest)
+            naming[manifest.code] -= 1
+            if manifest.code is not None and not naming[manifest.code]:
+                delete_unneeded_code(store, [manifest.code])
             unmark_deleted(store, manifest.uuid)
             deleted.append(manifest)
             on_deleted(decision)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
+from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.resume_point import ResumePoint, no_intact_checkpoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
+from trial_core.config.sections import SearcherConfig
 from trial_core.errors import CheckpointNotFound
+from trial_core.text_format import trial_number
 
 _logger = logging.getLogger(__name__)
 
@@ -24,15 +27,32 @@ def resume_points(
         trial: None: a new trial.
 
     Raises:
-        CheckpointNotFound: the storage does not have the source checkpoint.
+        CheckpointNotFound: the storage does not have the source checkpoint, or the source trial.
     """
     own = [] if trial is None else store.resume_candidates(trial)
-    source = config.searcher.source_checkpoint_uuid
     if own:
         return [ResumePoint.continuing(manifest) for manifest in own]
-    if source is not None:
-        return [ResumePoint.warm(store.open(source), config.searcher.source_weights_only)]
-    return [ResumePoint()]
+    weights_only = config.searcher.source_weights_only
+    sources = _sources(store, config.searcher)
+    return [ResumePoint.warm(source, weights_only) for source in sources] or [ResumePoint()]
+
+
+def _sources(store: CheckpointStore, searcher: SearcherConfig) -> list[Manifest]:
+    """The checkpoints for a warm start, best first; none if the experiment names none."""
+    if searcher.source_checkpoint_uuid is not None:
+        return [store.open(searcher.source_checkpoint_uuid)]
+    if searcher.source_trial_id is None:
+        return []
+    wanted, trials = searcher.source_trial_id, store.trials()
+    found = [trial for trial in trials if wanted in (trial, trial_number(trial))]
+    if len(found) == 1:
+        return store.resume_candidates(found[0])
+    seen = ", ".join(f"{trial} ({trial_number(trial)})" for trial in found or trials) or "none"
+    problem = f"{len(found)} trials have the number" if found else "no trial has the id or number"
+    raise CheckpointNotFound(
+        f"searcher.source_trial_id: {problem} {wanted} in {store.url}; there: {seen}. Give the id "
+        "of one of them, or source_checkpoint_uuid"
+    )
 
 
 def fetch_first_intact(

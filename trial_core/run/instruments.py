@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ class Instruments:
         self._writer: Any = None
         self._profiler: Any = None
         self._is_profiling = False
+        self._batches_to_profile: tuple[int, int, Callable[[], int]] | None = None
 
     @property
     def has_files_to_upload(self) -> bool:
@@ -105,12 +107,17 @@ class Instruments:
         if automatic and self.rank == 0:
             self.writer()
 
+    def log_metrics_by_default(self) -> None:
+        """Write reported metrics from now on, if TensorBoard is installed."""
+        self._logs_metrics = self._logs_metrics or find_spec("tensorboard") is not None
+
     def report(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
-        """Write the reported metrics that are numbers, on rank 0, if the trial uses TensorBoard."""
+        """Write the reported metrics that are numbers, on rank 0, under the reference's tags."""
         if self.automatic and self._logs_metrics and self.rank == 0:
             for name, value in metrics.items():
                 if isinstance(value, (int, float)) and not isinstance(value, bool):
-                    self.writer().add_scalar(f"{kind}/{name}", value, batches)
+                    prefix = "val_" if kind == "validation" and not name.startswith("val") else ""
+                    self.writer().add_scalar(f"Determined/{prefix}{name}", value, batches)
         self.flush()
 
     def flush(self) -> None:
@@ -137,8 +144,22 @@ class Instruments:
         )
         self._profiler = torch.profiler.profile(*args, **kwargs)
 
+    def profile_batches(self, first: int, last: int, batches_trained: Callable[[], int]) -> None:
+        """Profile some batches on rank 0 with `torch.profiler`, unless the trial sets a profiler.
+
+        Args:
+            first, last: indices of the first and the last batch to profile.
+            batches_trained: how many batches the trial has been trained.
+        """
+        if self.rank == 0 and self._profiler is None:
+            self._batches_to_profile = (first, last, batches_trained)
+
     def start(self) -> None:
         """Start the profiler, before training begins or continues."""
+        if self._batches_to_profile is not None and self._profiler is None:
+            # Now, because a profiler asks its schedule about the next batch when it is made.
+            self.set_profiler(schedule=_schedule(*self._batches_to_profile))
+            self._batches_to_profile = None
         if self._profiler is not None and not self._is_profiling:
             self._profiler.start()
             self._is_profiling = True
@@ -156,3 +177,18 @@ class Instruments:
             self._profiler = None
         if self._writer is not None:
             self._writer.close()
+
+
+def _schedule(first: int, last: int, batches_trained: Callable[[], int]) -> Callable[[int], Any]:
+    """What a profiler does in the next batch. Its own count of steps begins with the run's."""
+    from torch.profiler import ProfilerAction
+
+    def action(step: int) -> ProfilerAction:
+        batch = batches_trained()
+        if batch == last:
+            return ProfilerAction.RECORD_AND_SAVE
+        if first <= batch < last:
+            return ProfilerAction.RECORD
+        return ProfilerAction.WARMUP if batch == first - 1 else ProfilerAction.NONE
+
+    return action

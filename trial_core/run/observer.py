@@ -26,7 +26,7 @@ class Observer:
             trial: the trial's id.
             total_batches: where training ends.
             begins_at: batches already trained; not 0 for a resumed run.
-            batch_samples: samples in one batch on all ranks.
+            batch_samples: samples in one batch on all ranks; 0: unknown.
         """
 
     def subject_changed(self, subject: str) -> None:

@@ -20,6 +20,9 @@ POLL_SECONDS = 0.2
 RANK_FILE_FOLDERS = ("staging", "restored")
 """The folders that ranks write: snapshots before their upload, and fetched checkpoints."""
 
+CODE = "code"
+"""The folder with the code of a checkpoint, if the run uses that."""
+
 KEPT = "kept"
 """The folder with the files of the newest committed checkpoint, if they were staged on disk. A
 restart reads them from here."""

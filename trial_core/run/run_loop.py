@@ -10,7 +10,7 @@ Prefect tasks, the trainer on every rank. The hooks in their places::
     find the names of the validation metrics, if the searcher metric may be missing
     until the sequencer says that the run is finished:
         train           on_training_workload_end
-        validate        on_validation_end
+        validate        on_validation_end, then the metrics are reported
         save            on_checkpoint_write_end, on_checkpoint_end
                         (the upload runs beside training; on_checkpoint_upload_end follows it)
     wait for the upload
@@ -145,8 +145,11 @@ class RunStages(Protocol):
     def train(self, begin: int, until: int) -> int:
         """Train from batch `begin` to `until`. Return how many batches are trained in all."""
 
-    def validate(self, batches_trained: int) -> Validation | None:
-        """Validate on the whole set; None if a stop request ended the validation early."""
+    def validate(self, batches_trained: int) -> bool:
+        """Validate on the whole set. Return False if a stop request ended the validation early."""
+
+    def report_validation(self, batches_trained: int) -> Validation:
+        """Report the metrics of a finished validation, as on_validation_end has left them."""
 
     def save(self, progress: Progress) -> StagedCheckpoint:
         """Stage a checkpoint. Training may continue when this returns."""
@@ -203,13 +206,14 @@ def follow_schedule(stages: RunStages) -> TrialResult:
             if reached > trained:
                 stages.run_hook("on_training_workload_end", reached)
         elif isinstance(work, Validate):
-            if validation := stages.validate(trained):
+            if stages.validate(trained):
+                stages.run_hook("on_validation_end", trained)
+                validation = stages.report_validation(trained)
                 mistake = validation.mistake  # raised once what has been trained is saved
                 if mistake is None:
                     progress = progress.after_validation(
                         validation.metric, schedule.smaller_is_better
                     )
-                stages.run_hook("on_validation_end", trained)
         elif isinstance(work, Checkpoint):
             if not _has_room(stages, work, trained):
                 progress = progress.skipping_checkpoint()

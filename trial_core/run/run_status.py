@@ -40,7 +40,7 @@ class RunStatus(Observer):
     Attributes:
         trial: the trial's id; None until its loaders are built.
         batches, total_batches: batches trained so far, and at the end.
-        batch_samples: samples in one batch.
+        batch_samples: samples in one batch; 0: unknown.
         training, validation: the last reported metrics.
         validated_at: batches trained at the last validation.
         committed_at: batches trained at the last committed checkpoint; None before any.
@@ -148,7 +148,10 @@ class RunStatus(Observer):
 
     @property
     def samples_per_second(self) -> float | None:
-        """The speed in the last seconds of train-workloads; None: not known."""
+        """The speed in the last seconds of train-workloads; None before any batch.
+
+        None as well if the samples of a batch are unknown.
+        """
         points = list(self._speed_points)
         if len(points) < 2 or not self.batch_samples:
             return None

@@ -3,6 +3,7 @@
 The group watches every rank's process and connection, so waiting for an answer notices a death
 without a timeout. When a rank fails, the group kills the other ranks, which may be inside a
 collective that never completes, and every pending request raises `RankFailed` with the first cause.
+If a callback overrides `on_trial_shutdown`, the ranks get `SHUTDOWN_SECONDS` to call it before.
 The group compares the time that the progress clock measures with the stall timeout. Hung ranks
 log their stacks before they are killed.
 
@@ -24,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from trial_core.errors import LaunchError, SlotsError, Stopped
+from trial_core.errors import LaunchError, RankFailed, SlotsError, Stopped
 from trial_core.messages import (
     Activity,
     AnyRequest,
@@ -42,6 +43,7 @@ from trial_core.messages import (
     Shutdown,
     StepsPaused,
     StopRequested,
+    TrialBuilt,
 )
 from trial_core.slots.channel import Channel
 from trial_core.slots.launcher import RankProcess, launch_ranks
@@ -109,6 +111,7 @@ class SlotGroup:
         self._is_closing = False
         self._is_stopping = False
         self._failure: SlotsError | None = None
+        self._has_shutdown_hook = False
         self._has_temporary_log_dir = log_dir is None
         self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="trialflow-logs-"))
         self._channel = Channel(world_size, self)
@@ -119,7 +122,7 @@ class SlotGroup:
         self._watchdog: Watchdog | None = None
         self._progress = ProgressClock(self._ranks)
         self._failures = RankFailures(
-            world_size, self._ranks, self._peers, self._pending, self.log_dir, self._end_with
+            world_size, self._ranks, self._peers, self._pending, self.log_dir, self._end_failed
         )
         try:
             self._watchdog = Watchdog()
@@ -309,6 +312,19 @@ class SlotGroup:
         for rank in self._ranks:
             rank.wait(max(0.0, deadline - time.monotonic()))
 
+    def _end_failed(self, failure: RankFailed) -> None:
+        """End the ranks after one has failed; first give callbacks time for `on_trial_shutdown`.
+
+        A rank whose peer has ended raises from its collective, and then shuts down. A rank that
+        hangs there is killed.
+        """
+        if self._has_shutdown_hook and not self._is_closing:
+            self._submit(Shutdown())
+            deadline = time.monotonic() + SHUTDOWN_SECONDS
+            for rank in self._ranks:
+                rank.wait(max(0.0, deadline - time.monotonic()))
+        self._end_with(failure)
+
     def _end_with(self, failure: SlotsError) -> SlotsError:
         """Kill the ranks and fail all requests; returns the first failure of the group."""
         with self._lock:
@@ -351,6 +367,8 @@ class SlotGroup:
         elif message.error is not None:
             self._failures.note_raised(rank, message)
         elif message.result is not None:
+            if isinstance(message.result, TrialBuilt):
+                self._has_shutdown_hook = "on_trial_shutdown" in message.result.hooks
             self._pending.note(rank, message.number, message.result)
 
     def rank_disconnected(self, rank: int, protocol_error: str | None) -> None:

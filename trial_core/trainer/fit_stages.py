@@ -13,8 +13,9 @@ from logging import Logger, LoggerAdapter
 from typing import Any
 
 from trial_core.checkpoint import layout
+from trial_core.checkpoint.code_objects import RunCode
 from trial_core.checkpoint.fencing import Fence
-from trial_core.checkpoint.manifest import FileEntry, Manifest
+from trial_core.checkpoint.manifest import FileEntry, Manifest, StoredCode
 from trial_core.checkpoint.resume_point import Restore, ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
@@ -45,9 +46,9 @@ from trial_core.messages import (
 from trial_core.retention.claims import RunClaim
 from trial_core.retention.pruning import prune_trial
 from trial_core.run.run_loop import Validation
-from trial_core.run.searcher_metric import searcher_metric
+from trial_core.run.searcher_metric import searcher_metric, with_single_number
 from trial_core.run.sequencer import Progress, Schedule
-from trial_core.text_format import metrics_line, speed
+from trial_core.text_format import metrics_line, training_speed
 from trial_core.trainer.background_upload import BackgroundUpload, retry_storage
 from trial_core.trainer.commit_rendezvous import CommitRendezvous
 from trial_core.transfer.staged_checkpoint import StagedCheckpoint
@@ -76,6 +77,7 @@ class FitStages:
         is_stop_requested: whether this rank was asked from outside to save and end.
         fence: lets rank 0 commit; None on other ranks and in test mode.
         claim: announces which checkpoint rank 0 restores; None on other ranks and in test mode.
+        code: the trial's code, on rank 0; None: checkpoints name no code.
         metrics: the last ones of each kind.
         newest_checkpoint: uuid of the newest checkpoint that this run has committed.
     """
@@ -93,6 +95,7 @@ class FitStages:
     is_stop_requested: Callable[[], bool] = lambda: False
     fence: Fence | None = None
     claim: RunClaim | None = None
+    code: RunCode | None = None
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
     newest_checkpoint: str | None = None
 
@@ -104,7 +107,9 @@ class FitStages:
         self._attempt = uuids.uuid4().hex if self.fence is None else self.fence.attempt
         self._should_stop = False
         self._epoch: EpochLength | None = None
+        self._stored_code: StoredCode | None = None
         self._pending: tuple[StagedCheckpoint, BackgroundUpload] | None = None
+        self._validated: dict[str, Any] = {}
 
     @property
     def is_uploading(self) -> bool:
@@ -144,7 +149,9 @@ class FitStages:
 
     def run_hook(self, hook: str, batches_trained: int, **arguments: Any) -> None:
         if hook in self.built.hooks:
-            self.controller.run_hook(RunHook(hook=hook, arguments=arguments))
+            done = self.controller.run_hook(RunHook(hook=hook, arguments=arguments))
+            if done.metrics is not None:
+                self._validated = done.metrics
 
     def metric_names(self) -> list[str] | None:
         if self.test_mode:  # which validates after a single batch
@@ -156,23 +163,26 @@ class FitStages:
         reached = trained.batches_trained
         if reached > begin:
             self.metrics["training"] = trained.metrics
-            samples_per_second = (reached - begin) * self.built.batch_samples / trained.seconds
+            speed = training_speed(reached - begin, self.built.batch_samples, trained.seconds)
             self.logger.info(
-                "trained [%d→%d] at %s: %s", begin, reached, speed(samples_per_second),
-                metrics_line(trained.metrics),
-            )  # fmt: skip
+                "trained [%d→%d] at %s: %s", begin, reached, speed, metrics_line(trained.metrics)
+            )
         return reached
 
-    def validate(self, batches_trained: int) -> Validation | None:
+    def validate(self, batches_trained: int) -> bool:
         validated = self.controller.validate(RunValidation())
-        if validated.is_broken_off:
-            return None
-        self.logger.info("validated at %d: %s", batches_trained, metrics_line(validated.metrics))
+        self._validated = validated.metrics
+        return not validated.is_broken_off
+
+    def report_validation(self, batches_trained: int) -> Validation:
+        # Callbacks may have changed the metrics of each rank; those of rank 0 count.
+        metrics = with_single_number(self.distributed.broadcast(self._validated), self.metric)
+        self.logger.info("validated at %d: %s", batches_trained, metrics_line(metrics))
         try:
-            value = None if self.metric is None else searcher_metric(validated.metrics, self.metric)
+            value = None if self.metric is None else searcher_metric(metrics, self.metric)
         except TrialError as mistake:  # on every rank: all have the same metrics
             return Validation(mistake=mistake)
-        self.metrics["validation"] = validated.metrics
+        self.metrics["validation"] = metrics
         return Validation(value)
 
     def save(self, progress: Progress) -> StagedCheckpoint:
@@ -235,7 +245,9 @@ class FitStages:
         """Upload this rank's part, and commit it with the others'. Not collective."""
 
         def begin() -> None:
-            self.store.announce_upload(self.trial, staged.uuid, self._attempt, self.fence)
+            self._stored_code = self.store.announce_upload(
+                self.trial, staged.uuid, self._attempt, self.fence, self.code
+            )
 
         def upload() -> list[FileEntry]:
             rendezvous.begin(lambda: retry_storage(begin))
@@ -261,6 +273,7 @@ class FitStages:
             topology=self.built.topology,
             versions=self.built.versions,
             epoch=self._epoch,
+            code=self._stored_code,
         )
         retry_storage(lambda: self.store.commit(manifest, self.fence))
         rules, searcher = self.config.checkpoint_storage, self.config.searcher

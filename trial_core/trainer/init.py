@@ -29,7 +29,7 @@ from trial_core.controller.run_file_upload import instruments_in
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.mpu import forget_model_parallelism
 from trial_core.deepspeed.op_builds import prepare_op_builds
-from trial_core.distributed import DistributedContext, is_launched
+from trial_core.distributed import CHIEF_VARIABLE, DistributedContext, is_launched
 from trial_core.entrypoint import initialises_torch_distributed
 from trial_core.process_group import init_torch_distributed
 from trial_core.pytorch.context import PyTorchTrialContext
@@ -146,8 +146,14 @@ def _context(
 
 @contextmanager
 def _rank_environment() -> Iterator[None]:
-    """Without a launcher, set the variables that a launcher would: DeepSpeed needs them."""
+    """Without a launcher, set the variables that a launcher would: DeepSpeed needs them.
+
+    A launcher of Determined's kind may give rank 0's address as ``DET_CHIEF_IP`` alone.
+    """
     missing = {} if is_launched() else host_single_rank()
+    chief = os.environ.get(CHIEF_VARIABLE)
+    if is_launched() and chief and "MASTER_ADDR" not in os.environ:
+        missing = {"MASTER_ADDR": chief}
     os.environ.update(missing)
     try:
         yield
@@ -184,5 +190,7 @@ def _ranks() -> DistributedContext:
 
 
 def _destroy_process_group() -> None:
-    if dist.is_initialized():
+    if deepspeed.comm.is_initialized():
         deepspeed.comm.destroy_process_group()
+    elif dist.is_initialized():
+        dist.destroy_process_group()

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import uuid as uuids
-import warnings
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
+from trial_core.checkpoint.code_objects import RunCode
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
-from trial_core.config.script import named_metric, script_config
+from trial_core.config.script import has_code_folder, named_metric, script_config
 from trial_core.context import RunInfo
 from trial_core.controller.collective_errors import run_on_all_ranks, run_on_rank_0
 from trial_core.controller.controller import Controller
@@ -32,6 +32,7 @@ from trial_core.slots.stop_barrier import StopBarrier
 from trial_core.trainer.fit_stages import FitStages
 from trial_core.trainer.fit_stop import FitStop
 from trial_core.transfer.run_files import rank_folder
+from trial_core.transfer.trial_code import code_of_folder
 from trial_core.units import Batch, Epoch, TrainUnit
 
 logger = logging.getLogger(__name__)
@@ -71,15 +72,29 @@ class Trainer:
         self._context = context
         self._was_fitted = False
 
-    def configure_profiler(self, *_: Any, **__: Any) -> None:
-        """Does nothing: there is no Determined profiler. Deprecated in the reference, too."""
-        warnings.warn(
-            "Trainer.configure_profiler has no effect: Determined's profiler ended with its "
-            "server; call context.set_profiler(...), which takes the arguments of "
-            "torch.profiler.profile",
-            DeprecationWarning,
-            stacklevel=2,
-        )
+    def configure_profiler(
+        self,
+        sync_timings: bool = True,
+        enabled: bool = False,
+        begin_on_batch: int = 0,
+        end_after_batch: int | None = None,
+    ) -> None:
+        """Profile some batches on rank 0. Call it before `fit`; the last call counts.
+
+        The trace of torch's profiler is stored with the run's files for TensorBoard. For other
+        settings of the profiler call ``context.set_profiler``.
+
+        Args:
+            sync_timings: not used: torch's profiler reads the accelerator's own clock.
+            enabled: whether to profile.
+            begin_on_batch, end_after_batch: indices of the first and the last batch to profile;
+                five batches if there is no last one.
+        """
+        self._context.run_info.experiment["profiling"] = {
+            "enabled": enabled,
+            "begin_on_batch": begin_on_batch,
+            "end_after_batch": end_after_batch,
+        }
 
     def fit(
         self,
@@ -91,6 +106,7 @@ class Trainer:
         latest_checkpoint: str | None = None,
         step_zero_validation: bool = False,
         test_mode: bool = False,
+        profiling_enabled: bool = False,
         take_over: bool = False,
     ) -> TrialResult:
         """Train the trial. Collective: every rank calls this once, with the same arguments.
@@ -117,6 +133,8 @@ class Trainer:
                 ``searcher.source_checkpoint_uuid`` if ``exp_conf`` names one.
             step_zero_validation: validate once before the first batch.
             test_mode: train one batch, validate one, and save without keeping the checkpoint.
+            profiling_enabled: whether to profile the first batches; `configure_profiler` says
+                which ones.
             take_over: whether to continue a trial that another run may be training, which ends that
                 run. A script that a scheduler restarts on another machine needs it: nothing tells
                 whether the first machine is dead.
@@ -135,6 +153,9 @@ class Trainer:
                 "fit was called twice; to continue training, construct a new trial and give fit "
                 "latest_checkpoint=result.checkpoint_uuid"
             )
+        if profiling_enabled:
+            profiling = self._context.run_info.experiment.setdefault("profiling", {})
+            profiling["enabled"] = True
         experiment = self._context.get_experiment_config()
         metric = named_metric(experiment)
         schedule = _schedule(
@@ -177,6 +198,7 @@ class Trainer:
                 lambda: termination.is_requested,
                 fence,
                 claim,
+                self._code(config, store, test_mode),
             )
             result = follow_schedule(stages)
             if not result.stopped_early:
@@ -201,6 +223,25 @@ class Trainer:
         if not test_mode:
             run_on_rank_0(distributed, store.check_writable)
         return store
+
+    def _code(
+        self, config: ExperimentConfig, store: CheckpointStore, test_mode: bool
+    ) -> RunCode | None:
+        """The trial's code for its checkpoints; None on all ranks but the first."""
+        if test_mode:
+            return None
+        packed: list[RunCode | None] = []
+        run_on_rank_0(self._context.distributed, lambda: packed.append(self._pack(config, store)))
+        return next(iter(packed), None)
+
+    def _pack(self, config: ExperimentConfig, store: CheckpointStore) -> RunCode | None:
+        if not has_code_folder(type(self._trial)):
+            logger.info(
+                "checkpoints hold no code: %s is defined in a notebook or in an installed package",
+                type(self._trial).__name__,
+            )
+            return None
+        return code_of_folder(config.code, store, logger).archive
 
     def _take_over(
         self,
@@ -248,6 +289,7 @@ class Trainer:
         )
         engine = engine_of(self._trial, self._context, config.reproducibility.experiment_seed)
         built = controller.attach(engine, info, run_dir_of(info.trial), store)
+        stack.callback(controller.shut_down_callbacks)  # a fit that fails has not called the hook
         return controller, termination, built
 
 

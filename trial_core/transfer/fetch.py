@@ -27,6 +27,7 @@ from trial_core.errors import CheckpointDamaged, CheckpointError
 from trial_core.storage.local_files import atomic_file, read_chunks, temporary_beside
 from trial_core.storage.parallel import CancelSignal, in_parallel
 from trial_core.storage.storage_errors import ErrorTranslator
+from trial_core.transfer.trial_code import download_code
 
 _logger = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ def fetch_files(
 
 
 def download(store: CheckpointStore, uuid: str, target: Path) -> Manifest:
-    """Bring a whole checkpoint into a folder, verified; writes its manifest last.
+    """Bring a whole checkpoint, and its code, into a folder, verified; writes its manifest last.
 
     Args:
         uuid: of the checkpoint, or an unambiguous prefix of it.
@@ -117,11 +118,37 @@ def download(store: CheckpointStore, uuid: str, target: Path) -> Manifest:
     except CheckpointDamaged:
         store.raise_if_deleted(manifest.uuid)
         raise
+    try:
+        download_code(store, manifest, target)
+    except CheckpointDamaged as damage:
+        store.raise_if_deleted(manifest.uuid)
+        _logger.warning("checkpoint %s is downloaded without its code: %s", manifest.uuid, damage)
     with errors.translated("write into"):
         with atomic_file(final, is_durable=False) as file:
             file.write(data)
         unfinished.unlink(missing_ok=True)
     return manifest
+
+
+def check_downloaded(folder: Path, uuid: str, entries: Iterable[FileEntry]) -> None:
+    """Compare files of a downloaded checkpoint with its manifest.
+
+    Raises:
+        CheckpointDamaged: a file is missing or differs; names all of them.
+        StorageError: a file cannot be read.
+    """
+    wanted = list(entries)
+    with ErrorTranslator(str(folder)).translated("read"):
+        intact = in_parallel(
+            lambda entry, stop: _matches(folder / entry.path, entry, stop), wanted, LOCAL_THREADS
+        )
+    if wrong := [
+        entry.path for entry, is_intact in zip(wanted, intact, strict=True) if not is_intact
+    ]:
+        raise CheckpointDamaged(
+            f"checkpoint {uuid} in {folder} is damaged: {', '.join(wrong)} is missing or differs "
+            "from the manifest; download the checkpoint again"
+        )
 
 
 def _matches(path: Path, entry: FileEntry, stop: CancelSignal) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trial_core.checkpoint.manifest import FileEntry, Manifest, Topology, utc_now
+from trial_core.checkpoint.manifest import FileEntry, Manifest, StoredCode, Topology, utc_now
 from trial_core.config import ExperimentConfig
 from trial_core.run.sequencer import Progress
 from trial_core.transfer.upload import merge_entries
@@ -53,12 +53,14 @@ class StagedCheckpoint:
         topology: Topology,
         versions: dict[str, str],
         epoch: EpochLength | None = None,
+        code: StoredCode | None = None,
     ) -> Manifest:
         """The manifest to commit after every rank has stored its `files`.
 
         Args:
             attempt: id of the attempt that commits.
             topology, versions, epoch: as reported by the ranks.
+            code: the result of `CheckpointStore.announce_upload`.
 
         Raises:
             CheckpointError: several ranks wrote different files under one name.
@@ -78,4 +80,6 @@ class StagedCheckpoint:
             entrypoint=config.entrypoint,
             hyperparameters=config.hyperparameters,
             epoch=epoch,
+            code=code,
+            config=config.digested(),
         )

@@ -159,9 +159,10 @@ def description(store: CheckpointStore, manifest: Manifest, kept: list[str]) -> 
         "last validation": _earlier_validation(manifest),
         "ranks": f"{topology.world_size} (data {topology.data_parallel_size}, pipeline "
         f"{topology.pipeline_parallel_size}, model {topology.model_parallel_size}), "
-        f"ZeRO stage {topology.zero_stage}",
+        f"{topology.state_division}",
         "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
         "hyperparameters": json.dumps(manifest.hyperparameters, ensure_ascii=False),
+        "code": _code(manifest),
         "files": f"{len(manifest.files)}, {text_format.size(manifest.total_bytes)}, in "
         f"{store.files_url(manifest.uuid)}",
     }
@@ -171,6 +172,13 @@ def description(store: CheckpointStore, manifest: Manifest, kept: list[str]) -> 
     margin = max(map(len, sizes), default=0)
     files = zip(sizes, manifest.files, strict=True)
     return lines + [f"  {size:>{margin}}  rank {file.rank}  {file.path}" for size, file in files]
+
+
+def _code(manifest: Manifest) -> str:
+    """The code that the checkpoint names; empty: it names none."""
+    if manifest.code is None:
+        return ""
+    return f"{text_format.size(manifest.code.size_bytes)}, {manifest.code.key}"
 
 
 def _validation(manifest: Manifest) -> str:

@@ -34,7 +34,7 @@ class MyTrial(DeepSpeedTrial):
         return {"loss": loss}
 
     def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
-        return {"loss": self._loss(dataloader_iter)}  # averaged over batches and ranks
+        return {"loss": self._loss(dataloader_iter)}  # the mean: each batch counts the same
 
     def _loss(self, dataloader_iter: Any) -> torch.Tensor:
         vectors, lengths = self.context.to_device(next(dataloader_iter))

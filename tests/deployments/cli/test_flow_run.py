@@ -107,6 +107,15 @@ def test_a_signal_while_the_server_ends(run: FlowRun[str], monkeypatch: pytest.M
     [
         (CheckpointDamaged("bad.pt"), CheckpointDamaged, "error: bad.pt"),
         (
+            httpx.HTTPStatusError(
+                "401",
+                request=httpx.Request("POST", "http://server/api"),
+                response=httpx.Response(httpx.codes.UNAUTHORIZED),
+            ),
+            embedded_server.PrefectServerError,
+            "http://server/api was started again with another password, so it does not learn how",
+        ),
+        (
             httpx.ConnectError("refused"),
             embedded_server.PrefectServerError,
             "the Prefect server at http://server/api failed during the run "

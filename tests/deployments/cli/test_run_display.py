@@ -121,6 +121,20 @@ def test_plain_lines_for_every_stage() -> None:
     ]
 
 
+def test_a_trial_with_unknown_samples() -> None:
+    """Its speed is in batches."""
+    display, out, clock = plain()
+    display.run_started("toy-0a", 30, 0, 0)
+    display.stage_started("train-workload", "[0→10]")
+    clock.now += 4
+    display.stage_ended("train-workload", "[0→10]", 4.0)
+    display.metrics_reported("training", 10, {"loss": 2.5})
+    assert out.getvalue().splitlines() == [
+        "trial toy-0a: 30 batches",
+        "train-workload [0→10]: 4.0 s · 2.5 batches/s · loss 2.5",
+    ]
+
+
 def test_plain_lines_hold_no_control_characters() -> None:
     """Control characters in metric names and in messages of ranks are removed."""
     display, out, clock = plain()

@@ -23,6 +23,7 @@ from uuid import UUID
 import pytest
 
 from tests.support.cli import TRIALFLOW, environment_in, trialflow, write_experiment
+from tests.support.manifests import new_manifest
 from tests.support.prefect import PrefectServer, isolated, prepared
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines as seen
@@ -97,7 +98,9 @@ def test_a_trial_that_raises(tmp_path: Path, server: Mapping[str, str]) -> None:
     assert "raised RuntimeError: the toy was told to break" in done.stderr
     assert "toy_trial.py" in done.stderr
     assert "prefect" not in done.stderr
-    assert re.search(r"the last checkpoint is at batch [48]; to continue", done.stderr)
+    assert re.search(
+        r"the last checkpoint of trial toy-\w{8} is at batch [48]; to continue", done.stderr
+    )
     log = Path(done.stderr.partition("whole log: ")[2].splitlines()[0])
     assert log.is_file()
 
@@ -133,7 +136,8 @@ def test_json_of_an_interrupted_run(tmp_path: Path, server: Mapping[str, str]) -
     assert Path(page) == Path(outcome["report_path"]).with_suffix(".html")
     assert Path(page).is_file()
     assert f"stopped by Ctrl-C after {trained} batches" in said
-    assert f"the last checkpoint is at batch {trained}; to continue from it, give --resume" in said
+    saved = f"the last checkpoint of trial {outcome['trial']} is at batch {trained}"
+    assert f"{saved}; to continue from it, give --resume" in said
 
 
 class Terminal:
@@ -250,7 +254,8 @@ def test_a_run_that_is_stopped(
         assert wait_until_gone(pids, 0) == []
     _, _, end = terminal.text.rpartition("\x1b[?25h")  # the cursor is shown again
     assert message in end
-    assert "the last checkpoint is at batch 4; to continue from it, give --resume" in end
+    (trial,) = (path.name for path in tmp_path.glob("home/toy-*"))
+    assert f"the last checkpoint of trial {trial} is at batch 4; to continue from it, give" in end
     assert "Traceback" not in terminal.text
 
 
@@ -271,6 +276,54 @@ def test_a_terminal_that_is_closed(tmp_path: Path, server: Mapping[str, str]) ->
     assert f"{expected}{saved.progress.batches_trained}," in report.read_text()
 
 
+class FakeFlow:
+    """The flow `train`, which reports its flow run and then does what the test says."""
+
+    def __init__(self, body: Callable[[], object]) -> None:
+        self._body = body
+
+    def with_options(self, on_running: list[Callable[..., None]]) -> Callable[..., object]:
+        def flow(config: ExperimentConfig, **arguments: object) -> object:
+            for hook in on_running:
+                hook(None, SimpleNamespace(id=UUID(int=1)), None)
+            return self._body()
+
+        return flow
+
+
+@pytest.mark.parametrize("is_quiet", [False, True])
+def test_the_trial_that_resume_continues_is_named(
+    tmp_path: Path, prefect_server: PrefectServer, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], is_quiet: bool,
+) -> None:  # fmt: skip
+    """Also with --quiet, on stderr; after Ctrl-C again, as there is nothing newer to continue."""
+    store = CheckpointStore(f"file://{tmp_path}/storage")
+    store.commit(new_manifest(4, trial="toy-0000beef", experiment="toy"))
+    path = write_experiment(tmp_path, checkpoint_storage=store.url)
+    flow = FakeFlow(lambda: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(flow_module, "train", flow)
+    with prefect_server.configured():
+        assert train(path, resume=True, quiet=is_quiet) == 130
+    printed, said = capsys.readouterr()
+    assert "continuing trial toy-0000beef, " in (said if is_quiet else printed)
+    assert "to continue trial toy-0000beef, give --resume" in said
+    assert printed == "" or not is_quiet
+
+
+def test_a_new_trial_that_is_stopped_before_its_first_checkpoint(
+    tmp_path: Path, prefect_server: PrefectServer, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A later --resume would continue another trial, so the message says that it is not this."""
+    path = write_experiment(tmp_path)
+    flow = FakeFlow(lambda: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(flow_module, "train", flow)
+    with prefect_server.configured():
+        assert train(path) == 130
+    expected = "trial toy-00000001 has no checkpoint yet, so --resume does not continue it"
+    assert expected in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("has_written", [False, True])
 def test_only_the_page_of_this_run_is_named(
     tmp_path: Path, prefect_server: PrefectServer, monkeypatch: pytest.MonkeyPatch,
@@ -283,18 +336,12 @@ def test_only_the_page_of_this_run_is_named(
     page.write_text("the earlier run's")
     os.utime(page, (1, 1))
 
-    def with_options(on_running: list[Callable[..., None]]) -> Callable[..., None]:
-        def fail(config: ExperimentConfig, **arguments: object) -> None:
-            for hook in on_running:
-                hook(None, SimpleNamespace(id=UUID(int=1)), None)
-            if has_written:
-                page.write_text("this run's")
-            raise StorageError("503 SlowDown")
+    def fail() -> None:
+        if has_written:
+            page.write_text("this run's")
+        raise StorageError("503 SlowDown")
 
-        return fail
-
-    flow = SimpleNamespace(with_options=with_options)
-    monkeypatch.setattr(flow_module, "train", flow)
+    monkeypatch.setattr(flow_module, "train", FakeFlow(fail))
     monkeypatch.setattr(command, "_trial_to_resume", lambda *arguments: "toy-0000beef")
     with prefect_server.configured():
         assert train(write_experiment(tmp_path), resume=True) != 0

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
@@ -24,10 +25,15 @@ from prefect.cache_policies import NO_CACHE
 
 from tests.support.browser import chromium
 from tests.support.prefect import PrefectServer, isolated, prepared
+from trial_core.errors import ConfigError
+from trialflow.deployments.cli import doctor
+from trialflow.deployments.cli.deploy import configured_client
 from trialflow.flows.server.embedded_server import prefect_api
 from trialflow.flows.server.prefect_server import PrefectServerError, PrefectServerProcess
 from trialflow.flows.server.prefect_settings import environment
+from trialflow.flows.server.server_login import ServerLogin, password_path
 from trialflow.flows.server.server_script import LOCK, RunServer
+from trialflow.flows.server.single_instance import single_instance
 
 pytestmark = pytest.mark.server
 
@@ -203,6 +209,27 @@ def test_a_configured_server_is_used(prefect_server: PrefectServer, tmp_path: Pa
     with environment(isolated(tmp_path)), prefect_api() as api:
         assert (api.api_url, api.is_embedded) == (prefect_server.api_url, False)
         assert servers_of(os.getpid()) == []
+
+
+def test_the_server_of_a_running_up_is_used(prefect_server: PrefectServer, tmp_path: Path) -> None:
+    """Where none is configured: no other server is started on the same database."""
+    password = password_path(tmp_path, urlsplit(prefect_server.api_url).port or 80)
+    with environment(isolated(tmp_path)), single_instance(tmp_path) as store_address:
+        with pytest.raises(ConfigError, match=r"is starting in .*: wait until"), prefect_api():
+            pass
+        store_address(f"{prefect_server.api_url} (password: in {password})")
+        password.write_text("me:secret\n")
+        with prefect_api() as api:
+            assert (api.api_url, api.ui_url) == (prefect_server.api_url, prefect_server.ui_url)
+            assert (api.is_of_up, api.is_embedded) == (True, False)
+            assert api.login == ServerLogin("me:secret", password)
+            assert servers_of(os.getpid()) == []
+            assert os.environ["PREFECT_API_AUTH_STRING"] == "me:secret"
+        assert os.environ.get("PREFECT_API_URL", "") != prefect_server.api_url
+        assert prefect_server.api_url in str(doctor.prefect_server())
+        assert "of `trialflow up`" in str(doctor.prefect_server())
+        with configured_client() as client:
+            assert str(client.api_url).startswith(prefect_server.api_url)
 
 
 def test_a_configured_server_that_does_not_answer(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def drive(controller: Controller, build: BuildTrial, until: Any) -> None:
     if until == "validate":
         controller.carry_out(RunValidation())
         return
-    controller.carry_out(TrainBatches(until=1))
+    controller.carry_out(TrainBatches(until=2))
     if until == "train":
         return
     controller.carry_out(SaveCheckpoint(uuid="saved"))

@@ -61,6 +61,24 @@ class ForgetsToStep(ToyTrial):
         return {"loss": self._loss(inputs, index)}
 
 
+class StepsOnce(ToyTrial):
+    """Of two calls for one batch, only the first one runs a step."""
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        if self.engine.micro_steps > 2 * batch_idx:
+            return {"loss": 0.0, "rank": 0.0}
+        return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+
+
+class ReturnsNothing(ToyTrial):
+    """Skips the second call for a batch, and returns nothing."""
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
+        if self.engine.micro_steps == 0:
+            return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+        return None
+
+
 class EmptyTraining(ToyTrial):
     """Its training loader is empty."""
 

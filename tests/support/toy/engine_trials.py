@@ -156,6 +156,20 @@ class ByHandTooLittle(ByHand):
         return Independent.train_batch(self, dataloader_iter, epoch_idx, batch_idx)
 
 
+class RareGenerator(Adversarial):
+    """Trains the generator, the first engine, in every second batch, and then twice."""
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        inputs, index = self._next(dataloader_iter, batch_idx)
+        critic = error(self.second(inputs), index)
+        self.second.backward(critic)
+        self.second.step()
+        for _ in range(2 * (batch_idx % 2)):
+            self.first.backward(error(self.first(inputs), index))
+            self.first.step()
+        return {"critic": critic, "generator": 0.0}
+
+
 class OwnConfig(ToyTrial):
     """The toy with more DeepSpeed configuration, the hyperparameter `ds_config`.
 

@@ -5,12 +5,14 @@ Validation metrics are of the samples' indices, which differ by rank and by batc
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.utils import RepeatingLoader
 from parallel_trials import Unsized, ds_config
 from toy_trial import ToyTrial, samples
 
@@ -70,7 +72,7 @@ class NamedReducer(ToyTrial):
 
 
 class ReadOnce(NamedReducer):
-    """Its validation loader can be read only once."""
+    """Its validation loader can be read only once, and has a length."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         super().__init__(context)
@@ -79,7 +81,20 @@ class ReadOnce(NamedReducer):
     def build_validation_data_loader(self) -> Any:
         dataset = samples(self.hparams["validation_samples"])
         rank, size = self.context.distributed.get_rank(), self.context.distributed.get_size()
-        return ([part.unsqueeze(0) for part in dataset[i]] for i in range(rank, len(dataset), size))
+        shard = range(rank, len(dataset), size)
+        micro_batches = ([part.unsqueeze(0) for part in dataset[i]] for i in shard)
+
+        class OnePass:
+            def __len__(self) -> int:
+                return len(shard)
+
+            def __iter__(self) -> Any:
+                return self
+
+            def __next__(self) -> Any:
+                return next(micro_batches)
+
+        return OnePass()
 
 
 class Prepares(PyTorchCallback):
@@ -169,6 +184,48 @@ class DeepSpeedsLoader(ToyTrial):
 
     def build_training_data_loader(self) -> Any:
         return self.loader
+
+
+class DeepSpeedsLoaderForBoth(DeepSpeedsLoader):
+    """Trains and validates on the same loader of deepspeed.initialize."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        self.indices = context.wrap_reducer(sorted, name="indices", for_training=False)
+
+    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+        inputs, index = self.context.to_device(next(dataloader_iter))
+        for one in index.flatten().tolist():
+            self.indices.update(one)
+        return {"loss": self._loss(inputs, index)}
+
+    def build_validation_data_loader(self) -> Any:
+        return self.loader
+
+
+class RepeatingLoaders(DeepSpeedsLoaderForBoth):
+    """Its loaders are RepeatingLoaders, one of them twice over."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        dataset = samples(self.hparams["train_samples"])
+        shard = torch.utils.data.DistributedSampler(dataset, shuffle=False)
+        size = self.hparams["micro_batch_size"]
+        inside = torch.utils.data.DataLoader(dataset, batch_size=size, sampler=shard)
+        self.loader = RepeatingLoader(RepeatingLoader(inside))
+
+    def build_validation_data_loader(self) -> Any:
+        return RepeatingLoader(self.loader.loader.loader)
+
+
+class RepeatingFullDataset(RepeatingLoaders):
+    """Validates a RepeatingLoader at once."""
+
+    evaluate_batch = ToyTrial.__mro__[1].evaluate_batch
+
+    def evaluate_full_dataset(self, data_loader: Any) -> dict[str, Any]:
+        parts = list(itertools.islice(data_loader, 100))
+        return {"loss": 0.5, "micro_batches": float(len(parts))}
 
 
 class TwoPerCall(Indices):

@@ -169,3 +169,32 @@ class Silent(TensorParallelTrial):
 
     def build_callbacks(self) -> dict[str, PyTorchCallback]:
         return {"only": EveryHook(CallLog(self.context), "only")}
+
+
+class Positions(PyTorchCallback):
+    """Logs the current batch in hooks. Its `on_training_epoch_start` has no parameter."""
+
+    def __init__(self, log: CallLog) -> None:
+        self.log = log
+
+    def _log(self, call: str) -> None:
+        self.log.add(call, batch=self.log.context.current_train_batch())
+
+    def on_training_start(self) -> None:
+        self._log("on_training_start")
+
+    def on_training_epoch_start(self) -> None:  # type: ignore[override]  # the older form
+        self._log("on_training_epoch_start")
+
+    def on_training_workload_end(self, avg_metrics: dict[str, Any], batch_metrics: Any) -> None:
+        self._log("on_training_workload_end")
+
+    def on_validation_start(self) -> None:
+        self._log("on_validation_start")
+
+
+class LogsPositions(ToyTrial):
+    """Logs where hooks see the training."""
+
+    def build_callbacks(self) -> dict[str, PyTorchCallback]:
+        return {"positions": Positions(CallLog(self.context))}

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -70,7 +71,7 @@ def _loss(outputs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.mse_loss(outputs.sum(1, keepdim=True), index / 64)
 
 
-def pipeline(hparams: dict[str, Any], stages: int) -> Any:
+def pipeline(hparams: dict[str, Any], stages: int, training_data: Any = None) -> Any:
     """The engine of a pipeline, with dropout in the first stage."""
     model = PipelineModule(
         layers=[
@@ -91,6 +92,7 @@ def pipeline(hparams: dict[str, Any], stages: int) -> Any:
         model=model,
         model_parameters=[p for p in model.parameters() if p.requires_grad],
         config=ds_config(hparams),
+        training_data=training_data,
     )
     return engine
 
@@ -115,6 +117,24 @@ class PipelineTrial(_SplitTrial):
             for index in micro_batch:
                 self.seen_indices.update(index)
         return {"loss": loss, "stage": float(self.engine.stage_id)}
+
+
+class PipelineWithLoader(PipelineTrial):
+    """Trains and validates on the loader of deepspeed.initialize, which repeats without end."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        self._prepare(context)
+        context.disable_dataset_reproducibility_checks()
+        dataset = samples(self.hparams["train_samples"])
+        engine = pipeline(self.hparams, self.hparams.get("stages", 2), dataset)
+        self.engine = context.wrap_model_engine(engine)
+        self.seen_indices = context.wrap_reducer(sorted, name="indices", for_training=False)
+
+    def build_training_data_loader(self) -> Any:
+        return self.engine.training_dataloader
+
+    def build_validation_data_loader(self) -> Any:
+        return self.engine.training_dataloader
 
 
 class TwoPipelines(PipelineTrial):
@@ -276,6 +296,25 @@ class MisfitMPU(TensorParallelTrial):
         )
         self.engine = context.wrap_model_engine(engine)
         context.set_mpu(ModelParallelUnit(0, 2, True, True))
+
+
+class RankZeroReports(ToyTrial):
+    """Gives a unit of another class, and lets rank 0 alone report; others return nothing."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        rank, size = context.distributed.get_rank(), context.distributed.get_size()
+        unit: Any = SimpleNamespace(
+            data_parallel_rank=rank,
+            data_parallel_world_size=size,
+            should_report_metrics=rank == 0,
+            should_build_data_loader=True,
+        )
+        context.set_mpu(unit)
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
+        metrics = super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+        return metrics if self.context.distributed.get_rank() == 0 else None
 
 
 class UnsizedPipeline(PipelineTrial):

@@ -77,6 +77,12 @@ class Recorder(PyTorchCallback):
         self.epochs = state_dict["epochs"]
 
 
+class TrainingRecorder(Recorder):
+    """A recorder without validation hooks."""
+
+    on_validation_end = PyTorchCallback.on_validation_end
+
+
 class ToyTrial(DeepSpeedTrial):
     """A linear model with dropout (so that random state matters) on a few samples.
 
@@ -84,7 +90,7 @@ class ToyTrial(DeepSpeedTrial):
     record (a folder for each rank's records), ballast_mib (the size of a file that each rank adds
     to its checkpoints), and at_batch + do: what happens in that batch on do_rank; only once with
     `once`, a file to create; `wait` waits for a file `wait_for`. at_evaluation: the same, in that
-    call of evaluate_batch.
+    call of evaluate_batch. records_validations: False for a callback without validation hooks.
     """
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
@@ -190,4 +196,5 @@ class ToyTrial(DeepSpeedTrial):
     def build_callbacks(self) -> dict[str, PyTorchCallback]:
         if not self.record:
             return {}
-        return {"recorder": Recorder(self._file("hooks"), self.hparams.get("ballast_mib", 0))}
+        callback = Recorder if self.hparams.get("records_validations", True) else TrainingRecorder
+        return {"recorder": callback(self._file("hooks"), self.hparams.get("ballast_mib", 0))}

@@ -28,6 +28,11 @@ def test_keys_never_change() -> None:
     assert layout.shared_deletion_key("u-2") == "deletions/u-2.json"
     for key in ("deletions/u-2/0a.json", "deletions/u-2.json"):
         assert layout.parse_deletion_key(key) == "u-2"
+    digest = "sha256:" + "0a" * 32
+    assert layout.code_key(digest, 1) == f"code/{'0a' * 32}/000001.tar"
+    assert layout.code_deletion_key(digest, 1, "0b") == f"code/{'0a' * 32}/000001-0b.json"
+    for name in (layout.CodeName(digest, 1), layout.CodeName(digest, 1, "0b")):
+        assert layout.parse_code_key(name.key) == name
     assert layout.run_file_key("t-1", "tensorboard/rank-0/e") == "runs/t-1/tensorboard/rank-0/e"
 
 

@@ -14,6 +14,7 @@ from trial_core.checkpoint import layout
 PARTS = [
     *(text for text in TEXTS if len(text) < 400), "gpt-1", "a.b", "u", "0000000007-u", "000007",
     "0000007", "00000000007-u", "9" * 18, "9" * 19, "1" * 5000, "000001-u", "versions", "0000001-u",
+    "0a" * 32, "000001.tar", "0000001.tar", "000001-0b",
 ]  # fmt: skip
 FAMILIES: list[tuple[Callable[[str], Any], Callable[[Any], str]]] = [
     (layout.parse_manifest_key, lambda name: name.key),
@@ -21,8 +22,9 @@ FAMILIES: list[tuple[Callable[[str], Any], Callable[[Any], str]]] = [
     (layout.parse_claim_key, layout.claim_key),
     (layout.parse_pin_key, layout.pin_key),
     (layout.parse_hold_key, layout.hold_key),
+    (layout.parse_code_key, lambda name: name.key),
 ]
-FOLDERS = ["manifests", "uploads", "claims", "pins", "deletions", "attempts", "models"]
+FOLDERS = ["manifests", "uploads", "claims", "pins", "deletions", "attempts", "models", "code"]
 keys = st.builds(
     lambda folder, parts, ending: "/".join([folder, *parts]) + ending,
     st.sampled_from(FOLDERS),

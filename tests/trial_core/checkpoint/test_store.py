@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -287,10 +288,31 @@ def test_open_takes_a_unique_prefix(local_store: CheckpointStore) -> None:
         local_store.commit(new_manifest(uuid=name))
     assert local_store.open("aaaa").uuid == "aaaa-1"
     assert local_store.open("aaab").uuid == "aaab"
-    with pytest.raises(CheckpointNotFound, match=r"3 checkpoints .* begin with 'aaa': .*aaaa-1"):
+    with pytest.raises(
+        CheckpointNotFound, match=r"3 checkpoints .* begin with 'aaa'; .*: .*aaaa-1"
+    ):
         local_store.open("aaa")
     with pytest.raises(CheckpointNotFound, match=r"there are 3: .*7 batches"):
         local_store.open("b")
+
+
+@pytest.mark.parametrize(("wanted", "begins"), [("a", "7 checkpoints in "), ("b", "no ")])
+def test_open_lists_this_experiments_newest_checkpoints(
+    tmp_path: Path, wanted: str, begins: str
+) -> None:
+    """Newest first, whatever their batches; five, then the count of the others."""
+    store = CheckpointStore(f"file://{tmp_path}", experiment="My GPT")
+    saved = [("my-gpt-0b", 900), ("other-0a", 11), ("my-gpt-0a", 30), ("my-gpt-0a", 20)]
+    saved += [("my-gpt-2-0a", 13), ("other-0a", 17), ("my-gpt-0c", 10)]
+    for age, (trial, batches) in enumerate(reversed(saved)):
+        manifest = new_manifest(batches, uuid=f"a{batches}", trial=trial)
+        store.commit(manifest)
+        os.utime(tmp_path / manifest.name.key, (age, age))
+    with pytest.raises(CheckpointNotFound) as refused:
+        store.open(wanted)
+    assert str(refused.value).startswith(begins)
+    assert re.findall(r"a(\d+) \(", str(refused.value)) == ["900", "30", "20", "10", "11"]
+    assert "and 2 more (`trialflow checkpoints list`)" in str(refused.value)
 
 
 def test_verify_reads_every_byte(store: CheckpointStore, tmp_path: Path) -> None:

@@ -56,9 +56,13 @@ def problems(**fields: Any) -> list[str]:
             'searcher.smaller_is_better: expected true or false, got "yes"',
         ),
         (
-            {"searcher": {"source_trial_id": 1234}},
-            "searcher.source_trial_id: only Determined's server can find a checkpoint by a trial's "
-            "number; give source_checkpoint_uuid instead",
+            {"searcher": {"source_trial_id": -1}},
+            'searcher.source_trial_id: expected a trial\'s id, such as "gpt-0000002a", or its '
+            "number, got -1",
+        ),
+        (
+            {"searcher": {"source_trial_id": 3, "source_checkpoint_uuid": "ab"}},
+            "searcher.source_trial_id: source_checkpoint_uuid is given as well; remove one of them",
         ),
         (
             {"searcher": {"source_weights_only": True}},

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from trial_core.config import ExperimentConfig, IgnoredFieldWarning, load_config
+from trial_core.context import RunInfo, TrialContext
+from trial_core.distributed import DistributedContext
 from trial_core.errors import ConfigError
 from trial_core.retention.policy import RetentionPolicy
 from trial_core.units import Batch, Epoch
@@ -103,7 +105,6 @@ def test_every_ignored_field_warns_with_its_path(tmp_path: Path) -> None:
         "debug",
         "entrypoint",
         "environment.image",
-        "profiling",
         "project",
         "records_per_epoch",
         "resources.resource_pool",
@@ -114,12 +115,32 @@ def test_every_ignored_field_warns_with_its_path(tmp_path: Path) -> None:
 
 
 def test_a_config_that_is_sent_does_not_warn_again() -> None:
-    """A dumped config has no ignored fields."""
+    """Nor does it lose the ignored fields."""
     with pytest.warns(IgnoredFieldWarning, match="^debug: ignored: "):
         config = experiment(debug=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ExperimentConfig.model_validate(config.model_dump(mode="json"))
+        sent = ExperimentConfig.model_validate(config.model_dump(mode="json"))
+    assert sent == config
+    assert sent.ignored_fields == {"debug": True}
+
+
+def test_the_trial_sees_ignored_fields_in_their_places() -> None:
+    """At the top and in sections, but no secrets. They do not change what the experiment is."""
+    fields = {
+        "records_per_epoch": 50000,
+        "resources": {"slots_per_trial": 2, "shm_size": "4g"},
+        "environment": {"registry_auth": {"password": "secret"}},
+    }
+    with pytest.warns(IgnoredFieldWarning):
+        config = experiment(**fields)
+    info = RunInfo("toy-0000002a", config.model_dump(mode="json"))
+    seen = TrialContext(info, DistributedContext.from_environment({})).get_experiment_config()
+    assert seen["records_per_epoch"] == 50000
+    assert seen["resources"] == {"slots_per_trial": 2, "shm_size": "4g", "accelerator": "auto"}
+    assert "secret" not in str(seen)
+    assert "ignored_fields" not in seen
+    assert config.digest() == experiment(resources={"slots_per_trial": 2}).digest()
 
 
 @pytest.mark.parametrize(

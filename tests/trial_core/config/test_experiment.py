@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.support.strategies import plain_data
 from trial_core.config import ExperimentConfig, load_config
-from trial_core.config.error_text import MetricDirectionWarning
+from trial_core.config.error_text import MetricDirectionWarning, NewHyperparameterWarning
 from trial_core.config.parsing import parse_yaml
 from trial_core.errors import ConfigError
 from trial_core.run.sequencer import Schedule
@@ -237,6 +237,36 @@ def test_every_field_of_the_form_has_a_title_and_a_description() -> None:
             assert "title" in field, name
             assert "description" in field or "$ref" in field, name
     assert schema["required"] == ["entrypoint", "searcher"]
+
+
+@pytest.mark.parametrize(
+    ("override", "warning"),
+    [
+        ("hyperparameters.lr=1", ""),
+        ("hyperparameters.widht=1", r"--set hyperparameters\.widht: .* unless .*mean \"width\"\?$"),
+        ("hyperparameters.dropout=1", r"--set hyperparameters\.dropout: .* reads it$"),
+        ("hyperparameters.adam.esp=1", r"--set hyperparameters\.adam\.esp: .*mean \"eps\"\?$"),
+        ("hyperparameters.adam.betas.first=1", r"--set hyperparameters\.adam\.betas: "),
+        ("hyperparameters.overwrite.optimizer.lr=1", ""),
+        ("hyperparameters={dropout: 1}", ""),
+        ("data.path=1", ""),
+    ],
+)
+def test_an_override_of_no_hyperparameter_of_the_file(
+    tmp_path: Path, override: str, warning: str
+) -> None:
+    """It may be misspelt, which is said. What the file leaves open may be set."""
+    section = "hyperparameters: {lr: 1, width: 2, adam: {eps: 3}, overwrite: {}}\n"
+    path = written(tmp_path, MINIMAL + section)
+    expected = pytest.warns(NewHyperparameterWarning, match=warning)
+    with warnings.catch_warnings(), expected if warning else nullcontext():
+        warnings.simplefilter("always" if warning else "error")
+        load_config(path, [override])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_config(
+            written(tmp_path, MINIMAL), [override]
+        )  # a file without hyperparameters has no names to compare
 
 
 @pytest.mark.parametrize(

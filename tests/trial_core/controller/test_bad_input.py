@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.slots import TOY, drive, toy_config
+from tests.support.slots import TOY, drive, lines, toy_config
 from trial_core.entrypoint import load_trial_class
 from trial_core.errors import RankFailed, TrialError
 from trial_core.slots.slot_group import SlotGroup
@@ -62,23 +62,43 @@ def test_an_entrypoint_that_is_not_a_trial(entrypoint: str, message: str) -> Non
 @pytest.mark.slots
 def test_a_trial_that_breaks_a_rule(tmp_path: Path) -> None:
     """The driver reports the trial's mistake, not a crash."""
-    config = toy_config(tmp_path, 2, entrypoint="bad_trials:ForgetsToStep")
+    config = toy_config(
+        tmp_path, 2, entrypoint="bad_trials:StepsOnce", hyperparameters={"accumulation": 2}
+    )
     with SlotGroup(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
         drive(slots, config, tmp_path)
     assert failure.value.is_trial_mistake
     assert str(failure.value.error_message).startswith(
-        "DeepSpeed model engine did not train for gradient accumulation steps: 1 call(s) of "
-        "train_batch led to 0 optimizer step(s)"
+        "DeepSpeed model engine did not train for gradient accumulation steps: 2 call(s) of "
+        "train_batch led to 1 micro-step(s)"
+    )
+
+
+@pytest.mark.long
+@pytest.mark.slots
+def test_a_state_that_no_run_would_read_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    """As the trial's mistake: a restart would fail again."""
+    config = toy_config(tmp_path, 1, entrypoint="state_trials:UnreadableState")
+    with SlotGroup(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
+        drive(slots, config, tmp_path)
+    assert failure.value.is_trial_mistake
+    assert failure.value.during == "checkpoint-save"
+    assert str(failure.value.error_message).startswith(
+        "the checkpoint would hold an object of state_trials.Unreadable at callbacks.unreadable."
     )
 
 
 @pytest.mark.slots
 def test_a_trials_exception_shows_the_trials_code(tmp_path: Path) -> None:
-    """The traceback begins in the trial, without the library's frames."""
-    config = toy_config(tmp_path, 1, entrypoint="bad_trials:RaisesInEvaluation")
+    """The traceback begins in the trial. The callbacks are shut down before the rank ends."""
+    config = toy_config(
+        tmp_path, 1, entrypoint="bad_trials:RaisesInEvaluation",
+        hyperparameters={"record": str(tmp_path)},
+    )  # fmt: skip
     with SlotGroup(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
         drive(slots, config, tmp_path)
     assert not failure.value.is_trial_mistake
     assert (failure.value.error_type, failure.value.during) == ("KeyError", "validate")
     frames = re.findall(r'File "(.*)", line', failure.value.rank_traceback or "")
     assert frames == [str(TOY / "bad_trials.py")]
+    assert lines(tmp_path, "hooks", rank=0)[-1]["hook"] == "on_trial_shutdown"

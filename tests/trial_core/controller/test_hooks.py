@@ -95,14 +95,15 @@ def test_callbacks_are_called_in_the_order_of_their_names_in_the_trial(runs: Run
         assert [line["callback"] for line in lines] == order * (len(lines) // 2)
 
 
-def test_on_training_workload_end_gets_averages_and_this_ranks_metrics(runs: Runs) -> None:
-    """The average over batches and ranks, reduced once; and a dict per batch of this rank."""
+def test_on_training_workload_end_gets_averages_of_ranks(runs: Runs) -> None:
+    """Over batches and ranks, reduced once; and for each micro-batch over ranks."""
     for rank in runs.ranks:
         ends = runs.logged(rank, "on_training_workload_end")[::2]
-        assert [[own["batch"] for own in end["batches"]] for end in ends] == [
-            [0, 1, 2], [3], [4], [5]
+        assert [[each["batch"] for each in end["batches"]] for end in ends] == [
+            [0, 0, 1, 1, 2, 2], [3, 3], [4, 4], [5, 5]
         ]  # fmt: skip
-        assert {own["rank"] for end in ends for own in end["batches"]} == {rank}
+        middle = (len(runs.ranks) - 1) / 2
+        assert {each["rank"] for end in ends for each in end["batches"]} == {middle}
         assert {end["average"]["rank"] for end in ends} == {(len(runs.ranks) - 1) / 2}
         assert [end["average"]["batch"] for end in ends] == [1, 3, 4, 5]
         assert [end["average"] for end in ends] == runs.first.training
@@ -201,14 +202,38 @@ def test_a_rank_without_data_and_metrics_runs_every_hook(warm_slots: Warm, tmp_p
     first, second = (calls(tmp_path, rank) for rank in (0, 1))
     assert first == second
     assert {call.split()[0] for call in first} >= {*HOOKS} - {"on_checkpoint_load_start"}
-    for hook, reduced, own in (
-        ("on_training_workload_end", "average", "batches"),
-        ("on_validation_epoch_end", None, "outputs"),
-        ("on_validation_end", "metrics", None),
+    for hook, reduced in (
+        ("on_training_workload_end", "average"),
+        ("on_training_workload_end", "batches"),
+        ("on_validation_end", "metrics"),
     ):
         reporting, silent = (logged(tmp_path, rank, hook)[0] for rank in (0, 1))
-        assert reduced is None or reporting[reduced] == silent[reduced] != {}
-        assert own is None or (len(reporting[own]) > 0 and silent[own] == [])
+        assert reporting[reduced] == silent[reduced]
+        assert len(reporting[reduced]) > 0
+    outputs = [logged(tmp_path, rank, "on_validation_epoch_end")[0]["outputs"] for rank in (0, 1)]
+    assert len(outputs[0]) > 0
+    assert outputs[1] == []
+
+
+def test_hooks_between_batches_see_the_last_batch(warm_slots: Warm, tmp_path: Path) -> None:
+    """As in the reference. An epoch has 3 batches; its first hook may have no parameter."""
+    own = toy_config(
+        tmp_path, 5, entrypoint="hook_trials:LogsPositions", perform_initial_validation=True,
+        min_validation_period={"batches": 3},
+        hyperparameters={"record": str(tmp_path), "train_samples": 12},
+    )  # fmt: skip
+    drive(warm_slots(2), own, tmp_path)
+    for rank in (0, 1):
+        assert [(line["call"], line["batch"]) for line in logged(tmp_path, rank)] == [
+            ("on_training_start", 0),
+            ("on_validation_start", 0),
+            ("on_training_epoch_start", 0),
+            ("on_training_workload_end", 2),
+            ("on_validation_start", 2),
+            ("on_training_epoch_start", 3),
+            ("on_training_workload_end", 4),
+            ("on_validation_start", 4),
+        ]
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4])

@@ -77,10 +77,30 @@ def test_event_files_are_uploaded_with_the_run(
         seen = scalars(folder)
         assert seen.pop("own") == [(batch, 100 * rank + batch) for batch in range(6)]
         if rank == 0:
-            assert seen["training/loss"] == [(6, pytest.approx(done.run.training[-1]["loss"]))]
-            assert seen["validation/loss"] == [(6, pytest.approx(done.run.validation[-1]["loss"]))]
+            assert seen["Determined/loss"] == [(6, pytest.approx(done.run.training[-1]["loss"]))]
+            assert seen["Determined/val_loss"] == [
+                (6, pytest.approx(done.run.validation[-1]["loss"]))
+            ]
         else:
             assert seen == {}
+
+
+def test_metrics_are_written_for_every_trial(
+    warm_slots: Warm, tmp_path: Path, world_size: int
+) -> None:
+    """By rank 0, from the first train-workload on. The experiment may switch it off."""
+    for name, settings in {"by default": {"tensorboard_logging": True}, "off": {}}.items():
+        own = toy_config(tmp_path, 4, scheduling_unit=2, **settings)
+        drive(warm_slots(world_size), own, tmp_path / name)
+    seen = scalars(tmp_path / "by default" / "tensorboard" / "rank-0")
+    assert {tag: [step for step, _ in values] for tag, values in seen.items()} == {
+        "Determined/loss": [2, 4],
+        "Determined/rank": [2, 4],
+        "Determined/val_loss": [4],
+        "Determined/val_mean_index": [4],
+    }
+    assert not (tmp_path / "by default" / "tensorboard" / "rank-1").exists()
+    assert not (tmp_path / "off" / "tensorboard").exists()
 
 
 def test_a_profilers_trace_is_uploaded_with_the_run(

@@ -132,11 +132,12 @@ def test_rank_0_also_deletes_kept_files_of_ranks_that_are_gone(
 def test_only_a_trusted_checkpoint_may_hold_other_classes(tmp_path: Path, trusted: bool) -> None:
     """The experiment's `checkpointing.trusted` decides for a rank's own state."""
     ours = snapshots(tmp_path, trusted=trusted)
-    write_rank_state(ours.restored("a"), 0, {"callbacks": {"odd": {"state": Odd()}}}, Reader())
+    state = {"callbacks": {"odd": {"state": Odd()}}}
+    write_rank_state(ours.restored("a"), 0, state, Reader(trusted=True))
     if trusted:
-        state = ours.read_state("a", "everything")
-        assert state is not None
-        assert isinstance(state["callbacks"]["odd"]["state"], Odd)
+        restored = ours.read_state("a", "everything")
+        assert restored is not None
+        assert isinstance(restored["callbacks"]["odd"]["state"], Odd)
     else:
         with pytest.raises(CheckpointError, match=r"Odd.*checkpointing\.trusted"):
             ours.read_state("a", "everything")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +22,7 @@ from trial_core.context import RunInfo
 from trial_core.controller.controller import Controller
 from trial_core.controller.data.loaders import build_loaders
 from trial_core.controller.rank_state import read_rank_state, restore_callbacks
-from trial_core.controller.reduction import reduce_metrics
+from trial_core.controller.reduction import reduce_training, reduce_validation
 from trial_core.deepspeed.load_engine import load_engine
 from trial_core.distributed import DistributedContext
 from trial_core.entrypoint import build_engine
@@ -91,9 +93,73 @@ def test_an_unusable_loader(which: str, loader: Any, message: str) -> None:
     assert str(refusal.value) == message.format(which)
 
 
+@pytest.mark.parametrize(
+    ("loader", "name"),
+    [(itertools.cycle([1]), "cycle"), ((each for each in [1]), "generator")],
+    ids=["endless", "generator"],
+)
+def test_a_validation_loader_that_is_an_iterator_without_a_length(loader: Any, name: str) -> None:
+    """It may never end: it is refused before training, not waited for."""
+    own: Any = engine(validation_loader=lambda: loader, requires_reproducible_loaders=False)
+    with pytest.raises(TrialError) as refusal:
+        build_loaders(own, alone(), seed=0)
+    assert str(refusal.value) == (
+        f"build_validation_data_loader returned an iterator ({name}) without a length. It may "
+        "never end, and a second validation would find it used up. Return an object whose __iter__ "
+        "begins a new pass, such as a DataLoader or a list, or give the iterator a __len__"
+    )
+
+
+class Sized:
+    """An iterator with a length, which is that of one pass."""
+
+    def __init__(self, source: Any, length: int) -> None:
+        self.source, self.length = source, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.source)
+
+
+def test_a_validation_takes_as_many_batches_of_an_endless_loader_as_its_length() -> None:
+    """And the next validation continues with the loader's next batches."""
+    endless = Sized(itertools.count(), 3)
+    own: Any = engine(validation_loader=lambda: endless, requires_reproducible_loaders=False)
+    validation = build_loaders(own, alone(), seed=0).validation
+    for expected in ([0, 1, 2], [3, 4, 5]):
+        batches = validation.begin()
+        assert batches is not None
+        assert [next(batches) for _ in validation.evaluations(batches, alone())] == expected
+
+
+def test_a_validation_without_a_length_says_that_it_is_long(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No rank can know whether such a loader ever ends."""
+
+    class Endless:
+        def __iter__(self) -> Any:
+            return itertools.repeat(7)
+
+    own: Any = engine(validation_loader=Endless, requires_reproducible_loaders=False)
+    validation = build_loaders(own, alone(), seed=0).validation
+    evaluations = validation.evaluations(validation.begin(), alone())
+    with caplog.at_level(logging.WARNING):
+        assert all(itertools.islice(evaluations, 10_000))
+        assert caplog.messages == []
+        assert next(evaluations)
+    (message,) = caplog.messages
+    assert message.startswith("this validation has evaluated 10000 batches of a loader without a")
+
+
 def test_a_validation_loader_that_can_be_read_only_once() -> None:
     """A rank that needs padding reads the loader again, for one more batch."""
-    read_once = iter(DataLoader(samples(3)))
+    read_once = Sized(iter(DataLoader(samples(3))), 3)
     own: Any = engine(validation_loader=lambda: read_once, requires_reproducible_loaders=False)
     validation = build_loaders(own, alone(), seed=0).validation
     assert len(list(validation.begin() or ())) == 3
@@ -104,15 +170,22 @@ def test_a_validation_loader_that_can_be_read_only_once() -> None:
 # ------------------------------------------------------------------------------------- metrics
 
 
+def reduce_one_batch(kind: str, metrics: BatchMetrics, of: Any) -> None:
+    if kind == "training":
+        reduce_training(metrics, of, alone(), with_calls=False)
+    else:
+        reduce_validation(metrics, of, alone())
+
+
 @pytest.mark.parametrize("kind", ["training", "validation"])
-def test_a_reducer_with_the_name_of_a_metric(kind: Any) -> None:
+def test_a_reducer_with_the_name_of_a_metric(kind: str) -> None:
     """One would hide the other."""
     reducers, metrics = ReducerRegistry(), BatchMetrics()
     reducers.wrap(len, name="accuracy")
     metrics.add_batch([{"loss": 1.5, "accuracy": 0.5}])
     message = f"{kind} metric(s) accuracy are both returned by the trial and given by a wrapped"
     with pytest.raises(TrialError, match=re.escape(message)):
-        reduce_metrics(kind, metrics, engine(reducers=reducers), alone())
+        reduce_one_batch(kind, metrics, engine(reducers=reducers))
 
 
 # ------------------------------------------------------------------------------------- engines

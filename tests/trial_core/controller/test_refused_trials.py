@@ -33,6 +33,8 @@ class Case:
 TOO_SMALL = "the validation set is too small for pipeline parallelism, where"
 NO_GROUP = {"validation_samples": 5, "accumulation": 4}
 IN_GROUPS = "gradient_accumulation_steps = 4 micro-batches"
+ACCEPTED = "not refused"
+BATCH = {"global_batch_size": 8}
 NO_STEP = "DeepSpeed model engine did not train for gradient accumulation steps: "
 
 REFUSED = {
@@ -42,24 +44,18 @@ REFUSED = {
     ),
     "batch sizes": Case(
         "bad_trials:RefusedBatchSize", "build",
-        "DeepSpeed rejects the trial's configuration: Check batch related parameters. "
-        "train_batch_size is not equal to micro_batch_per_gpu",
+        "the DeepSpeed config's train_batch_size is ",
+        contains=("data-parallel ranks train ", "resources.slots_per_trial that divides"),
     ),
     "fp16": Case(
         "engine_trials:OwnConfig", "build",
         "DeepSpeed rejects the trial's configuration: Type fp16 is not supported on your device.",
         hparams={"ds_config": {"fp16": {"enabled": True}}},
     ),
-    "a pipeline after another engine": Case(
-        "bad_trials:LatePipeline", "build",
-        "wrap_model_engine got a PipelineEngine as engine 1, after one that is no pipeline: the "
-        "first engine's layout is the whole trial's. Wrap the pipeline first, and give all "
-        "pipelines of a trial the same stages",
-    ),
-    "unequal pipelines": Case(
-        "bad_trials:UnequalPipelines", "build",
-        "wrap_model_engine got a PipelineEngine as engine 1, after one that has other stages: the "
-        "first engine's layout is the whole trial's",
+    "a pipeline after another engine": Case("bad_trials:LatePipeline", "train", ACCEPTED),
+    "unequal pipelines": Case("bad_trials:UnequalPipelines", "train", ACCEPTED),
+    "a layout in which rank 0 alone reports": Case(
+        "parallel_trials:RankZeroReports", "everything", ACCEPTED
     ),
     "mpus that do not fit": Case(
         "parallel_trials:MisfitMPU", "build",
@@ -100,13 +96,20 @@ REFUSED = {
         "training metric(s) loss are both returned by the trial and given by a wrapped reducer; "
         "rename one of them",
     ),
-    "no step": Case(
-        "bad_trials:ForgetsToStep", "train",
-        NO_STEP + "1 call(s) of train_batch led to 0 optimizer step(s)",
+    "half a batch": Case(
+        "bad_trials:StepsOnce", "train",
+        NO_STEP + "2 call(s) of train_batch led to 1 micro-step(s) of the first engine; expected 2",
+        hparams={"accumulation": 2},
     ),
-    "no step by hand": Case(
-        "engine_trials:ByHandTooLittle", "train",
-        NO_STEP + "1 call(s) of train_batch led to 0 optimizer step(s) of the first engine",
+    "no metrics, and half a batch": Case(
+        "bad_trials:ReturnsNothing", "train",
+        "train_batch must return a dictionary mapping string names to metrics",
+        hparams={"accumulation": 2},
+    ),
+    "no step": Case("bad_trials:ForgetsToStep", "train", ACCEPTED),
+    "too little by hand": Case("engine_trials:ByHandTooLittle", "train", ACCEPTED),
+    "an engine that is trained more rarely": Case(
+        "engine_trials:RareGenerator", "train", ACCEPTED
     ),
     "no whole group of micro-batches": Case(
         "parallel_trials:PipelineTrial", "validate", TOO_SMALL,
@@ -137,7 +140,67 @@ REFUSED = {
         'DeepSpeed found no weights (tag "model0") in ',
         ("; a trial that overrides save must also override load_weights",),
     ),
-    "nothing": Case("toy_trial:ToyTrial", "weights", "not refused"),
+    "parameters without a gradient": Case(
+        "pytorch_trials:UnusedParameters", "train",
+        "a backward pass of Heads did not reach all parameters, and each one must give every",
+        ("context.wrap_model(model, find_unused_parameters=True)",),
+    ),
+    "parameters without a gradient, before another forward pass": Case(
+        "pytorch_trials:HeadsInTurn", "train",
+        "a backward pass of Heads did not reach all parameters, and each one must give every",
+    ),
+    "parameters with two gradients": Case(
+        "pytorch_trials:Recomputes", "train",
+        "a backward pass of Recomputing reached some parameters twice, and each one must give",
+    ),
+    "sparse gradients of several models": Case(
+        "pytorch_trials:SparseEmbedding", "train",
+        "a parameter of shape (5, 2) has a sparse gradient, and ranks cannot average it in "
+        "step_optimizer; ",
+        hparams={"unused": True},
+    ),
+    "a schedule of epochs without their length": Case(
+        "pytorch_trials:UnknownEpochs", "train",
+        "LRScheduler.StepMode.STEP_EVERY_EPOCH needs the length of an epoch, but the training",
+    ),
+    "nothing": Case("toy_trial:ToyTrial", "weights", ACCEPTED),
+    "one of two models sharded": Case(
+        "refused_sharding_trials:OneOfTwo", "build",
+        "some of the trial's models are sharded with FSDP2 and others are not", hparams=BATCH,
+    ),
+    "an optimizer before its model is sharded": Case(
+        "refused_sharding_trials:EarlyOptimizer", "build",
+        "14 parameter tensor(s) of optimizer 0 belong to no wrapped model. FSDP2 replaces a "
+        "model's parameters: construct the optimizer after context.wrap_model", hparams=BATCH,
+    ),
+    "an unknown sharding": Case(
+        "refused_sharding_trials:Misspelt", "build",
+        'wrap_model: sharding is "none" or "fsdp2", got \'fsdp\'', hparams=BATCH,
+    ),
+    "a sharded list of modules": Case(
+        "refused_sharding_trials:NoForward", "build",
+        "wrap_model cannot shard a ModuleList, which has no forward method", hparams=BATCH,
+    ),
+    "compression of a sharded model": Case(
+        "refused_sharding_trials:LateCompression", "build",
+        "wrap_optimizer(fp16_compression=True) comes too late for models that are sharded with",
+        hparams=BATCH,
+    ),
+    "a sharded model on one rank": Case(
+        "refused_sharding_trials:WholeSet", "build",
+        "WholeSet defines evaluate_full_dataset, which runs on a single rank, but a forward pass "
+        "of models sharded with FSDP2 needs the other ranks", hparams=BATCH,
+    ),
+    "a mesh of some ranks": Case(
+        "refused_sharding_trials:OnHalfTheRanks", "build",
+        "FSDPLinear's parameter weight is sharded over 1 of 2 ranks; pass fully_shard a device "
+        "mesh of all ranks", hparams=BATCH,
+    ),
+    "an optimizer whose state differs by rank": Case(
+        "refused_sharding_trials:OddOptimizer", "everything",
+        "optimizer 0 (OwnMoments) does not divide its 'own' among the ranks as FSDP2 divides the "
+        "parameter, of shape (", hparams=BATCH,
+    ),
 }  # fmt: skip
 
 

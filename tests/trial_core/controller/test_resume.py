@@ -48,6 +48,13 @@ def test_resuming_is_bit_identical(
         assert calls == [batch for batch in range(9) for _ in range(3)]
 
 
+def test_a_config_and_a_state_of_other_mappings_and_sequences_resume(
+    warm_slots: Warm, tmp_path: Path
+) -> None:
+    """DeepSpeed's config is an AttrDict, the callback's state holds a deque and a named tuple."""
+    assert_resuming_is_bit_identical(warm_slots(2), tmp_path, "state_trials:AttrDictConfig")
+
+
 def test_a_custom_checkpoint_format_resumes_bit_identically(
     warm_slots: Warm, tmp_path: Path
 ) -> None:

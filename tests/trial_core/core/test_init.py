@@ -60,7 +60,7 @@ def test_a_script_continues_its_trial_with_latest(init: Init, tmp_path: Path) ->
             assert (path / "state").read_text() == "4"
         assert context.checkpoint.get_metadata(uuid) == {"steps_completed": 4, "note": "kept"}
         store(context, 8)
-    assert trial_core.get_cluster_info() is None
+    assert trial_core.get_cluster_info() is not context.info
     first, second = manifests(tmp_path)
     assert first.trial == second.trial
     assert first.metrics == {
@@ -171,7 +171,7 @@ def test_what_cannot_be_resumed_is_refused(init: Init) -> None:
     """A new trial begins only if none is asked for, or none is there."""
     with pytest.raises(CheckpointNotFound):
         init(latest_checkpoint="abcdef").__enter__()
-    with pytest.raises(ConfigError, match="hyperparamters: unknown field"):
-        trial_core.init(exp_conf={"hyperparamters": {}}).__enter__()
+    with pytest.raises(ConfigError, match="checkpoint_storage: expected"):
+        trial_core.init(exp_conf={"checkpoint_storage": 3}).__enter__()
     with init(latest_checkpoint="latest") as context:
         assert context.info.latest_checkpoint is None

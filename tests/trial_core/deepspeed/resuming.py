@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,16 @@ from trial_core.slots.slot_group import SlotGroup
 
 
 def assert_resuming_is_bit_identical(
-    slots: SlotGroup, folder: Path, entrypoint: str, **hparams: Any
+    slots: SlotGroup,
+    folder: Path,
+    entrypoint: str,
+    optimizations: Mapping[str, Any] | None = None,
+    **hparams: Any,
 ) -> Path:
     """9 batches equal 4 + 5: the same samples, weights, optimizer states and metrics on every rank.
+
+    Args:
+        optimizations: this section of the experiment.
 
     Returns:
         The files of the last checkpoint.
@@ -24,7 +32,7 @@ def assert_resuming_is_bit_identical(
         config = toy_config(
             folder / part, batches, scheduling_unit=3, entrypoint=entrypoint,
             # Validations may draw random numbers, so both runs have them after the same batches.
-            min_validation_period={"batches": 4},
+            min_validation_period={"batches": 4}, optimizations=optimizations or {},
             hyperparameters={"record": str(folder / part), "train_samples": 50, **hparams},
         )  # fmt: skip
         return drive(slots, config, folder / part, resume=resume, persist=True)

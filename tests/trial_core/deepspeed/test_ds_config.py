@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import re
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -51,29 +51,43 @@ def test_neither_configuration_is_changed() -> None:
     assert source == {"optimizer": {"params": {"betas": [0.5, 0.6]}}}
 
 
+@pytest.mark.parametrize("base", [{"train_batch_size": 8}, {"zero_optimization": {}}])
+def test_keys_that_the_base_lacks_are_added(base: dict[str, Any]) -> None:
+    """A section that only the experiment's YAML has counts, too, as in the reference."""
+    source = {"zero_optimization": {"stage": 2, "offload": {"device": "cpu"}}, "steps": 10}
+    assert overwrite_deepspeed_config(base, source) == {**base, **source}
+
+
 @pytest.mark.parametrize(
-    ("source", "problem"),
+    ("source", "expected"),
     [
-        (
-            {"optimizer": {"params": {"learning_rate": 0.3}}},
-            '"optimizer.params.learning_rate" is not in the base config',
-        ),
-        ({"train_batchsize": 64}, '"train_batchsize" is not in the base config'),
-        (
-            {"zero_optimization": 3},
-            '"zero_optimization" is a section in the base config, got 3',
-        ),
+        ({"zero_optimization": None}, {**BASE, "zero_optimization": None}),
+        ({"train_batch_size": {"auto": 1}}, {**BASE, "train_batch_size": {"auto": 1}}),
     ],
 )
-def test_a_key_that_overwrites_nothing_is_logged(
-    caplog: pytest.LogCaptureFixture, source: dict[str, Any], problem: str
+def test_a_section_and_a_value_replace_each_other(
+    source: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    """A misspelt learning rate causes a warning; sections are not overwritten."""
-    with caplog.at_level(logging.WARNING):
-        assert overwrite_deepspeed_config(BASE, source) == BASE
-    assert [record.getMessage() for record in caplog.records] == [
-        f"overwrite_deepspeed_config ignored a key: {problem}"
-    ]
+    """Only a section is merged into a section."""
+    assert overwrite_deepspeed_config(BASE, source) == expected
+
+
+def test_a_mapping_of_another_class_is_merged() -> None:
+    """`AttrDict` and the like, as trials make of hyperparameters."""
+    source = MappingProxyType({"optimizer": MappingProxyType({"type": "SGD"})})
+    merged = overwrite_deepspeed_config(MappingProxyType(BASE), source)
+    assert merged["optimizer"] == {"type": "SGD", "params": BASE["optimizer"]["params"]}
+
+
+@pytest.mark.parametrize(
+    "content", ['{"lr": 1, "lr": 2}', '{"optimizer": {"params": {"lr": 1, "lr": 2}}}']
+)
+def test_a_key_that_a_file_gives_twice_is_refused(tmp_path: Path, content: str) -> None:
+    """Python would silently use the last one. A ValueError, as in the reference."""
+    path = tmp_path / "ds.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r'ds\.json gives "lr" twice in one section: 1 and 2; '):
+        overwrite_deepspeed_config(str(path), {})
 
 
 @pytest.mark.parametrize("wrong", [None, 3, ["train_batch_size"]])
@@ -95,7 +109,7 @@ def test_a_source_must_be_a_dict(wrong: Any) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"cannot read the DeepSpeed config .*ds\.json: No such file"),
+        (None, r"cannot read the DeepSpeed config .*ds\.json in the folder .*: No such file"),
         ("{,}", r"the DeepSpeed config .*ds\.json is not valid JSON: .* line 1 column 2"),
         ("[1]", r"the DeepSpeed config .*ds\.json must hold a JSON object, got list"),
     ],
@@ -109,3 +123,12 @@ def test_a_file_without_a_config_is_refused(
         path.write_text(content)
     with pytest.raises(TrialError, match=message):
         overwrite_deepspeed_config(str(path), {})
+
+
+def test_the_folder_of_a_relative_path_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial's working folder is the experiment's code folder, not the user's."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TrialError, match=re.escape(f"conf/ds.json in the folder {tmp_path}/conf:")):
+        overwrite_deepspeed_config("conf/ds.json", {})

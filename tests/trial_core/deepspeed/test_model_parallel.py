@@ -84,12 +84,12 @@ class Ranks:
             r"same data_parallel_world_size n.*\['0 of 2', '1 of 3'\]",
         ),
         (
-            [(0, 2, True, True), (1, 2, False, True)],
-            "no rank with data_parallel_rank 1 has should_report_metrics=True",
+            [(0, 2, False, True), (1, 2, False, True)],
+            "no rank has should_report_metrics=True in its ModelParallelUnit",
         ),
         (
             [(0, 1, True, False), (0, 1, False, False)],
-            "no rank with data_parallel_rank 0 has should_build_data_loader=True",
+            "no rank has should_build_data_loader=True in its ModelParallelUnit",
         ),
     ],
 )

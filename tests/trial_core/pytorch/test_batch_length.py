@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trial_core.errors import TrialError
-from trial_core.pytorch.batch_length import batch_length
+from trial_core.pytorch.batch_length import data_length
 
 THREE = torch.ones(3, 5)
 
@@ -26,16 +26,16 @@ THREE = torch.ones(3, 5)
 )
 def test_the_first_tensor_gives_the_length(batch: Any) -> None:
     """Depth first; numbers, strings and scalar tensors are skipped."""
-    assert batch_length(batch) == 3
+    assert data_length(batch) == 3
 
 
 def test_an_empty_tensor_gives_length_0() -> None:
     """A tensor without rows is a batch without records."""
-    assert batch_length([torch.ones(0, 5), THREE]) == 0
+    assert data_length([torch.ones(0, 5), THREE]) == 0
 
 
 @pytest.mark.parametrize("batch", [{}, [1, "two"], torch.tensor(2.0), object()])
 def test_a_batch_without_a_tensor_is_refused(batch: Any) -> None:
     """The error names its type and what to do."""
     with pytest.raises(TrialError, match=f"{type(batch).__qualname__}.*override get_batch_length"):
-        batch_length(batch)
+        data_length(batch)

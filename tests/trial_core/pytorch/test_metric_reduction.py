@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from trial_core.errors import TrialError
-from trial_core.pytorch.metric_reduction import BatchMetrics, Partials, Reducer, combine
+from trial_core.pytorch.metric_reduction import (
+    BatchMetrics,
+    Partials,
+    Reducer,
+    calls_over_ranks,
+    combine,
+)
 
 floats = st.floats(-1e6, 1e6)
 
@@ -108,7 +114,6 @@ def test_arrays_are_reduced_elementwise() -> None:
         torch.tensor(True),
         [1, 2.5],
         ((1, 2), (3, 4)),
-        [],
     ],
     ids=repr,
 )
@@ -119,7 +124,7 @@ def test_results_are_plain(value: Any) -> None:
     result = combine([metrics.partials()])
     expected = value.tolist() if isinstance(value, (torch.Tensor, np.ndarray)) else value
     assert np.array_equal(np.asarray(result["x"]), np.asarray(expected, dtype=float))
-    for plain in (result, metrics.per_batch(), metrics.partials()):
+    for plain in (result, metrics.per_call(), metrics.partials()):
         assert json.loads(json.dumps(plain)) == plain
 
 
@@ -132,8 +137,8 @@ def test_collecting_never_waits() -> None:
             metrics.add_batch([{"loss": loss, "twin": loss}])
     assert set(adding.names) == {"is_complex", "detach", "clone"}
     with Recorder() as ending:
-        assert metrics.per_batch() == [{"loss": v, "twin": v} for v in (2.0, 4.0, 6.0)]
-        assert metrics.partials()["batches"] == 3
+        assert metrics.per_call() == [{"loss": v, "twin": v} for v in (2.0, 4.0, 6.0)]
+        assert metrics.partials()["calls"] == 3
     assert [ending.names.count(name) for name in ("cpu", "item", "tolist")] == [1, 0, 0]
 
 
@@ -145,7 +150,7 @@ def test_values_are_copied() -> None:
         metrics.add_batch([{"t": tensor, "a": array}])
         tensor += 1
         array += 1
-    assert metrics.per_batch() == [{"t": [0.0], "a": [0.0]}, {"t": [1.0], "a": [1.0]}]
+    assert metrics.per_call() == [{"t": [0.0], "a": [0.0]}, {"t": [1.0], "a": [1.0]}]
 
 
 def test_autograd_graphs_are_released() -> None:
@@ -155,14 +160,86 @@ def test_autograd_graphs_are_released() -> None:
     assert metrics._columns["loss"][0].requires_grad is False  # type: ignore[index,union-attr]
 
 
-def test_the_calls_of_a_batch_are_averaged() -> None:
-    """A batch of several micro-batches counts once, as the mean of its calls."""
+def test_every_call_of_a_batch_counts() -> None:
+    """A batch of several micro-batches has their metrics one by one."""
     metrics = BatchMetrics()
     metrics.add_batch([torch.tensor(1.0), torch.tensor(2.0)])
-    metrics.add_batch([torch.tensor(4.0), torch.tensor(8.0)])
-    assert metrics.per_batch() == [{"loss": 1.5}, {"loss": 6.0}]
-    assert metrics.partials()["batches"] == 2
-    assert combine([metrics.partials()], Reducer.MAX) == {"loss": 6.0}
+    metrics.add_batch([torch.tensor(4.0), torch.tensor(9.0)])
+    assert metrics.per_call() == [{"loss": 1.0}, {"loss": 2.0}, {"loss": 4.0}, {"loss": 9.0}]
+    assert metrics.partials()["calls"] == 4
+    assert combine([metrics.partials()]) == {"loss": 4.0}
+
+
+def test_the_metrics_of_each_call_are_averaged_over_ranks() -> None:
+    """Only over ranks that report metrics; every rank gets the same from the same partials."""
+    ranks = []
+    for offset in (0.0, 3.0):
+        metrics = BatchMetrics()
+        for call in range(3):
+            metrics.add_batch([{"loss": torch.tensor(call + offset), "m": [call, 2 * offset]}])
+        ranks.append(metrics.partials(with_values=True))
+    assert calls_over_ranks([Partials(), *ranks]) == [
+        {"loss": 1.5 + call, "m": [call, 3.0]} for call in range(3)
+    ]
+    assert calls_over_ranks([Partials(), Partials()]) == []
+
+
+OTHER_VALUES = [
+    ("high", "high"),
+    ({"a": 1, "b": [torch.tensor(0.5), None]}, {"a": 1, "b": [0.5, None]}),
+    ({3: {"c": np.float32(0.5)}}, {"3": {"c": 0.5}}),
+    ([torch.tensor(1.5), np.array([2, 3])], [1.5, [2, 3]]),
+    ([np.zeros(2), np.zeros(2)], [[0.0, 0.0], [0.0, 0.0]]),
+    ([[1], [2, 3]], [[1], [2, 3]]),
+    ([1, None], [1, None]),
+    ([], []),
+]
+
+
+@pytest.mark.parametrize(("value", "plain"), OTHER_VALUES, ids=repr)
+def test_other_values_are_reported_and_not_reduced(value: Any, plain: Any) -> None:
+    """The last one of the first rank, beside a loss that is averaged; and each call's."""
+    ranks = []
+    for rank in (0, 1):
+        metrics = BatchMetrics()
+        metrics.add_batch([{"loss": 1.0 + rank, "odd": "first"}])
+        metrics.add_batch([{"loss": 3.0 + rank, "odd": value if rank == 0 else "other"}])
+        ranks.append(metrics.partials(with_values=True))
+        assert metrics.per_call()[0] == {"loss": 1.0 + rank, "odd": "first"}
+    result = combine(ranks)
+    assert result == {"loss": 2.5, "odd": plain}
+    assert json.loads(json.dumps(result)) == result
+    assert calls_over_ranks(ranks) == [
+        {"loss": 1.5, "odd": "first"}, {"loss": 3.5, "odd": plain}
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("reducer", list(Reducer))
+def test_none_does_not_count(reducer: Reducer) -> None:
+    """The other batches are reduced. A metric that is always None stays None."""
+    ranks = (
+        [{"x": torch.tensor(2.0), "y": None}, {"x": None, "y": None}],
+        [{"x": None, "y": None}, {"x": None, "y": None}],
+        [{"x": 4.0, "y": None}, {"x": 9.0, "y": None}],
+    )
+    expected = {Reducer.AVG: 5.0, Reducer.SUM: 15.0, Reducer.MAX: 9.0, Reducer.MIN: 2.0}
+    assert reduced(*ranks, reducers=reducer) == {"x": expected[reducer], "y": None}
+    partials = []
+    for batches in ranks:
+        metrics = BatchMetrics()
+        metrics.add_batch(batches)
+        partials.append(metrics.partials(with_values=True))
+    assert calls_over_ranks(partials) == [{"x": 3.0, "y": None}, {"x": 9.0, "y": None}]
+
+
+def test_a_dict_of_tensors_is_copied_and_does_not_wait() -> None:
+    """A trial may reuse them."""
+    tensor, metrics = torch.zeros(2), BatchMetrics()
+    with Recorder() as adding:
+        metrics.add_batch([{"parts": {"a": tensor, "b": [tensor]}}])
+    assert set(adding.names) == {"is_complex", "detach", "clone"}
+    tensor += 1
+    assert metrics.per_call() == [{"parts": {"a": [0.0, 0.0], "b": [[0.0, 0.0]]}}]
 
 
 def test_partials_can_be_read_between_batches() -> None:
@@ -171,7 +248,7 @@ def test_partials_can_be_read_between_batches() -> None:
     metrics.add_batch([{"x": torch.tensor(1)}])
     metrics.partials()
     metrics.add_batch([{"x": torch.tensor(2)}])
-    assert metrics.per_batch() == [{"x": 1}, {"x": 2}]
+    assert metrics.per_call() == [{"x": 1}, {"x": 2}]
 
 
 @pytest.mark.parametrize("reducer", list(Reducer))
@@ -184,22 +261,19 @@ def test_a_nan_on_any_rank_is_the_result(reducer: Reducer) -> None:
 @pytest.mark.parametrize(
     ("value", "kind"),
     [
-        ("high", "str"),
-        (None, "NoneType"),
-        ({"a": 1}, "dict"),
         (1j, "complex"),
         (torch.tensor(1j), "Tensor with dtype torch.complex64"),
         (np.array(["x"]), "ndarray with dtype <U1"),
-        ([1, [2, 3]], "list"),
-        ([[1], [2, 3]], "list"),
-        ([torch.tensor(1)], "list"),
+        ({"a": [object()]}, "object"),
+        (len, "builtin_function_or_method"),
     ],
 )
-def test_values_that_are_not_numeric_are_refused(value: Any, kind: str) -> None:
+def test_values_that_json_cannot_hold_are_refused(value: Any, kind: str) -> None:
     """The error names metric, method and type."""
     with pytest.raises(TrialError) as raised:
         BatchMetrics("evaluate_batch").add_batch([{"odd": value}])
-    assert f'metric "odd" returned by evaluate_batch is of type {kind}' in str(raised.value)
+    expected = f'metric "odd" returned by evaluate_batch is or holds a value of type {kind}'
+    assert expected in str(raised.value)
 
 
 @pytest.mark.parametrize(("outcome", "kind"), [(None, "NoneType"), (3.0, "float"), ([1], "list")])
@@ -222,7 +296,7 @@ def test_names_must_match_across_batches() -> None:
     metrics.add_batch([{"loss": 1.0, "accuracy": 0.5}])
     message = (
         r"metric names must match across all batches of data, but evaluate_batch returned "
-        r"no \['accuracy'\] and also \['acc'\] in batch 1"
+        r"no \['accuracy'\] and also \['acc'\] in call 1"
     )
     with pytest.raises(TrialError, match=message):
         metrics.add_batch([{"loss": 1.0, "acc": 0.5}])

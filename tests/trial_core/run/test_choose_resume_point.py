@@ -45,6 +45,39 @@ def test_a_trial_resumes_from_its_own_checkpoints_newest_first(
     assert [point.uuid for point in resume_points(store, config, TRIAL)] == [newer.uuid, older.uuid]
 
 
+@pytest.mark.parametrize("source_trial_id", [0x2A, "other-0000002a"])
+def test_a_source_trial_gives_its_newest_checkpoint(
+    tmp_path: Path, store: CheckpointStore, source_trial_id: int | str
+) -> None:
+    """Older ones follow, in case that it is damaged. The trial is named by number or by id."""
+    older, newer = (new_manifest(batches, trial="other-0000002a") for batches in (3, 7))
+    for manifest in (newer, older, new_manifest(9, trial="another-0000003b")):
+        store.commit(manifest)
+    searcher = {"metric": "loss", "max_length": 9, "source_trial_id": source_trial_id}
+    config = toy_config(tmp_path, searcher={**searcher, "source_weights_only": True})
+    assert resume_points(store, config, TRIAL) == [
+        ResumePoint.warm(newer, weights_only=True), ResumePoint.warm(older, weights_only=True)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("source_trial_id", "message"),
+    [
+        (7, r"no trial has the id or number 7 in .*; there: a-0000002a \(42\), b-0000002a \(42\)"),
+        (42, r"2 trials have the number 42 in .*; there: a-0000002a \(42\), b-0000002a \(42\)"),
+    ],
+)
+def test_an_unknown_source_trial_is_named(
+    tmp_path: Path, store: CheckpointStore, source_trial_id: int, message: str
+) -> None:
+    """The error has the numbers that there are: Determined's own are others."""
+    for trial in ("a-0000002a", "b-0000002a"):
+        store.commit(new_manifest(3, trial=trial))
+    searcher = {"metric": "loss", "max_length": 9, "source_trial_id": source_trial_id}
+    with pytest.raises(CheckpointNotFound, match=message):
+        resume_points(store, toy_config(tmp_path, searcher=searcher), None)
+
+
 @pytest.mark.parametrize("trial", [TRIAL, None])
 def test_a_trial_without_checkpoints_begins_with_nothing(
     tmp_path: Path, store: CheckpointStore, trial: str | None
@@ -85,6 +118,8 @@ def test_a_trial_whose_checkpoints_are_all_damaged_does_not_begin_again() -> Non
 
 
 def test_a_damaged_source_checkpoint_is_named_as_such() -> None:
-    """The error names the experiment's field."""
-    with pytest.raises(CheckpointDamaged, match=r"^searcher.source_checkpoint_uuid: it lacks"):
+    """The error says that the experiment names it."""
+    with pytest.raises(
+        CheckpointDamaged, match=r"^the source checkpoint of the searcher: it lacks"
+    ):
         fetch_first_intact([ResumePoint.warm(SOURCE, True)], lambda _: "it lacks a file")

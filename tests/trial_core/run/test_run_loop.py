@@ -83,10 +83,12 @@ class RecordedStages:
         self.metrics["training"] = {"loss": -self._trained}
         return self._trained
 
-    def validate(self, batches_trained: int) -> Validation | None:
+    def validate(self, batches_trained: int) -> bool:
         self.calls.append(f"validate {batches_trained}")
-        if batches_trained == self.interrupted_at:
-            return None
+        return batches_trained != self.interrupted_at
+
+    def report_validation(self, batches_trained: int) -> Validation:
+        self.calls.append(f"report {batches_trained}")
         if self.mistake is not None:
             return Validation(mistake=self.mistake)
         return Validation(metric=-batches_trained)
@@ -123,12 +125,12 @@ def test_stages_and_hooks_in_their_order(tmp_path: Path) -> None:
     result = follow_schedule(stages)
     assert stages.calls == [
         "on_trial_startup 0 0 None", "build loaders 0", "on_training_start 0",
-        "validate 0", "on_validation_end 0",
-        "train 0 3", "on_training_workload_end 3", "validate 3", "on_validation_end 3",
+        "validate 0", "on_validation_end 0", "report 0",
+        "train 0 3", "on_training_workload_end 3", "validate 3", "on_validation_end 3", "report 3",
         "train 3 4", "on_training_workload_end 4",
         "save 4", "on_checkpoint_write_end 4", "on_checkpoint_end 4", "uploaded uuid-4",
         "train 4 5", "on_training_workload_end 5",
-        "train 5 6", "on_training_workload_end 6", "validate 6", "on_validation_end 6",
+        "train 5 6", "on_training_workload_end 6", "validate 6", "on_validation_end 6", "report 6",
         "save 6", "on_checkpoint_write_end 6", "on_checkpoint_end 6", "uploaded uuid-6",
         "on_trial_shutdown 6", "finish",
     ]  # fmt: skip
@@ -164,10 +166,16 @@ def test_a_validation_that_ends_early_has_no_hook(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("step_zero", "calls"),
     [
-        (False, ["train 0 5", "train 5 6", "validate 6", "save 6", "uploaded uuid-6", "finish"]),
-        (True, ["validate 0", "finish"]),
+        (
+            False,
+            [
+                "train 0 5", "train 5 6", "validate 6", "report 6", "save 6", "uploaded uuid-6",
+                "finish",
+            ],
+        ),
+        (True, ["validate 0", "report 0", "finish"]),
     ],
-)
+)  # fmt: skip
 def test_a_missing_searcher_metric_costs_no_training(
     tmp_path: Path, step_zero: bool, calls: list[str]
 ) -> None:

@@ -63,6 +63,14 @@ def test_speed_follows_a_change(status: RunStatus, clock: Clock) -> None:
     assert status.samples_per_second == pytest.approx(10 * 16 / 5)
 
 
+def test_unknown_samples_have_no_speed(status: RunStatus, clock: Clock) -> None:
+    """A trial need not say how many samples a batch has."""
+    status.batch_samples = 0
+    train(status, clock, 0, 10, seconds=4)
+    train(status, clock, 10, 20, seconds=4)
+    assert status.samples_per_second is None
+
+
 def test_time_left_counts_every_stage(status: RunStatus, clock: Clock) -> None:
     """Later validations take time, too."""
     train(status, clock, 0, 25, seconds=5)

@@ -15,7 +15,7 @@ def run(folder: Path, fit: dict[str, Any], **hparams: Any) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     exp_conf = {
         "name": "toy", "searcher": {"metric": "loss"},
-        "checkpoint_storage": f"file://{folder}/checkpoints",
+        "checkpoint_storage": f"file://{folder}/checkpoints", "tensorboard_logging": False,
     }  # fmt: skip
     return {
         "init": {"hparams": {"record": str(folder), **hparams}, "exp_conf": exp_conf},

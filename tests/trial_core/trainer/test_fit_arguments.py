@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +102,12 @@ def test_trainer_takes_a_constructed_trial_and_its_context() -> None:
         Trainer(Trial(context()), {})  # type: ignore[arg-type]
 
 
-def test_configure_profiler_only_warns() -> None:
-    """The warning names its replacement."""
-    with pytest.warns(DeprecationWarning, match=re.escape("call context.set_profiler(...)")):
-        trainer().configure_profiler(sync_timings=True, enabled=True)
+def test_the_profilers_batches_are_checked() -> None:
+    """The last batch is not before the first one."""
+    mistaken = trainer()
+    mistaken.configure_profiler(enabled=True, begin_on_batch=5, end_after_batch=3)
+    with pytest.raises(ConfigError, match=r"profiling.end_after_batch: expected at least .* 5"):
+        mistaken.fit(max_length=Batch(1))
 
 
 def test_test_mode_needs_no_length() -> None:
@@ -116,14 +117,37 @@ def test_test_mode_needs_no_length() -> None:
     )
 
 
-def test_a_misspelt_field_of_exp_conf() -> None:
-    """exp_conf is checked like an experiment file."""
-    with pytest.raises(ConfigError) as refusal:
-        script_config({"searcher": {"metrc": "loss"}, "checkpoint_storag": "x"})
-    assert str(refusal.value).splitlines() == [
-        'exp_conf: searcher.metrc: unknown field; did you mean "metric"?',
-        'exp_conf: checkpoint_storag: unknown field; did you mean "checkpoint_storage"?',
+def test_a_misspelt_field_of_exp_conf(caplog: pytest.LogCaptureFixture) -> None:
+    """It is the trial's, and has no effect; a warning says what may be meant."""
+    script_config({"searcher": {"metrc": "loss", "mode": 3}, "checkpoint_storag": "x", "mine": 1})
+    assert [record.getMessage() for record in caplog.records] == [
+        'exp_conf: "checkpoint_storag" has no effect; did you mean "checkpoint_storage"?',
+        'exp_conf: searcher: "metrc" has no effect; did you mean "metric"?',
     ]
+
+
+def test_exp_conf_may_have_any_fields() -> None:
+    """Fields that a script does not use may have any values: the trial reads them."""
+    exp_conf = {
+        "mine": object(), "entrypoint": ["python3", "train.py"], "max_restarts": "often",
+        "resources": {"slots_per_trial": 10**9, "gpu": "large"}, "checkpoint_policy": "mine",
+        "searcher": {"name": "adaptive_asha", "metric": "accuracy", "max_trials": 16},
+    }  # fmt: skip
+    assert script_config(exp_conf).searcher.metric == "accuracy"
+
+
+def test_fields_that_a_script_uses_are_checked() -> None:
+    """One line for each mistake, as for an experiment file."""
+    with pytest.raises(ConfigError) as refusal:
+        script_config(
+            {
+                "searcher": {"metric": 3},
+                "reproducibility": {"experiment_seed": "x"},
+                "checkpoint_storage": {"type": "tape"},
+            }
+        )
+    paths = {line.rpartition(": expected")[0] for line in str(refusal.value).splitlines()}
+    assert paths >= {"exp_conf: searcher.metric", "exp_conf: reproducibility.experiment_seed"}
 
 
 def test_hparams_replace_those_of_exp_conf() -> None:
@@ -142,7 +166,8 @@ def test_exp_conf_may_be_an_experiment_of_determined() -> None:
         "searcher": {"name": "single", "metric": "accuracy", "max_length": {"records": 5}},
     }  # fmt: skip
     config = script_config(exp_conf, trial_class=Trial, max_length=Epoch(3))
-    assert (config.name, config.entrypoint) == ("mine", "test_fit_arguments:Trial")
+    assert (config.name, config.entrypoint) == ("mine", f"{__name__}:Trial")
+    assert config.code == Path(__file__).parents[__name__.count(".")]
     assert config.searcher.max_length == Epoch(3)
     assert named_metric(exp_conf) == "accuracy"
     assert named_metric({}) is None

@@ -46,6 +46,7 @@ class FakeController:
         mistake: the mistake of every checkpoint that it persists.
         answers: its next answers to requests to fetch; afterwards every fetch succeeds.
         validations: the metrics of its next validations; afterwards a loss of 0.5.
+        changed: the metrics as on_validation_end leaves them.
         claimed: the checkpoints that were claimed at the time of each fetch.
         on_hook: called with the name of each hook.
         may_persist: set once uploads may end.
@@ -55,6 +56,7 @@ class FakeController:
         self.store, self.answers = store, list(answers)
         self.mistake: str | None = None
         self.validations: list[dict[str, float]] = []
+        self.changed: dict[str, float] | None = None
         self.calls: list[str] = []
         self.fetched: list[str] = []
         self.claimed: list[list[str]] = []
@@ -93,7 +95,8 @@ class FakeController:
     def run_hook(self, request: Any) -> HookDone:
         self.calls.append(request.hook)
         self.on_hook(request.hook)
-        return HookDone(stop_requested=False)
+        is_end = request.hook == "on_validation_end"
+        return HookDone(stop_requested=False, metrics=self.changed if is_end else None)
 
     def release_staging(self, request: Any) -> None: ...
 
@@ -147,6 +150,15 @@ def test_a_missing_searcher_metric_costs_no_training(store: CheckpointStore) -> 
     (manifest,) = store.list()
     # Not validated: a resumed fit, with the right name, validates this state first.
     assert (manifest.progress.batches_trained, manifest.progress.validated_at) == (3, None)
+
+
+def test_metrics_that_on_validation_end_has_changed_count(store: CheckpointStore) -> None:
+    """As the searcher metric, in the checkpoints and in the result."""
+    controller = FakeController(store)
+    controller.changed = {"perplexity": 2.0}
+    result = follow_schedule(new_fit(controller, "perplexity"))
+    assert result.validation_metrics == {"perplexity": 2.0}
+    assert store.list()[-1].metrics["validation"] == {"perplexity": 2.0}
 
 
 def test_metrics_without_the_searcher_metric_are_no_validation(store: CheckpointStore) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from tests.support.fitting import SCRIPT, fit_toys, start
-from tests.support.slots import Driven, drive, lines, toy_config
+from tests.support.slots import TOY, Driven, drive, lines, toy_config
 from tests.support.tensors import differing, tensors
 from tests.trial_core.trainer.fits import assert_same_end, every, files, hooks, run, store
 from trial_core.slots.slot_group import SlotGroup
+from trial_core.transfer.trial_code import code_of_checkpoint
 
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]
@@ -71,6 +72,18 @@ def test_a_fits_checkpoint_has_a_complete_manifest(straight_and_first: dict[str,
     assert manifest.progress.batches_trained == 12
     assert manifest.metrics["validation"] == result["validation_metrics"]
     assert manifest.hyperparameters["accumulation"] == 3
+    assert manifest.config["searcher"]["metric"] == "loss"
+    assert {"checkpoint_storage", "environment", "code"}.isdisjoint(manifest.config)
+
+
+def test_a_fits_checkpoint_names_the_code_of_its_trial(
+    straight_and_first: dict[str, Any], tmp_path: Path
+) -> None:
+    """The folder that the trial's module was imported from."""
+    where = store(straight_and_first["folder"] / "straight")
+    (manifest,) = where.list(straight_and_first["straight"][0]["trial"])
+    code = code_of_checkpoint(where, manifest, tmp_path / "code")
+    assert (code.folder / "toy_trial.py").read_bytes() == (TOY / "toy_trial.py").read_bytes()
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from trial_core.trainer import uncaught_errors
 SCRIPT = """
 from trial_core.deepspeed import init
 
-with init(exp_conf={"sercher": {}}):
+with init(exp_conf={"searcher": []}):
     pass
 """
-REFUSED = 'error: exp_conf: sercher: unknown field; did you mean "searcher"?'
+REFUSED = "error: exp_conf: searcher: expected a mapping, got a list"
 
 
 class Store(HashStore):

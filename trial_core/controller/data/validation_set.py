@@ -17,6 +17,9 @@ from trial_core.pytorch.data.dataloader import DataLoader
 
 logger = logging.getLogger(__name__)
 
+# A validation without a known length says so when it has evaluated so many batches.
+REMARKABLE_EVALUATIONS = frozenset(10**power for power in range(4, 16))
+
 
 class PeekableIterator(Iterator[Any]):
     """Micro-batches that can be checked for more. Loads each one as late as possible."""
@@ -33,8 +36,13 @@ class PeekableIterator(Iterator[Any]):
         """Whether there are `count` more micro-batches."""
         if self._has_ended:
             return False
-        self._loaded.extend(itertools.islice(self._source, count - len(self._loaded)))
-        return len(self._loaded) >= count
+        while len(self._loaded) < count:
+            # Not by a for loop: iter() begins a new pass of some loaders that are iterators.
+            try:
+                self._loaded.append(next(self._source))
+            except StopIteration:
+                return False
+        return True
 
     def repeat_forever(self, micro_batch: Any) -> None:
         """Drop the remaining data, and yield `micro_batch` again and again as padding."""
@@ -87,6 +95,13 @@ class ValidationSet:
             TrialError: there is no whole group of micro-batches, and groups cannot be padded.
         """
         for index in itertools.count() if self.limit is None else range(self.limit):
+            if index in REMARKABLE_EVALUATIONS and self.own_evaluations is None:
+                logger.warning(
+                    "this validation has evaluated %d batches of a loader without a length, and "
+                    "continues; if the loader never ends, stop the run, and end the loader's "
+                    "iteration or give it a __len__",
+                    index,
+                )
             own = self._has_own(batches, index)
             if not self.in_lockstep:
                 continues = bool(own)
@@ -140,19 +155,24 @@ def validation_set(
     """Shard the validation loader and agree on what counts. Collective: every rank calls this.
 
     Raises:
-        TrialError: on all ranks, if a shard has no whole group of micro-batches, and groups cannot
-            be padded.
+        TrialError: on all ranks, if a loader is an iterator without a length; or if a shard has no
+            whole group of micro-batches, and groups cannot be padded.
     """
     shard, group_size = _shard(engine, loader, seed), engine.micro_batches_per_evaluation
     own = length_or_none(shard)
+    may_be_endless = own is None and isinstance(shard, Iterator)
     if shard is not None:
         shard = with_shared_rng(shard, engine, distributed, seed)
-    lengths = distributed.allgather((shard is not None, own, engine.data_parallel_rank))
-    known = [length for has_data, length, _ in lengths if has_data and length is not None]
-    has_unknown = any(has_data and length is None for has_data, length, _ in lengths)
+    unusable = type(loader).__name__ if may_be_endless else None
+    ranks = distributed.allgather((shard is not None, own, engine.data_parallel_rank, unusable))
+    for *_, name in ranks:
+        if name is not None:
+            raise _endless_error(name)
+    lengths = [(length, rank) for has_data, length, rank, _ in ranks if has_data]
+    known = [length for length, _ in lengths if length is not None]
+    has_unknown = len(known) < len(lengths)
     if shard is None:  # a rank without data counts what the ranks of the same shard count
-        peers = [length for has_data, length, rank in lengths
-                 if has_data and rank == engine.data_parallel_rank]  # fmt: skip
+        peers = [length for length, rank in lengths if rank == engine.data_parallel_rank]
         own = next((length for length in peers if length is not None), None)
     agreed = None
     if engine.evaluates_in_lockstep and known and not has_unknown:
@@ -188,6 +208,14 @@ def too_small_error(group_size: int, seen: str) -> TrialError:
         f"gradient_accumulation_steps = {group_size} micro-batches from every data-parallel rank: "
         f"the validation loader has {seen}. Give build_validation_data_loader a smaller batch size "
         "or more samples, or lower gradient_accumulation_steps"
+    )
+
+
+def _endless_error(name: str) -> TrialError:
+    return TrialError(
+        f"build_validation_data_loader returned an iterator ({name}) without a length. It may "
+        "never end, and a second validation would find it used up. Return an object whose __iter__ "
+        "begins a new pass, such as a DataLoader or a list, or give the iterator a __len__"
     )
 
 

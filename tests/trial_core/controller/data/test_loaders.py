@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.slots import drive, lines, toy_config
+from tests.trial_core.trainer.fits import hooks
 from trial_core.controller.data.loaders import MicroBatches, build_loaders
 from trial_core.slots.slot_group import SlotGroup
 
@@ -32,6 +33,61 @@ def test_a_custom_loader_repeats_and_has_its_own_epochs(
     for begin in (0, 4):
         seen = [i for rank in recorded for line in rank[begin : begin + 4] for i in line[2:]]
         assert sorted(seen) == list(range(16))
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize(
+    "trial", ["evaluation_trials:DeepSpeedsLoaderForBoth", "evaluation_trials:RepeatingLoaders"]
+)
+def test_a_repeating_loader_has_the_length_of_the_loader_inside(
+    warm_slots: Callable[[int], SlotGroup], tmp_path: Path, trial: str
+) -> None:
+    """A validation ends with one pass, and training continues in its own: 4 batches an epoch."""
+    config = toy_config(
+        tmp_path, 8, entrypoint=trial, min_validation_period={"batches": 3},
+        hyperparameters={"train_samples": 16, "record": str(tmp_path)},
+    )  # fmt: skip
+    run = drive(warm_slots(2), config, tmp_path)
+    assert [metrics["indices"] for metrics in run.validation] == [list(range(16))] * 3
+    recorded = [lines(tmp_path, "samples", rank) for rank in (0, 1)]
+    assert [epoch for _, epoch, *_ in recorded[1]] == [0] * 4 + [1] * 4
+    for begin in (0, 4):
+        seen = [i for rank in recorded for line in rank[begin : begin + 4] for i in line[2:]]
+        assert sorted(seen) == list(range(16))
+    ended = [each["epoch"] for each in hooks(tmp_path) if each["hook"] == "on_training_epoch_end"]
+    assert ended == [0, 1]
+
+
+@pytest.mark.slots
+def test_the_loader_of_a_pipeline_has_epochs_and_ends_a_validation(
+    warm_slots: Callable[[int], SlotGroup], tmp_path: Path
+) -> None:
+    """16 samples are 4 batches of 2 micro-batches of 2, and so is a validation."""
+    config = toy_config(
+        tmp_path, 6, entrypoint="parallel_trials:PipelineWithLoader",
+        min_validation_period={"batches": 3},
+        hyperparameters={"train_samples": 16, "record": str(tmp_path)},
+    )  # fmt: skip
+    run = drive(warm_slots(2), config, tmp_path)
+    assert [metrics["indices"] for metrics in run.validation] == [list(range(16))] * 2
+    trained = lines(tmp_path, "samples", 0)
+    assert [epoch for _, epoch, _ in trained] == [0] * 4 + [1] * 2
+    seen = [i for *_, drawn in trained[:4] for micro_batch in drawn for i in micro_batch]
+    assert sorted(seen) == list(range(16))
+
+
+@pytest.mark.long
+@pytest.mark.slots
+def test_evaluate_full_dataset_gets_the_loader_inside_a_repeating_loader(
+    warm_slots: Callable[[int], SlotGroup], tmp_path: Path
+) -> None:
+    """8 samples in micro-batches of 2: rank 0's shard of 16."""
+    config = toy_config(
+        tmp_path, 1, entrypoint="evaluation_trials:RepeatingFullDataset",
+        hyperparameters={"train_samples": 16, "record": str(tmp_path)},
+    )  # fmt: skip
+    (metrics,) = drive(warm_slots(2), config, tmp_path).validation
+    assert metrics["micro_batches"] == 4
 
 
 @pytest.mark.parametrize(("taken", "warnings"), [(3, 0), (6, 1), (0, 1)])

@@ -29,7 +29,7 @@ class Ranks:
         self.sizes = sizes
 
     def allgather(self, mine: Any) -> list[Any]:
-        return [(True, size, rank) for rank, size in enumerate(self.sizes)]
+        return [(True, size, rank, None) for rank, size in enumerate(self.sizes)]
 
     def get_rank(self) -> int:
         return 0

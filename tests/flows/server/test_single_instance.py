@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from trial_core.errors import ConfigError
-from trialflow.deployments.single_instance import single_instance
+from trialflow.flows.server.single_instance import address_of_running, single_instance
 
 HOLD = """
 import pathlib, sys
-from trialflow.deployments.single_instance import single_instance
+from trialflow.flows.server.single_instance import single_instance
 with single_instance(pathlib.Path(sys.argv[1])) as store_address:
     store_address("http://127.0.0.1:4200/api")
     print("held", flush=True)
@@ -24,7 +24,8 @@ with single_instance(pathlib.Path(sys.argv[1])) as store_address:
 
 
 def test_a_second_instance_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
-    """The error names the first one's process and address. SIGKILL releases the lock."""
+    """The error names the first one's process and address, and other commands find the address.
+    SIGKILL releases the lock."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -36,7 +37,10 @@ def test_a_second_instance_is_refused_until_the_first_is_killed(tmp_path: Path) 
                 pass
             holder = f"{tmp_path}: process {first.pid}, at http://127.0.0.1:4200/api. Use that"
             assert holder in str(refused.value)
+            assert address_of_running(tmp_path) == "http://127.0.0.1:4200/api"
         os.kill(first.pid, signal.SIGKILL)
         first.wait()
+    assert address_of_running(tmp_path) is None
+    assert address_of_running(tmp_path / "another") is None
     with single_instance(tmp_path), single_instance(tmp_path / "another"):
         pass

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from trial_core.pytorch.to_device import to_device
+from trial_core.pytorch.device_transfer import to_device
 
 # A device without values, which every machine has.
 META = torch.device("meta")

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 TorchData = dict[str, torch.Tensor] | Sequence[torch.Tensor] | torch.Tensor
 
 
-def to_device(data: Any, device: torch.device | str, warned: set[type]) -> Any:
+def to_device(data: Any, device: torch.device | str, warned_types: set[type] | None = None) -> Any:
     """`data` with all its tensors and arrays as tensors on `device`.
 
     Searches dicts, lists, tuples and named tuples, and keeps their types. Calls the method ``to``
@@ -24,8 +24,9 @@ def to_device(data: Any, device: torch.device | str, warned: set[type]) -> Any:
     type.
 
     Args:
-        warned: the types warned about so far; new ones are added.
+        warned_types: the types warned about so far; new ones are added.
     """
+    warned = set() if warned_types is None else warned_types
     if isinstance(data, torch.Tensor):
         # Non-blocking only to a GPU: a copy to the host could be read before it is complete.
         return data.to(device, non_blocking=torch.device(device).type == "cuda")

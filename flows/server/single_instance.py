@@ -1,13 +1,15 @@
 """One `trialflow up` per PREFECT_HOME at a time.
 
 A second one would serve the same database on another port, take runs from the same queue, and
-requeue runs that the first one's worker is starting.
+requeue runs that the first one's worker is starting. Commands find the address of the one that
+runs here, so that they use its server and start none.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +17,7 @@ from pathlib import Path
 from trial_core.errors import ConfigError
 
 LOCK = "trialflow-up.lock"
+_ADDRESS = re.compile(r", at (?P<api_url>\S+)")
 
 
 @contextmanager
@@ -34,7 +37,7 @@ def single_instance(home: Path) -> Iterator[Callable[[str], None]]:
         except BlockingIOError:
             raise ConfigError(
                 f"`trialflow up` already runs in {home}: {Path(file.name).read_text()}. Use that "
-                "server (set PREFECT_API_URL to its address), or stop it (Ctrl-C). For a second "
+                "server, as `trialflow train` does by itself, or stop it (Ctrl-C). For a second "
                 "server, set PREFECT_HOME to another folder"
             ) from None
         except OSError as error:
@@ -49,3 +52,27 @@ def single_instance(home: Path) -> Iterator[Callable[[str], None]]:
 
         describe("which is starting")
         yield lambda api_url: describe(f"at {api_url}")
+
+
+def address_of_running(home: Path) -> str | None:
+    """The API's address of the `trialflow up` that runs with this PREFECT_HOME; None: none runs.
+
+    Raises:
+        ConfigError: it is still starting.
+    """
+    try:
+        with (home / LOCK).open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                record = file.read()
+            else:
+                return None  # left by one that has ended
+    except OSError:  # no such file, or no locks: then `trialflow up` does not run here either
+        return None
+    found = _ADDRESS.search(record)
+    if found is None:
+        raise ConfigError(
+            f"`trialflow up` is starting in {home} ({record}): wait until it shows its address"
+        )
+    return found["api_url"]

@@ -1,0 +1,36 @@
+"""What the log says of a trial that was built."""
+
+from __future__ import annotations
+
+import pytest
+
+from trial_core.checkpoint.manifest import Topology
+from trial_core.messages import TrialBuilt
+from trialflow.tasks.build import _describe
+
+
+@pytest.mark.parametrize(
+    ("topology", "samples", "text"),
+    [
+        (
+            Topology(world_size=4, data_parallel_size=2, pipeline_parallel_size=2, zero_stage=1),
+            16,
+            "4 ranks (2 data-parallel, 2 pipeline stages, ZeRO stage 1), 16 samples a batch",
+        ),
+        (
+            Topology(world_size=2, data_parallel_size=2),
+            1,
+            "2 ranks (2 data-parallel), 1 sample a batch",
+        ),
+        (
+            Topology(world_size=4, data_parallel_size=4, sharding="fsdp2 2x2"),
+            0,
+            "4 ranks (4 data-parallel, FSDP2 2x2)",
+        ),
+        (Topology(world_size=1, data_parallel_size=1), 0, "1 rank"),
+    ],
+)
+def test_the_description_of_a_trial(topology: Topology, samples: int, text: str) -> None:
+    """Leaves out what the trial does not use, and samples that it does not know."""
+    built = TrialBuilt(hooks=[], topology=topology, batch_samples=samples, versions={})
+    assert _describe(built) == text

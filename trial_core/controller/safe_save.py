@@ -1,0 +1,155 @@
+"""Makes a state one that `safe_load` can read again, or refuses it before it is stored."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.serialization import get_safe_globals
+
+from trial_core.controller.safe_load import Reader
+from trial_core.errors import TrialError
+
+# Not looked into: they hold nothing that needs trust.
+_LEAVES = frozenset(
+    (type(None), bool, int, float, complex, str, bytes, bytearray, range, slice,
+     torch.dtype, torch.device, torch.Size)
+)  # fmt: skip
+_PLAIN_MAPPINGS = (dict, OrderedDict, Counter)
+_PLAIN_SEQUENCES = (list, tuple)
+
+# What torch.save raises for an object that has no pickle.
+_UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
+
+WHAT_TO_SAVE = (
+    "Save numbers, text, tensors and arrays instead, in lists and dicts (for a callback, in its "
+    "state_dict)"
+)
+
+# Where a value is: the place of its container, and its key or index there.
+_Place = tuple[Any, Any] | None
+
+
+def readable(state: Any, reader: Reader) -> Any:
+    """`state` as `reader` can load it again: other mappings and sequences become plain ones.
+
+    An AttrDict becomes a dict, a deque a list. Containers in which nothing changes are returned
+    themselves. A reader that trusts its files can load any state.
+
+    Raises:
+        TrialError: the state holds an object of a class that is not known to be safe.
+    """
+    if reader.trusted:
+        return state
+    conversion = _Conversion(reader)
+    converted = conversion.convert(state, None)
+    try:
+        if not conversion.others or not _unsafe(map(_value, conversion.others), reader):
+            return converted
+    except _UNPICKLABLE:
+        pass
+    raise _refusal(conversion.others, reader)
+
+
+class _Conversion:
+    """Converts containers, and collects the other objects that need a check.
+
+    Attributes:
+        others: objects of other classes, each with its place.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._known = _LEAVES.union(reader.classes)
+        self._allowed = frozenset(get_safe_globals())
+        # By id, with the original: another object may get its id once it is gone.
+        self._converted: dict[int, tuple[Any, Any]] = {}
+        self.others: list[tuple[_Place, Any]] = []
+
+    def convert(self, value: Any, place: _Place) -> Any:
+        kind = type(value)
+        if kind in self._known or isinstance(value, torch.Tensor):
+            return value
+        is_mapping = isinstance(value, Mapping)
+        is_sequence = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+        if kind in self._allowed or not (is_mapping or is_sequence):
+            if not isinstance(value, (np.ndarray, np.generic)) or value.dtype.hasobject:
+                self.others.append((place, value))
+            return value
+        if id(value) not in self._converted:  # shared containers stay shared
+            self._converted[id(value)] = value, value  # ends the recursion if one holds itself
+            convert = self._mapping if is_mapping else self._sequence
+            self._converted[id(value)] = value, convert(value, place)
+        return self._converted[id(value)][1]
+
+    def _mapping(self, value: Mapping[Any, Any], place: _Place) -> Any:
+        items = {key: self.convert(each, (place, key)) for key, each in value.items()}
+        for key in items:
+            self.convert(key, place)
+        if type(value) not in _PLAIN_MAPPINGS:
+            return items
+        if all(items[key] is each for key, each in value.items()):
+            return value
+        if not isinstance(value, OrderedDict):
+            return items
+        ordered = OrderedDict(items)
+        vars(ordered).update(vars(value))  # a module's state dict has an attribute _metadata
+        return ordered
+
+    def _sequence(self, value: Sequence[Any], place: _Place) -> Any:
+        items = [self.convert(each, (place, index)) for index, each in enumerate(value)]
+        if type(value) in _PLAIN_SEQUENCES and all(map(_is_same, items, value)):
+            return value
+        return tuple(items) if isinstance(value, tuple) else items
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other
+
+
+def _value(other: tuple[_Place, Any]) -> Any:
+    return other[1]
+
+
+def _unsafe(objects: Iterable[Any], reader: Reader) -> list[str]:
+    """The classes in `objects` that `reader` does not read. Raises one of `_UNPICKLABLE`."""
+    file = io.BytesIO()
+    torch.save(list(objects), file)
+    file.seek(0)
+    return reader.unsafe_classes(file)
+
+
+def _refusal(others: Iterable[tuple[_Place, Any]], reader: Reader) -> TrialError:
+    """The error for the first of `others` that cannot be saved or read."""
+    for place, each in others:
+        try:
+            classes = _unsafe([each], reader)
+        except _UNPICKLABLE as error:
+            return TrialError(
+                f"the checkpoint cannot hold an object of {_class(each)} at {_text(place)}: "
+                f"{error}. {WHAT_TO_SAVE}"
+            )
+        if classes:
+            break
+    return TrialError(
+        f"the checkpoint would hold an object of {', '.join(classes)} at {_text(place)}, and no "
+        f"run could resume from it: reading such objects can run code. {WHAT_TO_SAVE}. To allow "
+        "single classes, call torch.serialization.add_safe_globals([…]) in the trial's module; to "
+        "allow all, set checkpointing.trusted: true"
+    )
+
+
+def _class(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _text(place: _Place) -> str:
+    keys: list[str] = []
+    while place is not None:
+        place, key = place
+        keys.insert(0, str(key))
+    return ".".join(keys) or "its top"

@@ -1,0 +1,228 @@
+"""The sharded tensors of a `PyTorchTrial`'s state in checkpoints.
+
+With FSDP2 a tensor is divided among the ranks, and each rank writes its parts, as
+``shards/{kind}/rank-00000.pt``: offset and values by the tensor's place in the state. In
+``state_dict.pth`` a placeholder stands there, a tensor without data (on the device "meta").
+
+Ranks of any number can join the parts: each copies what overlaps with its own part, or the whole.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from trial_core.checkpoint.manifest import FileEntry
+from trial_core.controller.safe_load import Reader
+from trial_core.controller.tensor_files import write_tensors
+from trial_core.errors import CheckpointError, TrialError
+from trial_core.transfer.memory_files import MemoryFiles
+
+SHARDS_FOLDER = "shards"
+
+Place = tuple[Hashable, ...]
+"""Where a tensor is in the state: ``("models_state_dict", 0, "0.weight")``."""
+
+Part = tuple[tuple[int, ...], torch.Tensor]
+"""A part of a tensor: the offset in each dimension, and the values."""
+
+Targets = Callable[[Place, torch.Tensor], torch.Tensor | None]
+"""For a place and the tensor there: an empty tensor to fill, sharded or not; None: leave it."""
+
+
+# ----------------------------------------------------------------------------------- writing
+
+
+def divided(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Place, Part]]:
+    """`state` with placeholders for its sharded tensors, and this rank's parts of these."""
+    parts: dict[Place, Part] = {}
+
+    def take_out(place: Place, tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        parts[place] = part_of(tensor)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    return _replaced(dict(state), take_out), parts
+
+
+def part_of(tensor: torch.Tensor) -> Part:
+    """This rank's part of a tensor, which shares memory with it. A plain tensor is one part.
+
+    Raises:
+        TrialError: this rank's part is not a single block.
+    """
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.dim(), tensor.detach()
+    with torch.no_grad():
+        values = tensor.to_local()
+    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(values.shape):
+        raise TrialError(
+            f"checkpoints cannot hold a tensor that is divided as {tensor.placements} over a "
+            f"device mesh of {tuple(tensor.device_mesh.shape)} ranks: a rank's part must be one "
+            "block. Shard over one dimension"
+        )
+    return tuple(chunks[0].offsets), values
+
+
+def write_parts(
+    parts: Mapping[Place, Part], rank: int, folder: Path, memory_files: MemoryFiles
+) -> None:
+    """Write this rank's parts: one file for each kind, which is the first name of a place."""
+    kinds: dict[str, dict[Place, Part]] = defaultdict(dict)
+    for place, part in parts.items():
+        kinds[str(place[0])][place] = part
+    for kind, content in kinds.items():
+        name = f"{SHARDS_FOLDER}/{kind}/{_file_name(rank)}"
+
+        def write(file: Any, content: dict[Place, Part] = content) -> None:
+            write_tensors(content, file)
+
+        memory_files.write(folder, name, write)
+
+
+# ----------------------------------------------------------------------------------- reading
+
+
+class SavedParts:
+    """The parts in a checkpoint's fetched files, by place. Values stay in the files until used."""
+
+    def __init__(self, folder: Path, kinds: Iterable[str], reader: Reader) -> None:
+        self._parts: dict[Place, dict[tuple[int, ...], torch.Tensor]] = defaultdict(dict)
+        for kind in kinds:
+            for path in sorted((folder / SHARDS_FOLDER / kind).glob("*.pt")):
+                for place, (offset, values) in reader.load_mapped(path).items():
+                    self._parts[place][tuple(offset)] = values
+
+    def __contains__(self, place: Place) -> bool:
+        return place in self._parts
+
+    def fill(self, place: Place, target: torch.Tensor) -> None:
+        """Copy the saved tensor to `target`: of a sharded one, this rank's part.
+
+        Raises:
+            CheckpointError: the fetched files do not hold all of it.
+        """
+        missing = copy_parts(self._parts.get(place, {}).items(), target)
+        if missing:
+            raise CheckpointError(
+                f"the fetched shards lack {missing} element(s) of {_dotted(place)}: the trial has "
+                "sharded its models in another way than the one that saved the checkpoint. Shard "
+                "them as before, or resume on another number of slots, which reads all shards"
+            )
+
+
+def copy_parts(parts: Iterable[Part], target: torch.Tensor) -> int:
+    """Copy what overlaps with this rank's part of `target`.
+
+    Returns:
+        The number of elements of this rank's part that no part holds.
+    """
+    offset, values = part_of(target)
+    missing = values.numel()
+    for saved_offset, saved in parts:
+        spans = [
+            (max(first, other), min(first + size, other + other_size))
+            for first, size, other, other_size in zip(
+                offset, values.shape, saved_offset, saved.shape, strict=True
+            )
+        ]
+        if any(end <= begin for begin, end in spans):
+            continue
+        block = values[_slices(spans, offset)]
+        block.copy_(saved[_slices(spans, saved_offset)])
+        missing -= block.numel()
+    return missing
+
+
+def joined(state: Mapping[str, Any], saved: SavedParts, target_of: Targets) -> dict[str, Any]:
+    """`state` with the tensors that `target_of` gives, filled from the checkpoint.
+
+    Args:
+        state: what `divided` returned, or a state whose tensors are whole.
+
+    Raises:
+        CheckpointError: the fetched files lack a part.
+    """
+
+    def fill(place: Place, tensor: torch.Tensor) -> torch.Tensor:
+        target = target_of(place, tensor)
+        if target is None:
+            return tensor
+        if tensor.is_meta:
+            saved.fill(place, target)
+        else:
+            copy_parts([part_of(tensor)], target)
+        return target
+
+    filled: dict[str, Any] = _replaced(dict(state), fill)
+    return filled
+
+
+def require_joined(state: Mapping[str, Any]) -> None:
+    """Check that no placeholder is left: the optimizers' state fits the trial's parameters.
+
+    Raises:
+        CheckpointError: one is left.
+    """
+
+    def check(place: Place, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            raise CheckpointError(
+                f"{_dotted(place)} of the checkpoint has the shape {tuple(tensor.shape)}, and the "
+                "trial has no such parameter; resume with the models and optimizers that were saved"
+            )
+        return tensor
+
+    _replaced(dict(state), check)
+
+
+def files_of_parts(
+    files: Sequence[FileEntry], kinds: Iterable[str], ranks: Sequence[int] | None
+) -> list[FileEntry]:
+    """The files that hold parts of these kinds, written by `ranks` (None: by any rank)."""
+    folders = {f"{SHARDS_FOLDER}/{kind}" for kind in kinds}
+    names = None if ranks is None else {_file_name(rank) for rank in ranks}
+    found = []
+    for file in files:
+        folder, _, name = file.path.rpartition("/")
+        if folder in folders and (names is None or name in names):
+            found.append(file)
+    return found
+
+
+def _file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.pt"
+
+
+def _slices(spans: Sequence[tuple[int, int]], offset: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(
+        slice(begin - first, end - first) for (begin, end), first in zip(spans, offset, strict=True)
+    )
+
+
+def _dotted(place: Place) -> str:
+    return ".".join(map(str, place))
+
+
+def _replaced(
+    value: Any, replace: Callable[[Place, torch.Tensor], torch.Tensor], place: Place = ()
+) -> Any:
+    """A copy of nested dicts, lists and tuples in which every tensor is replaced."""
+    if isinstance(value, torch.Tensor):
+        return replace(place, value)
+    if isinstance(value, dict):
+        copied = copy.copy(value)  # keeps the versions that a module's state_dict carries
+        for key, item in value.items():
+            copied[key] = _replaced(item, replace, (*place, key))
+        return copied
+    if type(value) in (list, tuple):
+        return type(value)(_replaced(item, replace, (*place, i)) for i, item in enumerate(value))
+    return value

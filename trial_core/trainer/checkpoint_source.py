@@ -1,0 +1,92 @@
+"""A checkpoint outside a run's storage: downloaded into a folder, or in another storage."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from trial_core.checkpoint import layout
+from trial_core.checkpoint.code_objects import read_code
+from trial_core.checkpoint.manifest import FileEntry, Manifest
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.errors import CheckpointError, CheckpointNotFound
+from trial_core.storage.storage_errors import ErrorTranslator
+from trial_core.transfer.fetch import check_downloaded, fetch_files
+from trial_core.transfer.trial_code import named_code, read_downloaded_code
+
+_FILE = "file://"
+
+
+class CheckpointSource(Protocol):
+    """Where a checkpoint is."""
+
+    @property
+    def manifest(self) -> Manifest: ...
+
+    def code(self) -> bytes:
+        """The code archive that it names, verified."""
+
+    def files(self, entries: list[FileEntry]) -> Any:
+        """A context manager: the folder with these of its files, verified."""
+
+
+@dataclass(frozen=True)
+class _DownloadedCheckpoint:
+    folder: Path
+    manifest: Manifest
+
+    def code(self) -> bytes:
+        return read_downloaded_code(self.folder, self.manifest)
+
+    @contextmanager
+    def files(self, entries: list[FileEntry]) -> Iterator[Path]:
+        check_downloaded(self.folder, self.manifest.uuid, entries)
+        yield self.folder
+
+
+@dataclass(frozen=True)
+class _StoredCheckpoint:
+    store: CheckpointStore
+    manifest: Manifest
+
+    def code(self) -> bytes:
+        return read_code(self.store.storage, named_code(self.manifest), self.manifest.uuid)
+
+    @contextmanager
+    def files(self, entries: list[FileEntry]) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(prefix="trialflow-load-") as folder:
+            fetch_files(self.store, self.manifest.uuid, entries, Path(folder))
+            yield Path(folder)
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointSource:
+    """The checkpoint in a downloaded folder, or at the URL of its folder in a storage.
+
+    Raises:
+        CheckpointNotFound: there is none.
+        CheckpointError: `path` is neither such a folder nor such a URL.
+    """
+    text = os.fspath(path)
+    text = text.removeprefix(_FILE).rstrip("/") or "/"
+    if "://" not in text:
+        text = os.path.abspath(os.path.expanduser(text))
+        if os.path.isfile(manifest_path := os.path.join(text, layout.MANIFEST_NAME)):
+            with ErrorTranslator(manifest_path).translated("read"):
+                data = Path(manifest_path).read_bytes()
+            return _DownloadedCheckpoint(Path(text), Manifest.from_json(data, manifest_path))
+    root, _, uuid = text.rpartition("/")
+    storage, _, family = root.rpartition("/")
+    if family != layout.CHECKPOINTS or not layout.is_uuid(uuid):
+        kind = CheckpointError if os.path.isdir(text) or "://" in text else CheckpointNotFound
+        raise kind(
+            f"{os.fspath(path)} is no checkpoint: expected a folder with a "
+            f"{layout.MANIFEST_NAME} (trialflow checkpoints download UUID --to FOLDER), or a URL "
+            f"such as s3://bucket/folder/{layout.CHECKPOINTS}/UUID"
+        )
+    store = CheckpointStore(storage)
+    return _StoredCheckpoint(store, store.open(uuid))

@@ -1,0 +1,119 @@
+"""`load_trial_from_checkpoint_path`: a trial with the weights of a checkpoint, in this process."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trial_core.controller.rank_state import seed_everything
+from trial_core.controller.safe_load import Reader
+from trial_core.deepspeed.mpu import forget_model_parallelism
+from trial_core.entrypoint import engine_of, load_trial_class
+from trial_core.errors import TrialError
+from trial_core.trainer.checkpoint_source import CheckpointSource, open_checkpoint
+from trial_core.trainer.code_import import importing_from
+from trial_core.transfer.code_folder import unpack_code
+
+_UNPACKED: list[tempfile.TemporaryDirectory[str]] = []
+"""Code of loaded trials. It stays until this process ends: a trial may use more of it later."""
+
+
+def load_trial_from_checkpoint_path(
+    path: str | os.PathLike[str],
+    trial_class: type[Any] | None = None,
+    trial_kwargs: Mapping[str, Any] | None = None,
+    torch_load_kwargs: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Construct the trial that saved a checkpoint, and load its models' weights.
+
+    Works in a plain Python process, without the original code folder, slots or a server. The
+    checkpoint may be of any number of data-parallel ranks and any ZeRO stage.
+
+    **Without `trial_class`, the code that the checkpoint names is imported, and so executed.** Do
+    that only if you trust its writer. With `trial_class` nothing from the checkpoint is executed.
+
+    The hyperparameters, the section `data` and the seed are those of the checkpoint. While the
+    checkpoint's code is imported and constructs the trial, the current folder is a copy of its code
+    folder. Seeds the random generators, as a run does.
+
+    Args:
+        path: the folder of ``trialflow checkpoints download``, or the URL of a checkpoint in its
+            storage: ``s3://bucket/folder/checkpoints/UUID`` (`checkpoint_url` of a result).
+        trial_class: the trial's class. Default: the checkpoint's entrypoint, in the checkpoint's
+            own code.
+        trial_kwargs: further arguments of the trial's ``__init__``, besides its context.
+        torch_load_kwargs: arguments of `torch.load`. ``{"weights_only": False}`` reads objects of
+            any class, which can execute code.
+        kwargs: the same. Deprecated, as in the reference.
+
+    Returns:
+        The trial.
+
+    Raises:
+        CheckpointNotFound: there is no such checkpoint.
+        CheckpointDamaged: one of its files is missing or differs from the manifest.
+        CheckpointError: it names no code, or `path` is neither a folder nor such a URL.
+        TrialError: the class is not a trial, or wraps no model.
+    """
+    if kwargs:
+        warnings.warn(
+            "load_trial_from_checkpoint_path: give the arguments of torch.load as "
+            f"torch_load_kwargs ({', '.join(kwargs)})",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+    options = {**(torch_load_kwargs or {}), **kwargs}
+    if trial_class is not None and not hasattr(trial_class, "trial_context_class"):
+        raise TrialError(
+            f"trial_class: expected a class of trials, got {trial_class!r}; give a subclass of "
+            "DeepSpeedTrial, or leave it out to use the code of the checkpoint"
+        )
+    checkpoint = open_checkpoint(path)
+    if trial_class is not None:
+        return _load(checkpoint, trial_class, trial_kwargs or {}, options)
+    with importing_from(_unpacked(checkpoint)):
+        found = load_trial_class(checkpoint.manifest.entrypoint)
+        return _load(checkpoint, found, trial_kwargs or {}, options)
+
+
+def _unpacked(checkpoint: CheckpointSource) -> Path:
+    """Unpack the code that a checkpoint names into a folder of this process."""
+    data = checkpoint.code()
+    folder = tempfile.TemporaryDirectory(prefix="trialflow-code-")
+    code = Path(folder.name).resolve() / "code"
+    unpack_code(data, code)
+    _UNPACKED.append(folder)
+    return code
+
+
+def _load(
+    checkpoint: CheckpointSource,
+    trial_class: type[Any],
+    trial_kwargs: Mapping[str, Any],
+    torch_load_kwargs: Mapping[str, Any],
+) -> Any:
+    manifest = checkpoint.manifest
+    config = {
+        **manifest.config,
+        "name": manifest.experiment,
+        "entrypoint": manifest.entrypoint,
+        "hyperparameters": manifest.hyperparameters,
+    }
+    context = trial_class.trial_context_class.from_config(config)
+    seed = context.run_info.experiment_seed
+    forget_model_parallelism()
+    seed_everything(seed)  # frozen weights may not be in the checkpoint
+    trial = trial_class(context, **trial_kwargs)
+    engine = engine_of(trial, context, seed)
+    rank = context.distributed.get_rank()
+    entries = engine.files_read(manifest.files, manifest.topology, "weights", [rank])
+    trusted = torch_load_kwargs.get("weights_only", True) is False
+    reader = Reader(trusted, engine.checkpoint_classes, torch_load_kwargs)
+    with checkpoint.files(entries) as folder:
+        engine.load_weights(folder, reader)
+    return trial
