@@ -18,10 +18,15 @@ TABLE = Path(__file__).parents[1] / "docs" / "reference" / "determined-names.md"
 ROWS = re.findall(r"^\| `([A-Za-z_.]+)` \| (.+?) \|", TABLE.read_text(), flags=re.MULTILINE)
 STATUSES = dict(ROWS)
 EXISTS = {"works": True, "differs": True, "replaced": False, "not yet": False}
-# Environment variables, and an attribute that only instances have.
+# Environment variables, and attributes that only instances have.
 NOT_ATTRIBUTES = {
-    "DET_CHIEF_IP", "DET_MANUAL_INIT_DISTRIBUTED", "deepspeed.DeepSpeedTrialContext.distributed"
-}  # fmt: skip
+    "DET_CHIEF_IP",
+    "DET_MANUAL_INIT_DISTRIBUTED",
+    "deepspeed.DeepSpeedTrialContext.distributed",
+    "pytorch.PyTorchTrialContext.distributed",
+    "pytorch.PyTorchTrialContext.experimental",
+}
+FOR_THE_CONTROLLER = {"run_info", "training_batch", "steps_in_this_batch", "batch_ended"}
 
 
 def exists(name: str) -> bool:
@@ -114,21 +119,10 @@ REFERENCE_NAMES = {
     f"{owner}.{name}" for owner, names in REFERENCE.items() for name in names.split()
 } | {"DistributedContext", "get_cluster_info", "DET_CHIEF_IP", "DET_MANUAL_INIT_DISTRIBUTED"}
 
-_PYTORCH_TRIALS = (
-    "pytorch.PyTorchTrial", "pytorch.PyTorchTrialContext", "pytorch.PyTorchExperimentalContext",
-    "pytorch.LRScheduler", "pytorch.LRScheduler.StepMode",
-)  # fmt: skip
-NOT_YET = {
-    *(f"{owner}.{name}" for owner in _PYTORCH_TRIALS for name in REFERENCE[owner].split()),
-    "pytorch.Trainer.configure_profiler",
-    "pytorch.Trainer.fit",
-} - {"pytorch.PyTorchTrialContext.configure_apex_amp"}
-"""Names of trials without DeepSpeed that have no row yet. To be emptied."""
-
 
 def test_every_name_of_the_reference_has_a_row() -> None:
     """Whatever its status is."""
-    assert REFERENCE_NAMES - STATUSES.keys() == NOT_YET
+    assert REFERENCE_NAMES - STATUSES.keys() == set()
 
 
 @pytest.mark.parametrize(("name", "status"), [row for row in ROWS if row[0] not in NOT_ATTRIBUTES])
@@ -150,9 +144,11 @@ def test_every_public_name_has_a_row() -> None:
     assert exported - {"pytorch.deepspeed"} - STATUSES.keys() == set()
     classes = ("deepspeed.DeepSpeedTrial", "deepspeed.DeepSpeedTrialContext", "deepspeed.Trainer")
     of_scripts = ("core.TrainContext", "core.CheckpointContext", "core.PreemptContext")
-    for path in (*classes, *of_scripts, "pytorch.PyTorchCallback", "pytorch.MetricReducer"):
+    of_pytorch = ("PyTorchTrial", "PyTorchTrialContext", "PyTorchExperimentalContext",
+                  "LRScheduler", "Trainer", "PyTorchCallback", "MetricReducer")  # fmt: skip
+    for path in (*classes, *of_scripts, *(f"pytorch.{name}" for name in of_pytorch)):
         package, name = path.split(".")
         found = getattr(getattr(trial_core, package), name)
         methods = {f"{path}.{method}" for method in dir(found) if not method.startswith("_")}
-        # run_info is for the controller.
-        assert methods - {f"{path}.run_info"} - STATUSES.keys() == set()
+        internal = {f"{path}.{method}" for method in FOR_THE_CONTROLLER}
+        assert methods - internal - STATUSES.keys() == set()

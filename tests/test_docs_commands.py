@@ -36,9 +36,11 @@ BEFORE: Mapping[str, tuple[str, ...]] = {
     "docs/guides/core-api.md": (),
     "docs/guides/deploying.md": (INIT, TRAIN, DEPLOY),
     "docs/guides/move-from-determined.md": (),
+    "docs/guides/pytorch.md": (INIT,),
     "docs/guides/retraining.md": (INIT, TRAIN),
     "docs/guides/scripts.md": (INIT, TRAIN),
     "docs/guides/stopping.md": (INIT, TRAIN, DEPLOY),
+    "examples/digits/README.md": (),
     "examples/gan/README.md": (),
     # What `trialflow up` of that page sets up.
     "examples/gpt_stdlib/README.md": ("trialflow deploy examples/gpt_stdlib/daily.yaml",),
@@ -103,7 +105,7 @@ class Reader:
 
     def copy(self, snippet: Snippet) -> None:
         """Write the file of a snippet, or merge a part of an experiment into the experiment."""
-        text = self.replaced(snippet.text)
+        text = self.replaced(snippet.program())
         if snippet.title:
             (self.folder / snippet.title).write_text(text)
             return

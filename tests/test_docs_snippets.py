@@ -32,7 +32,7 @@ def by_language(*languages: str) -> list[Snippet]:
 
 
 def experiment_of_init() -> dict[str, Any]:
-    read: dict[str, Any] = yaml.safe_load(template_files("deepspeed")["experiment.yaml"])
+    read: dict[str, Any] = yaml.safe_load(template_files("pytorch")["experiment.yaml"])
     return read
 
 
@@ -58,17 +58,17 @@ def test_a_text_is_not_to_be_copied(snippet: Snippet) -> None:
 
 
 @pytest.mark.parametrize(
-    "snippet", [s for s in SNIPPETS if s.title in template_files("deepspeed")], ids=str
+    "snippet", [s for s in SNIPPETS if s.title in template_files("pytorch")], ids=str
 )
 def test_a_file_of_init_is_shown_as_it_is(snippet: Snippet) -> None:
     """A document shows the very file that `trialflow init` writes."""
-    assert snippet.text == template_files("deepspeed")[snippet.title]
+    assert snippet.text == template_files("pytorch")[snippet.title]
 
 
 def test_the_readme_shows_every_file_of_init() -> None:
     """A reader can copy the trial without `trialflow init`."""
     shown = {snippet.title for snippet in SNIPPETS if snippet.document == "README.md"}
-    assert set(template_files("deepspeed")) <= shown
+    assert set(template_files("pytorch")) <= shown
 
 
 @pytest.mark.parametrize("snippet", by_language("yaml"), ids=str)

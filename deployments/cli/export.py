@@ -27,10 +27,15 @@ from trialflow.deployments.cli.tables import AsJson
 if TYPE_CHECKING:
     from trial_core.checkpoint.manifest import FileEntry, Manifest
     from trial_core.checkpoint.store import CheckpointStore
+    from trial_core.export.weights import Weights
 
 Precision = Literal["fp32", "16bit"]
 COPY_BYTES = 16 * 2**20
 SUFFIXES = (".safetensors", ".pt", ".bin")
+PYTORCH_STATE = "state_dict.pth"
+"""The file that holds all models of a PyTorchTrial, or names those that are sharded."""
+PYTORCH_SHARDS = "shards/models_state_dict/"
+"""The folder of the parts of sharded models."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class ExportRequest:
 
     Attributes:
         manifest: the checkpoint.
-        engine: index of the trial's engine.
+        engine: index of the trial's engine, or of a PyTorchTrial's model.
         dtype: precision of the exported weights.
         is_trusted: whether to read objects of any class.
     """
@@ -61,7 +66,12 @@ def export(
         str | None,
         Parameter(help="Instead of a checkpoint: export this trial's newest one. Default: none."),
     ] = None,
-    engine: Annotated[int, Parameter(help="Index of the trial's engine; the first is 0.")] = 0,
+    engine: Annotated[
+        int,
+        Parameter(
+            help="Index of the trial's engine, or of a PyTorchTrial's model; the first is 0."
+        ),
+    ] = 0,
     dtype: Annotated[
         Precision,
         Parameter(
@@ -79,9 +89,10 @@ def export(
 ) -> int:
     """Write the weights of a checkpoint to one file.
 
-    Consolidates ZeRO's shards. Every file is verified before it is loaded, and only tensors and
-    plain data are read from it, unless --trusted is given or the file of --config allows more. The
-    folder for temporary files (TMPDIR) needs space for the engine's part of the checkpoint.
+    Consolidates ZeRO's shards; of a PyTorchTrial, writes one of its models. Every file is verified
+    before it is loaded, and only tensors and plain data are read from it, unless --trusted is given
+    or the file of --config allows more. The folder for temporary files (TMPDIR) needs space for the
+    part of the checkpoint that is read.
 
     For example: trialflow export champion:gpt --to model.safetensors
     """
@@ -132,7 +143,7 @@ def _find(store: CheckpointStore, checkpoint: str | None, trial: str | None) -> 
 
 
 def _files_of(manifest: Manifest, engine: int) -> list[FileEntry]:
-    """The files under an engine's tag.
+    """The files that hold an engine's weights, or a PyTorchTrial's.
 
     Raises:
         CheckpointError: there are none.
@@ -140,6 +151,9 @@ def _files_of(manifest: Manifest, engine: int) -> list[FileEntry]:
     entries = [entry for entry in manifest.files if entry.path.startswith(f"model{engine}/")]
     if any(entry.path.endswith("model_states.pt") for entry in entries):
         return entries
+    if any(entry.path == PYTORCH_STATE for entry in manifest.files):
+        names = (PYTORCH_STATE, PYTORCH_SHARDS)
+        return [entry for entry in manifest.files if entry.path.startswith(names)]
     saved = {entry.path.partition("/")[0] for entry in manifest.files if "/" in entry.path}
     engines = sorted(name.removeprefix("model") for name in saved if name.startswith("model"))
     if engines:
@@ -201,15 +215,9 @@ def _convert(folder: Path, request: ExportRequest, target: Path) -> int:
     """Consolidate and write the weights of fetched files. Return the number of names."""
     # DeepSpeed logs to stdout, which is reserved for this command's result.
     with contextlib.redirect_stdout(io.StringIO()):
-        from trial_core.controller.safe_load import Reader
-        from trial_core.deepspeed.checkpoint_engine import CHECKPOINT_CLASSES
-        from trial_core.deepspeed.export.weights_file import (
-            export_weights,
-            write_weights,
-        )
+        from trial_core.export.weights import write_weights
 
-        reader = Reader(request.is_trusted, CHECKPOINT_CLASSES)
-        weights = export_weights(folder, request.engine, request.dtype, reader)
+        weights = _weights_of(folder, request)
     facts = {
         "trialflow.checkpoint": request.manifest.uuid,
         "trialflow.trial": request.manifest.trial,
@@ -219,3 +227,19 @@ def _convert(folder: Path, request: ExportRequest, target: Path) -> int:
     }
     write_weights(weights, target, facts)
     return len(weights)
+
+
+def _weights_of(folder: Path, request: ExportRequest) -> Weights:
+    from trial_core.controller.safe_load import Reader
+
+    if (folder / PYTORCH_STATE).exists():
+        from trial_core.pytorch.model_weights import model_weights
+        from trial_core.pytorch.pytorch_engine import PyTorchTrialEngine
+
+        reader = Reader(request.is_trusted, PyTorchTrialEngine.checkpoint_classes)
+        return model_weights(folder, request.engine, request.dtype, reader)
+    from trial_core.deepspeed.checkpoint_engine import CHECKPOINT_CLASSES
+    from trial_core.deepspeed.export.engine_weights import export_weights
+
+    reader = Reader(request.is_trusted, CHECKPOINT_CLASSES)
+    return export_weights(folder, request.engine, request.dtype, reader)

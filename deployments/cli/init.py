@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from trial_core.errors import ConfigError
 
-Template = Literal["deepspeed", "hf"]
+Template = Literal["pytorch", "deepspeed", "hf"]
 NEEDS = {"hf": "transformers"}
 """Packages that a template imports and trialflow does not install. `trialflow[NAME]` does."""
 
@@ -21,16 +21,16 @@ def init(
     template: Annotated[
         Template,
         Parameter(
-            help="deepspeed: a small network. hf: a small language model of Hugging Face's "
-            "transformers."
+            help="pytorch: a small network. deepspeed: the same with DeepSpeed. hf: a small "
+            "language model of Hugging Face's transformers, with DeepSpeed."
         ),
-    ] = "deepspeed",
+    ] = "pytorch",
     folder: Annotated[Path, Parameter(help="Where to write it; made if it is missing.")] = Path(),
     /,
 ) -> int:
     """Write a small working trial, to begin from.
 
-    Three files: the trial, its DeepSpeed config and the experiment. No file is ever overwritten.
+    The trial, its experiment and, with DeepSpeed, DeepSpeed's config. No file is ever overwritten.
     """
     texts = template_files(template)
     existing = [name for name in texts if (folder / name).exists()]

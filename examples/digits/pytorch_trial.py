@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from digits_data import digits
-from torch import nn
+from network import network
+from torch.nn.functional import cross_entropy
 
 from trial_core import pytorch
 
@@ -16,13 +17,7 @@ class DigitsTrial(pytorch.PyTorchTrial):
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         self.context = context
-        self.model = context.wrap_model(
-            nn.Sequential(
-                nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(),
-                nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
-                nn.Flatten(), nn.Linear(32 * 16, 10),
-            )
-        )  # fmt: skip
+        self.model = context.wrap_model(network())
         self.optimizer = context.wrap_optimizer(
             torch.optim.Adam(self.model.parameters(), lr=context.get_hparam("lr"))
         )
@@ -33,7 +28,7 @@ class DigitsTrial(pytorch.PyTorchTrial):
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, torch.Tensor]:
         images, labels = batch
-        loss = nn.functional.cross_entropy(self.model(images), labels)
+        loss = cross_entropy(self.model(images), labels)
         self.context.backward(loss)
         self.context.step_optimizer(self.optimizer)
         return {"loss": loss}
@@ -42,7 +37,7 @@ class DigitsTrial(pytorch.PyTorchTrial):
         images, labels = batch
         scores = self.model(images)
         return {
-            "validation_loss": nn.functional.cross_entropy(scores, labels),
+            "validation_loss": cross_entropy(scores, labels),
             "accuracy": (scores.argmax(1) == labels).float().mean(),
         }
 

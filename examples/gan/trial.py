@@ -7,9 +7,9 @@ from typing import Any
 
 import deepspeed
 import torch
-from data import PIXELS, load
+from data import load
+from networks import adversarial_loss, discriminator, generator, measures
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 from trial_core.deepspeed import (
     DeepSpeedTrial,
@@ -17,31 +17,6 @@ from trial_core.deepspeed import (
     overwrite_deepspeed_config,
 )
 from trial_core.pytorch import DataLoader
-
-
-def generator(noise: int, width: int) -> nn.Module:
-    """Noise of shape (pictures, noise) -> pictures of shape (pictures, 64)."""
-    return nn.Sequential(
-        nn.Linear(noise, width),
-        nn.LeakyReLU(0.2),
-        nn.Linear(width, width),
-        nn.LeakyReLU(0.2),
-        nn.Linear(width, PIXELS),
-        nn.Tanh(),
-    )
-
-
-def discriminator(width: int) -> nn.Module:
-    """Pictures of shape (pictures, 64) -> logits of being real, of shape (pictures, 1)."""
-    return nn.Sequential(
-        nn.Linear(PIXELS, width),
-        nn.LeakyReLU(0.2),
-        nn.Dropout(0.3),
-        nn.Linear(width, width),
-        nn.LeakyReLU(0.2),
-        nn.Dropout(0.3),
-        nn.Linear(width, 1),
-    )
 
 
 class GANTrial(DeepSpeedTrial):
@@ -78,13 +53,13 @@ class GANTrial(DeepSpeedTrial):
         fake = self.generator(self._noise(len(real)))
 
         seen = torch.cat([real, fake.detach()])
-        d_loss = self._loss(self.discriminator(seen), real=len(real), fake=len(real))
+        d_loss = adversarial_loss(self.discriminator(seen), real=len(real), fake=len(real))
         self.discriminator.backward(d_loss)
         self.discriminator.step()
 
         # This loss passes through the discriminator's module, and must leave no gradient there.
         self.discriminator.module.requires_grad_(False)
-        g_loss = self._loss(self.discriminator.module(fake), real=len(fake), fake=0)
+        g_loss = adversarial_loss(self.discriminator.module(fake), real=len(fake), fake=0)
         self.generator.backward(g_loss)
         self.generator.step()
         self.discriminator.module.requires_grad_(True)
@@ -93,20 +68,8 @@ class GANTrial(DeepSpeedTrial):
     def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
         (real,) = self.context.to_device(next(dataloader_iter))
         fake = self.generator(self._noise(len(real)))
-        return {
-            "nearest_distance": torch.cdist(fake, real).min(dim=1).values.mean(),
-            "spread": fake.std(dim=0).mean() / real.std(dim=0).mean(),
-            "fooled": (self.discriminator(fake) > 0).float().mean(),
-        }
+        return measures(fake, real, self.discriminator(fake))
 
     def _noise(self, count: int) -> Tensor:
         noise: Tensor = self.context.to_device(torch.randn(count, self.hparams["noise"]))
         return noise
-
-    @staticmethod
-    def _loss(logits: Tensor, real: int, fake: int) -> Tensor:
-        """Loss of logits whose target is 1 for the first `real` pictures, and 0 for the others."""
-        target = torch.zeros_like(logits)
-        # One-sided label smoothing: keeps the discriminator from overconfidence.
-        target[:real] = 0.9 if fake else 1.0
-        return binary_cross_entropy_with_logits(logits, target)

@@ -18,27 +18,30 @@ pytestmark = [pytest.mark.slots, pytest.mark.server]
 
 
 def example(name: str, folder: Path, *changes: str) -> ExperimentConfig:
-    """An example's experiment with some `changes`, and checkpoints below `folder`."""
+    """The experiment file `name` with some `changes`, and checkpoints below `folder`."""
     storage = f"checkpoint_storage=file://{folder}/checkpoints"
-    return load_config(EXAMPLES / name / "experiment.yaml", [storage, *changes])
+    return load_config(EXAMPLES / name, [storage, *changes])
 
 
 @pytest.mark.parametrize(
     ("name", "batches", "metric", "changes"),
     [
         (
-            "gpt_stdlib", 40, "bits_per_byte",
+            "gpt_stdlib/experiment.yaml", 40, "bits_per_byte",
             ["resources.slots_per_trial=2", "hyperparameters.validation_windows=64"],
         ),
-        pytest.param("gan", 300, "nearest_distance", [], marks=pytest.mark.long),
-        pytest.param("pipeline", 60, "loss", [], marks=pytest.mark.long),
+        *(
+            pytest.param(f"gan/{file}.yaml", 300, "nearest_distance", [], marks=pytest.mark.long)
+            for file in ("experiment", "pytorch")
+        ),
+        pytest.param("pipeline/experiment.yaml", 60, "loss", [], marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_an_example_learns(
     here: Path, name: str, batches: int, metric: str, changes: list[str]
 ) -> None:
     """It trains, validates and saves, and its searcher metric improves."""
-    if name != "gpt_stdlib":
+    if not name.startswith("gpt_stdlib"):
         pytest.importorskip("sklearn", reason="this example reads data of scikit-learn")
     config = example(
         name, here, f"searcher.max_length={{batches: {batches}}}", "scheduling_unit=20",
@@ -62,7 +65,7 @@ def test_roc_auc_stops_when_its_area_stops_improving(here: Path) -> None:
     patients differs from the mean of the ranks' areas."""
     pytest.importorskip("sklearn", reason="this example reads data of scikit-learn")
     config = example(
-        "roc_auc", here,
+        "roc_auc/experiment.yaml", here,
         f"hyperparameters.patience={PATIENCE}", f"min_validation_period={{batches: {PERIOD}}}",
     )  # fmt: skip
     result = train(config)

@@ -12,7 +12,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from trial_core.deepspeed.checkpoint_engine import reader_of
-from trial_core.deepspeed.export.weights_file import export_weights
+from trial_core.deepspeed.export.engine_weights import export_weights
 from trial_core.errors import CheckpointError, TrialError
 
 _ZERO3_MODEL_STATES = re.compile(r"zero_pp_rank_.*_model_states\.pt")

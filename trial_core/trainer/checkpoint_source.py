@@ -10,14 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.code_objects import read_code
+from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.manifest import FileEntry, Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError, CheckpointNotFound
 from trial_core.storage.storage_errors import ErrorTranslator
 from trial_core.transfer.fetch import check_downloaded, fetch_files
+from trial_core.transfer.staging import StagedFile
 from trial_core.transfer.trial_code import named_code, read_downloaded_code
+from trial_core.transfer.upload import upload_staged
 
 _FILE = "file://"
 
@@ -90,3 +95,57 @@ def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointSource:
         )
     store = CheckpointStore(storage)
     return _StoredCheckpoint(store, store.open(uuid))
+
+
+def is_place(text: str) -> bool:
+    """Whether `text` is a folder or a URL, and not a checkpoint's uuid."""
+    return "/" in text or os.path.isdir(text)
+
+
+def resume_manifest(store: CheckpointStore, place: str) -> Manifest:
+    """The manifest of the checkpoint at `place`, which `copy_into` brings to the run's `store`.
+
+    Raises:
+        CheckpointNotFound: there is no checkpoint.
+        CheckpointError: `place` is neither a downloaded checkpoint nor the URL of a stored one.
+    """
+    source = open_checkpoint(place)
+    return _in_store(store, source.manifest) or source.manifest
+
+
+def copy_into(store: CheckpointStore, place: str, fence: Fence) -> Manifest:
+    """Copy the checkpoint at `place` to the storage of the run that continues its trial.
+
+    Does nothing if it is there. Its code archive is not copied: the run stores its own.
+
+    Args:
+        fence: of the run's attempt.
+
+    Returns:
+        The manifest in `store`.
+
+    Raises:
+        CheckpointDamaged: a file is missing or differs from the manifest.
+        StorageError: a storage failed.
+    """
+    source = open_checkpoint(place)
+    manifest = source.manifest
+    if (stored := _in_store(store, manifest)) is not None:
+        return stored
+    store.announce_upload(manifest.trial, manifest.uuid, fence.attempt, fence)
+    with source.files(manifest.files) as folder:
+        files = [
+            StagedFile(entry.path, str(folder / entry.path), entry.size_bytes)
+            for entry in manifest.files
+        ]
+        upload_staged(store, manifest.uuid, files, rank=0)
+    copied = msgspec.structs.replace(manifest, attempt=fence.attempt, code=None)
+    store.commit(copied, fence)
+    return copied
+
+
+def _in_store(store: CheckpointStore, manifest: Manifest) -> Manifest | None:
+    try:
+        return store.open(manifest.uuid)
+    except CheckpointNotFound:
+        return None

@@ -29,6 +29,7 @@ from trial_core.run.run_dirs import clear_kept, locked_run_dir, prepare_run_dir,
 from trial_core.run.run_loop import TrialResult, follow_schedule
 from trial_core.run.sequencer import CheckpointPolicy, Schedule
 from trial_core.slots.stop_barrier import StopBarrier
+from trial_core.trainer.checkpoint_source import copy_into, is_place, resume_manifest
 from trial_core.trainer.fit_stages import FitStages
 from trial_core.trainer.fit_stop import FitStop
 from trial_core.transfer.run_files import rank_folder
@@ -127,9 +128,10 @@ class Trainer:
                 validation is saved, with a warning. Default: ``best`` with that metric, ``all``
                 without.
             latest_checkpoint: the checkpoint to resume from: its uuid, or the first characters of
-                it. This continues the trial that saved it, bit for bit. ``"latest"`` is the newest
-                undamaged checkpoint of this experiment's newest trial, or a new trial if there is
-                none. By default a new trial begins, with the weights of
+                it; the folder of a downloaded checkpoint; or the URL of one in any storage, which
+                is copied to the run's. This continues the trial that saved it, bit for bit.
+                ``"latest"`` is the newest undamaged checkpoint of this experiment's newest trial,
+                or a new trial if there is none. By default a new trial begins, with the weights of
                 ``searcher.source_checkpoint_uuid`` if ``exp_conf`` names one.
             step_zero_validation: validate once before the first batch.
             test_mode: train one batch, validate one, and save without keeping the checkpoint.
@@ -183,6 +185,9 @@ class Trainer:
             if latest_checkpoint == LATEST and not test_mode:
                 # Again: another attempt may have saved until this one took over.
                 points = run_on_rank_0(distributed, lambda: resume_points(store, config, trial))
+            elif latest_checkpoint is not None and is_place(latest_checkpoint):
+                place = latest_checkpoint
+                points = run_on_rank_0(distributed, lambda: [_copied(store, place, fence)])
             controller, termination, built = self._attach(stack, store, config)
             stages = FitStages(
                 controller,
@@ -326,9 +331,21 @@ def _resume_points(
 ) -> list[ResumePoint]:
     """What a run may resume from, best first; at least one."""
     if latest_checkpoint is not None and latest_checkpoint != LATEST:
-        return [ResumePoint.continuing(store.open(latest_checkpoint))]
+        of_place = is_place(latest_checkpoint)
+        found = (resume_manifest if of_place else CheckpointStore.open)(store, latest_checkpoint)
+        return [ResumePoint.continuing(found)]
     trial = store.newest_trial(config.name) if latest_checkpoint == LATEST else None
     return resume_points(store, config, trial)
+
+
+def _copied(store: CheckpointStore, place: str, fence: Fence | None) -> ResumePoint:
+    """The checkpoint at `place`, in the run's own storage. Rank 0 calls this."""
+    if fence is None:
+        raise ConfigError(
+            "fit(test_mode=True) keeps no checkpoint, so it cannot continue from one in another "
+            f"place, {place}; leave out latest_checkpoint"
+        )
+    return ResumePoint.continuing(copy_into(store, place, fence))
 
 
 def _policy(given: CheckpointPolicy | None, metric: str | None) -> CheckpointPolicy:

@@ -15,12 +15,17 @@ from trial_core.config import load_config
 from trialflow.deployments.cli import init
 from trialflow.deployments.cli.main import main
 
-FILES = ["ds_config.json", "experiment.yaml", "my_trial.py"]
+FILES = ["experiment.yaml", "my_trial.py"]
+WITH_DEEPSPEED = ["ds_config.json", *FILES]
+TEMPLATES = {"pytorch": FILES, "deepspeed": WITH_DEEPSPEED, "hf": WITH_DEEPSPEED}
 
 
 @pytest.mark.slots
 @pytest.mark.server
-@pytest.mark.parametrize("template", ["deepspeed", pytest.param("hf", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "template",
+    ["pytorch", *(pytest.param(name, marks=pytest.mark.long) for name in ("deepspeed", "hf"))],
+)
 def test_a_new_trial_learns(
     tmp_path: Path,
     prefect_server: PrefectServer,
@@ -43,14 +48,15 @@ def test_a_new_trial_learns(
     assert last.metrics["validation"]["loss"] < first.metrics["validation"]["loss"]
 
 
-@pytest.mark.parametrize("template", ["deepspeed", "hf"])
+@pytest.mark.parametrize("template", TEMPLATES)
 def test_an_experiment_that_was_written_is_valid(tmp_path: Path, template: str) -> None:
     """The trial reads each of its hyperparameters, and no other; its comment may become a field."""
     assert main(["init", template, str(tmp_path / "mine")]) == 0
-    assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == FILES
-    experiment, trial = (tmp_path / "mine" / name for name in FILES[1:])
-    config = load_config(experiment)
-    read = re.findall(r'context\.get_hparam\("(\w+)"\)', trial.read_text())
+    assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == TEMPLATES[template]
+    experiment, trial = (tmp_path / "mine" / name for name in FILES)
+    config, text = load_config(experiment), trial.read_text()
+    read = re.findall(r'context\.get_hparam\("(\w+)"\)', text)
+    read += ["global_batch_size"] * text.count("context.get_per_slot_batch_size()")
     assert sorted(read) == sorted(config.hyperparameters)
     experiment.write_text(experiment.read_text().replace("# checkpoint_st", "checkpoint_st"))
     assert load_config(experiment).checkpoint_storage.url == "s3://my-bucket/runs"
@@ -71,6 +77,7 @@ def test_the_next_commands(
         "  trialflow train experiment.yaml",
     ]
     assert main(["init"]) == 0
+    assert "PyTorchTrial" in Path("my_trial.py").read_text()
     assert capsys.readouterr().out.splitlines()[1:] == [
         "next:",
         "  trialflow train experiment.yaml",
@@ -91,7 +98,7 @@ def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tensorflow"], 'Choose from: "deepspeed", "hf"'),
+        (["tensorflow"], 'Choose from: "pytorch", "deepspeed", "hf"'),
         (["deepspeed", "a-file/mine"], "cannot write to "),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.slots import build, drive, toy_config
-from trial_core.deepspeed.export.weights_file import export_weights
+from trial_core.deepspeed.export.engine_weights import export_weights
 from trial_core.deepspeed.load_engine import load_engine
 from trial_core.errors import CheckpointError
 from trial_core.messages import (

@@ -28,12 +28,16 @@ def test_a_pytorch_trial_resumes_in_a_script(
 ) -> None:
     """It ends as the uninterrupted run, also if it was saved between two optimizer steps.
 
+    So does a run that continues from the URL of the checkpoint in another storage.
+
     The profiled batches leave one trace with the run's files.
     """
     whole = fit(launcher, tmp_path / "whole", "", 9)
     part = fit(launcher, tmp_path / "parts", "", batches)
     rest = fit(launcher, tmp_path / "parts", "latest", 9)
+    elsewhere = fit(launcher, tmp_path / "elsewhere", part["url"], 9)
     assert rest["uuid"] != part["uuid"]
+    assert elsewhere["metrics"] == rest["metrics"]
     assert rest["metrics"] == whole["metrics"] != part["metrics"]
     stored = tmp_path / "whole" / "home" / "checkpoints"
     assert len(list(stored.rglob("*.pt.trace.json"))) == 1

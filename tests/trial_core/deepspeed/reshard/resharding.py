@@ -12,7 +12,7 @@ import torch
 from tests.support.consolidated import consolidated
 from tests.support.slots import Driven, build, toy_config
 from trial_core.config import ExperimentConfig
-from trial_core.deepspeed.export.weights_file import export_weights
+from trial_core.deepspeed.export.engine_weights import export_weights
 from trial_core.messages import (
     BuildLoaders,
     FetchCheckpoint,

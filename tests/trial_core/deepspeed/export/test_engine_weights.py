@@ -19,8 +19,9 @@ from tests.support.manifests import new_manifest
 from tests.support.slots import TOY, Driven, drive, toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.controller.safe_load import Reader
-from trial_core.deepspeed.export.weights_file import export_weights, write_weights
+from trial_core.deepspeed.export.engine_weights import export_weights
 from trial_core.errors import CheckpointError
+from trial_core.export.weights import write_weights
 from trial_core.slots.slot_group import SlotGroup
 from trialflow.deployments.cli.main import main
 

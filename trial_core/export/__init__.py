@@ -1,0 +1,1 @@
+"""Writes the weights of a model of any trial to one file."""

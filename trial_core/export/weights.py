@@ -1,0 +1,119 @@
+"""The weights of a model by name: their ties, their precision, and the file that holds them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from trial_core.errors import CheckpointError, StorageError
+
+Weights = dict[str, torch.Tensor]
+Precision = Literal["fp32", "16bit"]
+
+_16BIT_TYPES = (torch.float16, torch.bfloat16)
+_logger = logging.getLogger(__name__)
+
+
+def has_16bit_weights(module: Weights, name: str, dtype: Precision) -> bool:
+    """Whether a module has 16-bit weights.
+
+    Args:
+        name: of the module, in errors: ``engine 0``.
+
+    Raises:
+        CheckpointError: it has none, and `dtype` asks for them.
+    """
+    has_16bit = any(each.dtype in _16BIT_TYPES for each in module.values())
+    if dtype == "16bit" and not has_16bit:
+        raise CheckpointError(
+            f"{name} was trained in fp32, and has no 16-bit weights: export with --dtype fp32, and "
+            "convert the result"
+        )
+    return has_16bit
+
+
+def tensors_of(module: Mapping[str, Any]) -> Weights:
+    """The tensors of a ``state_dict``; warns about entries that are none."""
+    others = sorted(name for name, value in module.items() if not isinstance(value, torch.Tensor))
+    if others:
+        _logger.warning("export skips entries that are not tensors: %s", ", ".join(others))
+    return {name: value for name, value in module.items() if name not in others}
+
+
+def first_names(module: Weights, shared: Mapping[str, str]) -> dict[str, str]:
+    """For each name, the first name of the same weights.
+
+    Args:
+        shared: DeepSpeed's list of tied parameters. Under ZeRO-3 it is the only source, since the
+            module holds placeholders. Elsewhere tied names share their memory.
+    """
+    first: dict[Any, str] = {}
+    names = {}
+    for name, tensor in module.items():
+        memory = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
+        names[name] = first.setdefault(memory, name)
+    for name, other in shared.items():
+        if names.get(name) == name and other in names:
+            names[name] = names[other]
+    return names
+
+
+def copied(tensor: torch.Tensor, dtype: Precision) -> torch.Tensor:
+    """A copy that owns its memory: `tensor` may be a view of a whole group of parameters."""
+    target = target_type(tensor.dtype, tensor.dtype, dtype)
+    return tensor.detach().to(target, copy=True, memory_format=torch.contiguous_format)
+
+
+def copied_all(module: Weights, dtype: Precision) -> Weights:
+    """`copied` for all tensors of a module; names that share memory share it again."""
+    first_name = first_names(module, {})
+    weights: Weights = {}
+    for name, saved in module.items():
+        tie = weights.get(first_name[name])
+        weights[name] = copied(saved, dtype) if tie is None else tie
+    return weights
+
+
+def target_type(stored: torch.dtype, computed: torch.dtype, dtype: Precision) -> torch.dtype:
+    """The type to export: `stored` is the type in the file, `computed` the model's own."""
+    if dtype == "16bit":
+        return computed
+    return torch.float32 if stored in _16BIT_TYPES else stored
+
+
+def write_weights(weights: Weights, target: Path, facts: Mapping[str, str]) -> None:
+    """Write weights to a safetensors file, or with ``torch.save``.
+
+    safetensors stores one copy of tied weights, under the first of their names. The metadata maps
+    each other name to the first, as ``safetensors.torch.save_model`` does, so that ``load_model``
+    ties them again. ``torch.save`` keeps the tie itself.
+
+    Args:
+        target: ``.safetensors``; any other suffix is a ``state_dict`` for ``torch.load``.
+        facts: additional metadata for safetensors.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    try:
+        if target.suffix == ".safetensors":
+            _write_safetensors(weights, target, facts)
+        else:
+            torch.save(weights, target)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise StorageError(f"cannot write {target}: {error}; free space in its folder") from error
+
+
+def _write_safetensors(weights: Weights, target: Path, facts: Mapping[str, str]) -> None:
+    first: dict[int, str] = {}
+    for name, tensor in weights.items():
+        first.setdefault(id(tensor), name)
+    stored = {name: weights[name] for name in first.values()}
+    tied = {name: first[id(each)] for name, each in weights.items() if name not in stored}
+    save_file(stored, target, metadata={**facts, **tied, "format": "pt"})

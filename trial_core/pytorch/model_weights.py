@@ -1,0 +1,42 @@
+"""Exports a model's weights from a checkpoint of a `PyTorchTrial`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trial_core.controller.safe_load import Reader
+from trial_core.errors import CheckpointError
+from trial_core.export.weights import (
+    Precision,
+    Weights,
+    copied_all,
+    has_16bit_weights,
+    tensors_of,
+)
+from trial_core.pytorch.pytorch_state import MODELS, STATE_FILE, read_state
+
+
+def model_weights(folder: Path, model: int, dtype: Precision, reader: Reader) -> Weights:
+    """The weights and persistent buffers of one model, by the names of its ``state_dict``.
+
+    All tensors are contiguous, on the CPU, and own their memory; tied names map to one tensor.
+    Called by one process; needs no other ranks.
+
+    Args:
+        folder: a checkpoint's verified files, at least ``state_dict.pth``.
+        model: index of the model, in the order in which the trial wrapped them.
+        dtype: ``fp32``: 16-bit weights are converted. ``16bit``: the weights as they are.
+
+    Raises:
+        CheckpointError: there is no such model, or it has no 16-bit weights; or the file holds
+            objects that the reader does not trust.
+    """
+    saved = read_state(folder, reader).get(MODELS) or []
+    if not saved:
+        raise CheckpointError(f"{STATE_FILE} holds no {MODELS}: a callback may have removed them")
+    if not 0 <= model < len(saved):
+        indexes = ", ".join(map(str, range(len(saved))))
+        raise CheckpointError(f"the checkpoint has no model {model}: its models are {indexes}")
+    weights = tensors_of(saved[model])
+    has_16bit_weights(weights, f"model {model}", dtype)
+    return copied_all(weights, dtype)
