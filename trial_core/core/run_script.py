@@ -50,7 +50,7 @@ def _check_exit(end: SystemExit, command: ScriptCommand) -> None:
 
 @contextmanager
 def _as_program(command: ScriptCommand, folder: str) -> Iterator[None]:
-    """Set what a program of its own would find in `sys`."""
+    """Set what a separate program would find in `sys`."""
     argv, path = sys.argv, sys.path
     sys.argv = [command.target, *command.arguments]
     sys.path = [folder, *path]
