@@ -87,6 +87,7 @@ def evaluate(
             undamaged checkpoint of the experiment's newest trial.
 
     Raises:
+        ConfigError: the experiment names a Core API script.
         CheckpointNotFound: there is no such checkpoint.
         ModelNotFound: there is no such model, alias or version.
         CheckpointDamaged: the given checkpoint is damaged, or all candidates are.
@@ -97,6 +98,7 @@ def evaluate(
     """
     flow_run_id = str(runtime.flow_run.id)
     settings = config.stopping
+    config.require_trial("evaluate")
     check_crash_limit(config.max_restarts)
     refuse_missing_code(config)
     with (

@@ -83,11 +83,13 @@ def retrain(
         data: overrides the experiment's `data` for this run; not rendered.
 
     Raises:
-        ConfigError: a template cannot be rendered, `data` is not plain, or a callback is missing.
+        ConfigError: the experiment names a Core API script, a template cannot be rendered, `data`
+            is not plain, or a callback is missing.
         CheckpointDamaged, CheckpointNotFound: the champion's checkpoint cannot be validated.
         CallbackFailed: a callback failed after the decision.
         RankFailed, Stalled, TrialError: as `train`.
     """
+    config.require_trial("retrain")
     check_crash_limit(config.max_restarts)
     refuse_missing_code(config)
     retraining = RetrainingRun(config, str(runtime.flow_run.id))

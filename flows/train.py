@@ -49,6 +49,7 @@ from trialflow.flows.lifecycle.run_log import readable_task_log
 from trialflow.flows.lifecycle.run_names import train_name
 from trialflow.flows.lifecycle.shared_gpus import gpu_slots
 from trialflow.flows.lifecycle.stop_monitor import POLL_SECONDS, StopMonitor, while_stopping
+from trialflow.flows.script import follow_script
 from trialflow.flows.uploads import Uploads
 from trialflow.tasks.build import build_loaders, build_trial, fetch_checkpoint
 from trialflow.tasks.callbacks import run_callbacks
@@ -145,7 +146,11 @@ def train_trial(
                 # In this order: uploads need the ranks, and end before or (memory://) after them.
                 with Uploads(run) as uploads, launch_slots(run) as run.slots, stopping_ranks(run):
                     build_trial(run)
-                    result = follow_schedule(TrainStages(run, uploads))
+                    stages = TrainStages(run, uploads)
+                    if config.is_script:
+                        result = follow_script(run, stages)
+                    else:
+                        result = follow_schedule(stages)
             except (RankFailed, Stalled) as failure:
                 get_run_logger().error("%s", failure.report())
                 if stopping.request is not None:
@@ -211,6 +216,7 @@ def launch_slots(run: TrialRun) -> SlotGroup:
         on_batches=run.observer.batches_trained,
         on_log=run.observer.rank_logged,
         on_activity=run.note_activity,
+        on_script=run.script_events.put,
         should_abort=lambda: run.stopping.request is not None,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import queue
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -42,6 +43,7 @@ class TrialRun:
         devices: environment variables that give the ranks this run's accelerators.
         code: the trial's code, which the ranks start in and checkpoints name.
         metrics: the last ones of each kind.
+        script_events: what a Core API script reports, and in the end its results.
         validated: the metrics of the last validation, which may not be reported yet.
         hooks: the callback hooks that the trial overrides, once it is built.
         topology, versions, batch_samples: reported by the ranks, once the trial is built.
@@ -81,6 +83,7 @@ class TrialRun:
         self.devices = devices or {}
         self.code = code or TrialCode(config.code)
         self.logger: Logger | LoggerAdapter[Any] = logging.getLogger(__name__)
+        self.script_events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.metrics: dict[str, dict[str, Any]] = {}
         self.validated: dict[str, Any] = {}
         self.hooks: frozenset[str] = frozenset()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import trial_core
+import trial_core.core
 import trial_core.deepspeed
 import trial_core.pytorch
 
@@ -102,6 +103,16 @@ REFERENCE: dict[str, str] = {
         "from_torch_distributed gather gather_local get_local_rank get_num_agents get_rank "
         "get_size"
     ),
+    "core": (
+        "CheckpointContext Context DistributedContext DownloadMode PreemptContext PreemptMode "
+        "TrainContext init"
+    ),
+    "core.TrainContext": (
+        "get_experiment_best_validation get_tensorboard_path report_early_exit "
+        "report_training_metrics report_validation_metrics set_status upload_tensorboard_files"
+    ),
+    "core.CheckpointContext": "delete download get_metadata restore_path store_path upload",
+    "core.PreemptContext": "acknowledge_preemption_signal should_preempt",
     "errors": "InvalidExperimentException",
 }
 REFERENCE_NAMES = {
@@ -129,11 +140,13 @@ def test_every_public_name_has_a_row() -> None:
     """Every exported name and every public method of the exported classes has a row."""
     exported = {f"deepspeed.{name}" for name in trial_core.deepspeed.__all__}
     exported |= {f"pytorch.{name}" for name in trial_core.pytorch.__all__}
+    exported |= {f"core.{name}" for name in trial_core.core.__all__}
     assert exported - {"pytorch.deepspeed"} - STATUSES.keys() == set()
     classes = ("deepspeed.DeepSpeedTrial", "deepspeed.DeepSpeedTrialContext", "deepspeed.Trainer")
+    of_scripts = ("core.TrainContext", "core.CheckpointContext", "core.PreemptContext")
     of_pytorch = ("PyTorchTrial", "PyTorchTrialContext", "PyTorchExperimentalContext",
                   "LRScheduler", "Trainer", "PyTorchCallback", "MetricReducer")  # fmt: skip
-    for path in (*classes, *(f"pytorch.{name}" for name in of_pytorch)):
+    for path in (*classes, *of_scripts, *(f"pytorch.{name}" for name in of_pytorch)):
         package, name = path.split(".")
         found = getattr(getattr(trial_core, package), name)
         methods = {f"{path}.{method}" for method in dir(found) if not method.startswith("_")}

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 TRIAL_TEMPLATES = ROOT / "deployments" / "trial_templates"
 RANK_HALF = (
     "trial_core.controller",
+    "trial_core.core",
     "trial_core.export",
     "trial_core.trainer",
     "trial_core.pytorch",

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+import trial_core.core
 import trial_core.deepspeed
 import trial_core.pytorch
 import trialflow
@@ -89,7 +90,10 @@ def test_the_page_of_promises_counts_inputs(path: str, test: str, quick: str, lo
     assert (int(quick), int(long)) == (tried, tried * LONG_FACTOR)
 
 
-@pytest.mark.parametrize("package", [trial_core.deepspeed, trial_core.pytorch, trialflow])
+PACKAGES = (trial_core.core, trial_core.deepspeed, trial_core.pytorch, trialflow)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
 def test_every_public_name_has_a_reference_page(package: ModuleType) -> None:
     """The reference names everything that a package exports, and nothing else of it."""
     text = "\n".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))

@@ -33,6 +33,7 @@ BEFORE: Mapping[str, tuple[str, ...]] = {
     "README.md": (),
     "docs/quickstart.md": (),
     "docs/guides/checkpoints.md": (INIT, TRAIN, DEPLOY),
+    "docs/guides/core-api.md": (),
     "docs/guides/deploying.md": (INIT, TRAIN, DEPLOY),
     "docs/guides/move-from-determined.md": (),
     "docs/guides/pytorch.md": (INIT,),

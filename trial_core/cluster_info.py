@@ -1,9 +1,14 @@
-"""`get_cluster_info`: what a script may continue from. Follows Determined's function."""
+"""`get_cluster_info`: what a script knows of its run. Follows Determined's function."""
 
 from __future__ import annotations
 
+import copy
 import os
-from typing import NoReturn
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 LATEST = "latest"
 CHECKPOINT_VARIABLE = "DET_LATEST_CHECKPOINT"
@@ -18,9 +23,11 @@ _INSTEAD = {
     "slot_ids": "context.distributed.local_ranks",
 }
 
+_PUBLISHED: list[ScriptInfo] = []
+
 
 class ClusterInfo:
-    """The part of Determined's class that does not need its server."""
+    """The part of Determined's class that a script without `trial_core.init` can know."""
 
     @property
     def latest_checkpoint(self) -> str | None:
@@ -36,6 +43,84 @@ class ClusterInfo:
         raise AttributeError(f"get_cluster_info() has no {name!r} in trialflow; {instead}")
 
 
-def get_cluster_info() -> ClusterInfo:
-    """Information for a script. Unlike Determined's function it never returns None."""
-    return ClusterInfo()
+@dataclass(frozen=True)
+class TrialInfo:
+    """The trial of a run.
+
+    Attributes:
+        trial_id: a number that identifies the trial.
+        experiment_id: a number that identifies the experiment: equal for all runs with its name.
+        trial_seed: the experiment's seed.
+        hparams: the hyperparameters, by name.
+    """
+
+    trial_id: int
+    experiment_id: int
+    trial_seed: int = 0
+    hparams: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ScriptInfo:
+    """The run of a Core API script, as one of its ranks sees it.
+
+    Attributes:
+        trial: the trial.
+        latest_checkpoint: uuid of the checkpoint to resume from; None: begin from scratch.
+        user_data: the experiment's section `data`.
+    """
+
+    trial: TrialInfo
+    latest_checkpoint: str | None = None
+    user_data: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, trial: str, experiment: Mapping[str, Any], latest_checkpoint: str | None = None
+    ) -> ScriptInfo:
+        """The information about a run.
+
+        Args:
+            trial: the trial's id, ``name-1a2b3c4d``.
+            experiment: the experiment configuration, as plain data.
+        """
+        seed = (experiment.get("reproducibility") or {}).get("experiment_seed") or 0
+        known = TrialInfo(
+            trial_number(trial),
+            experiment_number(experiment),
+            int(seed),
+            copy.deepcopy(dict(experiment.get("hyperparameters") or {})),
+        )
+        data = copy.deepcopy(dict(experiment.get("data") or {}))
+        return cls(known, latest_checkpoint, data)
+
+
+def get_cluster_info() -> ClusterInfo | ScriptInfo:
+    """Information for a script. Unlike Determined's function it never returns None.
+
+    In the slots of a Core API script and within `trial_core.init`: the run. Elsewhere only
+    `latest_checkpoint`.
+    """
+    return _PUBLISHED[-1] if _PUBLISHED else ClusterInfo()
+
+
+@contextmanager
+def published(info: ScriptInfo) -> Iterator[None]:
+    """Make `get_cluster_info` return `info` during the block."""
+    _PUBLISHED.append(info)
+    try:
+        yield
+    finally:
+        _PUBLISHED.remove(info)
+
+
+def trial_number(trial: str) -> int:
+    """A number that identifies a trial, from the hexadecimal end of its id, if it has one."""
+    end = trial.rpartition("-")[2]
+    is_hexadecimal = bool(end) and set(end) <= set("0123456789abcdef")
+    return int(end, 16) if is_hexadecimal else zlib.crc32(trial.encode())
+
+
+def experiment_number(experiment: Mapping[str, Any]) -> int:
+    """A number that identifies an experiment: equal for all runs with the same name."""
+    return zlib.crc32(str(experiment.get("name")).encode())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from typing_extensions import Self
 
+from trial_core.cluster_info import experiment_number, trial_number
 from trial_core.config.determined import hyperparameters
 from trial_core.config.error_text import error_lines, format_value
 from trial_core.config.search_ranges import draw
@@ -129,7 +129,7 @@ class TrialContext:
 
     def get_trial_id(self) -> int:
         """A number that identifies this trial, from the hexadecimal end of its id."""
-        return int(self._info.trial.rpartition("-")[2], 16)
+        return trial_number(self._info.trial)
 
     def get_trial_seed(self) -> int:
         """The seed of all random generators: ``reproducibility.experiment_seed``."""
@@ -137,7 +137,7 @@ class TrialContext:
 
     def get_experiment_id(self) -> int:
         """A number that identifies the experiment: equal for all runs with the same name."""
-        return zlib.crc32(str(self._info.experiment.get("name")).encode())
+        return experiment_number(self._info.experiment)
 
     # ------------------------------------------------------------------- where training is
 

@@ -9,7 +9,6 @@ _CONTEXT = "DeepSpeedTrialContext"
 
 _INSTEAD = {
     "trial_core": {
-        "core": "trial_core.DistributedContext for core.DistributedContext",
         "ClusterInfo": "trial_core.get_cluster_info()",
         "TrialContext": "trial_core.deepspeed.DeepSpeedTrialContext, or that of trial_core.pytorch",
         "InvalidHP": "trial_core.errors.TrialError",

@@ -72,11 +72,12 @@ class Display(RunStatus):
         self, trial: str, total_batches: int, begins_at: int, batch_samples: int
     ) -> None:
         super().run_started(trial, total_batches, begins_at, batch_samples)
-        length = text_format.plural(total_batches, "batch")
-        of_samples = f" of {text_format.plural(batch_samples, 'sample')}" if batch_samples else ""
+        # A Core API script need not say how long it is, and never how many samples a batch has.
+        length = f": {text_format.plural(total_batches, 'batch')}" if total_batches else ""
+        samples = f" of {text_format.plural(batch_samples, 'sample')}" if batch_samples else ""
         resumed = f", continuing from batch {begins_at}" if begins_at else ""
-        self.say(f"trial {trial}: {length}{of_samples}{resumed}")
-        if begins_at >= total_batches:
+        self.say(f"trial {trial}{length}{samples}{resumed}")
+        if total_batches and begins_at >= total_batches:
             self.say("nothing is left to train: set a greater searcher.max_length to continue")
 
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
@@ -131,7 +132,10 @@ class PlainLines(Display):
     def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
         super().metrics_reported(kind, batches, metrics)
         stage = TRAINING if kind == "training" else "validate"
-        detail, seconds = self._ended.get(stage, (f"@{batches}", 0.0))
+        if stage not in self._ended:  # a Core API script reports within its own stage
+            self.say(f"{kind} @{batches}: {text_format.metrics_line(metrics)}")
+            return
+        detail, seconds = self._ended[stage]
         parts = [text_format.duration(seconds)]
         if kind == "training" and seconds > 0:
             trained = batches - self._workload_begins_at

@@ -100,3 +100,18 @@ def test_roc_auc_stops_when_its_area_stops_improving(here: Path) -> None:
     ]
     assert rank_1 == []
     assert 1e-4 < abs(metrics["roc_auc"] - metrics["mean_of_ranks"]) < 0.05
+
+
+@pytest.mark.long
+def test_the_core_api_script_learns_and_continues(here: Path) -> None:
+    """A second run of the trial starts from its checkpoint, and trains further."""
+    pytest.importorskip("sklearn", reason="this example reads data of scikit-learn")
+    config = example("core_api", here)
+    result = train(config)
+    assert result.batches_trained == 600
+    assert result.validation_metrics["accuracy"] >= 0.97
+    further = config.model_copy(update={"entrypoint": "python train.py --steps 700"})
+    resumed = train(further, trial=result.trial)
+    stored = CheckpointStore(config.checkpoint_storage.url).list(result.trial)
+    assert [each.progress.batches_trained for each in stored] == [200, 400, 600, 700]
+    assert resumed.batches_trained == 700

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import trial_core
+import trial_core.core
 import trial_core.deepspeed
 import trial_core.pytorch
 
@@ -17,7 +18,7 @@ import trial_core.pytorch
     ("module", "name"),
     [
         (module, name)
-        for module in (trial_core, trial_core.deepspeed, trial_core.pytorch)
+        for module in (trial_core, trial_core.core, trial_core.deepspeed, trial_core.pytorch)
         for name in module.__all__
     ],
 )
@@ -37,7 +38,7 @@ def test_unknown_names_are_refused(module: object) -> None:
 @pytest.mark.parametrize(
     ("module", "name", "hint"),
     [
-        (trial_core, "core", "use trial_core.DistributedContext for core.DistributedContext"),
+        (trial_core, "InvalidHP", "use trial_core.errors.TrialError"),
         (trial_core.pytorch, "CheckpointLoadContext", "use trial_core.pytorch.PyTorchTrialContext"),
         (trial_core.pytorch, "Dataloader", "did you mean 'DataLoader'?"),
         (trial_core.deepspeed, "DataLoader", "use trial_core.pytorch.DataLoader"),
@@ -60,6 +61,8 @@ import trial_core.pytorch.device_transfer
 from trial_core.pytorch import adapt_batch_sampler, data_length, to_device
 assert callable(to_device)
 det.errors.InvalidExperimentException; det.get_cluster_info().latest_checkpoint
+det.core.init; det.core.DistributedContext; det.init
+from trial_core import core; core.PreemptMode.WorkersAskChief; core.DownloadMode.NoSharedDownload
 """
 
 

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import re
 import shlex
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
+from trial_core.config.command import (
+    COMMAND_PATTERN,
+    LAUNCHERS,
+    ScriptCommand,
+    is_command,
+    without_launcher,
+)
 from trial_core.config.error_text import (
+    IgnoredFieldWarning,
     Location,
     Problem,
     format_value,
@@ -102,26 +113,51 @@ IGNORED_SEARCHER = dict.fromkeys(
     _OTHER_SEARCHER,
 )
 
-ENTRYPOINT_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
+_CLASS_PATTERN = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
+ENTRYPOINT_PATTERN = rf"^({_CLASS_PATTERN}|{COMMAND_PATTERN})$"
 
 
 def entrypoint(value: Any) -> str:
-    """``module:Class``, or the value of ``--trial`` in a launcher's command line."""
+    """``module:Class``, the value of ``--trial`` in a launcher's command line, or a command."""
     words = _words(value)
-    if len(words) == 1 and re.match(ENTRYPOINT_PATTERN, words[0]):
+    if len(words) == 1 and re.fullmatch(_CLASS_PATTERN, words[0]):
         if ".py:" in words[0]:
             raise validation_error(
                 f'{_expected(value)}; did you mean "{words[0].replace(".py:", ":")}"?'
             )
         return words[0]
     named = _after_trial_option(words)
-    if named is None or not re.match(ENTRYPOINT_PATTERN, named):
-        advice = "" if len(words) < 2 else "; in a command line, --trial must give it"
-        raise validation_error(_expected(value) + advice)
-    warn_ignored(
-        f"entrypoint: only --trial {named} is used of this command; trialflow starts the ranks"
+    if named is not None and re.fullmatch(_CLASS_PATTERN, named):
+        warn_ignored(
+            f"entrypoint: only --trial {named} is used of this command; trialflow starts the ranks"
+        )
+        return named
+    launcher, command = without_launcher(words)
+    script = ScriptCommand.parse(command)
+    if script is None or (script.is_module and script.target in LAUNCHERS):
+        raise validation_error(_expected(value) + _advice(words))
+    if launcher is not None:
+        warn_ignored(f"entrypoint: {launcher} is not used; trialflow starts the ranks")
+    return script.text
+
+
+def is_script(value: Any) -> bool:
+    """Whether an `entrypoint` that may still be invalid is the command of a Core API script."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", IgnoredFieldWarning)
+        try:
+            return is_command(entrypoint(value))
+        except ValidationError:
+            return False
+
+
+def _advice(words: list[str]) -> str:
+    if len(words) < 2:
+        return ""
+    return (
+        '; a command line is "python train.py [arguments]" or "python -m module [arguments]", '
+        "or names a trial by --trial"
     )
-    return named
 
 
 def _words(value: Any) -> list[str]:

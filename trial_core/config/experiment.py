@@ -15,6 +15,7 @@ from typing_extensions import Self
 from trial_core.config import determined
 from trial_core.config.checkpoint_storage import StorageConfig
 from trial_core.config.checkpointing_section import CheckpointingConfig
+from trial_core.config.command import is_command
 from trial_core.config.error_text import error_lines, format_value, validation_error
 from trial_core.config.lengths import Period
 from trial_core.config.parsing import override, read_mapping, warn_of_new_hyperparameters
@@ -29,13 +30,23 @@ from trial_core.config.sections import (
     SearcherConfig,
 )
 from trial_core.config.stopping_section import StoppingConfig
-from trial_core.config.values import Count, Flag, PlainMapping, PositiveOrAuto, Text
+from trial_core.config.values import (
+    MAX_COUNT,
+    Count,
+    Flag,
+    PlainMapping,
+    PositiveOrAuto,
+    Text,
+)
 from trial_core.errors import ConfigError
 from trial_core.retention.policy import RetentionPolicy
 from trial_core.run.sequencer import CheckpointPolicy, Schedule
 from trial_core.slots.accelerators import CPU, KIND_VARIABLE
 from trial_core.text_format import slug
 from trial_core.units import Batch
+
+OPEN_END = Batch(MAX_COUNT)
+"""The maximum length of a Core API script whose experiment names none: the script ends itself."""
 
 _NOT_IN_DIGEST = {
     "code", "checkpoint_storage", "checkpointing", "stopping", "retraining", "environment",
@@ -93,7 +104,8 @@ class ExperimentConfig(Section):
     labels: list[Text] = Field(default=[], title="Labels", description="For finding runs.")
     entrypoint: Annotated[str, BeforeValidator(determined.entrypoint)] = Field(
         title="Entrypoint",
-        description="The trial class, as module:Class.",
+        description="The trial class, as module:Class; or the command of a Core API script: "
+        "python train.py [arguments].",
         examples=["model_def:MyTrial"],
         pattern=determined.ENTRYPOINT_PATTERN,
     )
@@ -187,6 +199,10 @@ class ExperimentConfig(Section):
         if ignored := _ignored_fields(cls, data):
             given.setdefault("ignored_fields", ignored)
         given.setdefault("searcher", {})
+        searcher = given["searcher"]
+        has_no_length = isinstance(searcher, Mapping) and searcher.get("max_length") is None
+        if has_no_length and determined.is_script(given.get("entrypoint")):
+            given["searcher"] = {**searcher, "max_length": OPEN_END}
         if given.get("name") in (None, ""):
             code = given.get("code")
             folder = _absolute(code if isinstance(code, (str, Path)) else ".")
@@ -227,6 +243,23 @@ class ExperimentConfig(Section):
         except ValidationError as error:
             prefix = f"{source}: " if source else ""
             raise ConfigError("\n".join(prefix + line for line in error_lines(error))) from None
+
+    @property
+    def is_script(self) -> bool:
+        """Whether the ranks run a Core API script, which drives its own loop."""
+        return is_command(self.entrypoint)
+
+    def require_trial(self, flow: str) -> None:
+        """Check that the experiment names a trial's class, which the flow `flow` needs.
+
+        Raises:
+            ConfigError: it names a Core API script.
+        """
+        if self.is_script:
+            raise ConfigError(
+                f'entrypoint: the flow {flow} needs a trial, as module:Class; "{self.entrypoint}" '
+                "is a Core API script, which validates in its own loop"
+            )
 
     @property
     def rank_variables(self) -> dict[str, str]:

@@ -17,7 +17,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.context import RunInfo
 from trial_core.controller.data.loaders import Loaders, build_loaders
@@ -29,7 +28,7 @@ from trial_core.controller.training import ProgressReporter, train_batches
 from trial_core.controller.trial_engine import TrialEngine
 from trial_core.controller.validation import evaluating, metric_names, validate
 from trial_core.distributed import DistributedContext
-from trial_core.errors import CheckpointDamaged, CheckpointError, SlotsError, StorageError
+from trial_core.errors import SlotsError
 from trial_core.messages import (
     AnyRequest,
     AnyResult,
@@ -211,7 +210,7 @@ class Controller:
             hooks=sorted(hooks),
             topology=engine.topology(),
             batch_samples=engine.batch_samples,
-            versions={name: _version(name) for name in VERSIONED},
+            versions=library_versions(),
         )
 
     def fetch_checkpoint(self, request: FetchCheckpoint) -> Fetched:
@@ -220,14 +219,7 @@ class Controller:
         if request.saved_by is not None:
             ranks_here = self._distributed.local_ranks
             files = trial.engine.files_read(files, request.saved_by, request.restore, ranks_here)
-        try:
-            trial.snapshots.fetch(request.uuid, files)
-        except CheckpointDamaged as damage:
-            # Not a failure of this rank: the driver may choose an older checkpoint.
-            return Fetched(damage=str(damage))
-        except StorageError as error:
-            return Fetched(problem=str(error))
-        return Fetched()
+        return trial.snapshots.fetched(request.uuid, files)
 
     def build_loaders(self, request: BuildLoaders) -> LoadersBuilt:
         """Build the loaders, and restore from a fetched checkpoint. Collective."""
@@ -330,20 +322,10 @@ class Controller:
 
     def persist_checkpoint(self, request: PersistCheckpoint) -> Persisted:
         """Upload a staged checkpoint, and the files for TensorBoard. I/O lane."""
-        began = time.monotonic()
-        files: list[FileEntry] = []
-        problem = mistake = None
-        # Reported, not raised: other ranks may be training, and the driver decides what follows.
-        try:
-            files = self._trial.snapshots.persist(request.uuid)
-        except StorageError as error:
-            problem = str(error)
-        except CheckpointError as error:
-            mistake = str(error)
-        else:
+        persisted = self._trial.snapshots.persisted(request.uuid)
+        if not persisted.problem and not persisted.mistake:
             self._trial.run_files.upload()
-        seconds = time.monotonic() - began
-        return Persisted(files=files, seconds=seconds, problem=problem, mistake=mistake)
+        return persisted
 
     def release_staging(self, request: ReleaseStaging) -> Done:
         """Delete a staged checkpoint. I/O lane."""
@@ -425,6 +407,11 @@ def _require(value: T | None, request: type[Request]) -> T:
     if value is None:
         raise SlotsError(f"this request must come after {request.stage}")
     return value
+
+
+def library_versions() -> dict[str, str]:
+    """The versions of the libraries that a rank uses, for manifests."""
+    return {name: _version(name) for name in VERSIONED}
 
 
 def _version(package: str) -> str:

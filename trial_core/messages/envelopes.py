@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from trial_core.messages.requests import AnyRequest, AnyResult, Message
+from trial_core.run.observer import MetricsKind
 
 
 class Hello(Message):
@@ -97,8 +98,34 @@ class LogLines(Message):
     lines: list[str]
 
 
+class MetricsReported(Message):
+    """Metrics that a Core API script has reported on rank 0."""
+
+    kind: MetricsKind
+    steps_completed: int
+    metrics: dict[str, Any]
+
+
+class CheckpointWritten(Message):
+    """A Core API script has written a checkpoint to its ranks' staging folders. It waits until the
+    driver has committed it, and then released the folders."""
+
+    uuid: str
+    steps_completed: int
+
+
+ScriptEvent = MetricsReported | CheckpointWritten
+"""What a Core API script tells the driver, from rank 0."""
+
 FromRank = (
-    Answer | BatchesTrained | BatchesValidated | StepsPaused | StopRequested | LogLines | Activity
+    Answer
+    | BatchesTrained
+    | BatchesValidated
+    | StepsPaused
+    | StopRequested
+    | LogLines
+    | Activity
+    | ScriptEvent
 )
 FromDriver = Envelope | PauseSteps | ResumeUntil
 

@@ -303,6 +303,31 @@ class RunFilesStored(Result):
     problem: str | None = None
 
 
+class RunScript(Request):
+    """Run the Core API script that `BuildTrial` named, to its end.
+
+    Attributes:
+        checkpoint: uuid of a fetched checkpoint, for the script to resume from; None: none.
+        batches_trained: the trial's, at that checkpoint.
+    """
+
+    stage: ClassVar[str] = "run-script"
+    checkpoint: str | None
+    batches_trained: int
+
+
+class ScriptEnded(Result):
+    """The script has ended without an error.
+
+    Attributes:
+        was_preempted: whether it was told on this rank to save and end.
+        writes_run_files: whether the rank has TensorBoard files to upload.
+    """
+
+    was_preempted: bool
+    writes_run_files: bool = False
+
+
 class Shutdown(Request):
     """Close everything and exit."""
 
@@ -322,6 +347,7 @@ AnyRequest = (
     | ReleaseStaging
     | RunHook
     | FinishRunFiles
+    | RunScript
     | Shutdown
 )
 AnyResult = (
@@ -336,4 +362,5 @@ AnyResult = (
     | Persisted
     | HookDone
     | RunFilesStored
+    | ScriptEnded
 )

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from trial_core.errors import SlotsError
-from trial_core.messages import AnyRequest, Result
+from trial_core.messages import AnyRequest, Result, RunScript
 
 
 @dataclass
@@ -52,6 +52,13 @@ class PendingRequests:
         """All pending requests, in the order of their numbers."""
         with self._lock:
             return list(self._pending.values())
+
+    def is_waiting_for_another(self, pending: PendingRequest) -> bool:
+        """Whether a request is a script's that waits for its checkpoint's upload.
+
+        The upload is another request, with a stall timeout of its own.
+        """
+        return isinstance(pending.request, RunScript) and len(self._pending) > 1
 
     def note(self, rank: int, number: int, result: Result) -> None:
         """Note a rank's result. The last rank's result completes the future."""

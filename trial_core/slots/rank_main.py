@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import runpy
 import signal
 import socket
 import sys
@@ -29,10 +30,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from trial_core.config.command import is_command
 from trial_core.errors import SlotsError, TrialflowError
 from trial_core.messages import (
     Answer,
+    AnyRequest,
     AnyResult,
+    BuildTrial,
     Done,
     Envelope,
     FromDriver,
@@ -56,8 +60,12 @@ from trial_core.slots.stop_barrier import Position, StopBarrier
 
 if TYPE_CHECKING:
     from trial_core.controller.controller import Controller
+    from trial_core.core.script_controller import ScriptController
 
 logger = logging.getLogger(__name__)
+
+RUNPY = (runpy.__file__, "<frozen runpy>")
+"""The files of the frames through which a Core API script is run."""
 
 
 class Rank:
@@ -66,7 +74,8 @@ class Rank:
     def __init__(self, connection: RankConnection, rank: int) -> None:
         self._connection = connection
         self._announcer = Announcer(self.send, is_silent=rank != 0)
-        self._controller: Controller | None = None
+        self._controller: Controller | ScriptController | None = None
+        self._runs_script = False
         self._stop_barrier = StopBarrier()
         self._lanes: dict[str, queue.SimpleQueue[Envelope]] = {
             "compute": queue.SimpleQueue(),
@@ -134,22 +143,38 @@ class Rank:
             if self._controller is not None:
                 self._controller.close()
             return Done()
-        return self._get_controller().carry_out(request)
+        return self._controller_for(request).carry_out(request)
 
-    def _get_controller(self) -> Controller:
+    def _controller_for(self, request: AnyRequest) -> Controller | ScriptController:
+        if isinstance(request, BuildTrial):
+            runs_script = is_command(str(request.experiment["entrypoint"]))
+            if self._controller is not None and runs_script != self._runs_script:
+                self._controller.close()
+                self._controller = None
+            self._runs_script = runs_script
         if self._controller is None:
-            # Late: it imports torch and deepspeed, which takes seconds; the rank must join first.
-            with self._announcer.doing("importing PyTorch and DeepSpeed"):
-                from trial_core.controller.controller import Controller
-                from trial_core.entrypoint import build_engine
-
-            self._controller = Controller(
-                partial(build_engine, doing=self._announcer.doing),
-                emit=self.send,
-                stop_barrier=self._stop_barrier,
-                on_stop_requested=lambda: self.send(StopRequested()),
-            )
+            self._controller = self._script_controller() if self._runs_script else self._trials()
         return self._controller
+
+    # Late imports: torch and deepspeed take seconds, and the rank must join first.
+
+    def _trials(self) -> Controller:
+        with self._announcer.doing("importing PyTorch and DeepSpeed"):
+            from trial_core.controller.controller import Controller
+            from trial_core.entrypoint import build_engine
+
+        return Controller(
+            partial(build_engine, doing=self._announcer.doing),
+            emit=self.send,
+            stop_barrier=self._stop_barrier,
+            on_stop_requested=lambda: self.send(StopRequested()),
+        )
+
+    def _script_controller(self) -> ScriptController:
+        with self._announcer.doing("importing PyTorch"):
+            from trial_core.core.script_controller import ScriptController
+
+        return ScriptController(self.send, self._stop_barrier)
 
 
 def to_rank_error(error: BaseException, batches_trained: int | None = None) -> RankError:
@@ -157,7 +182,7 @@ def to_rank_error(error: BaseException, batches_trained: int | None = None) -> R
     frames = traceback.extract_tb(error.__traceback__)
     library = str(Path(__file__).resolve().parents[1])
     first_user_frame = next(
-        (i for i, f in enumerate(frames) if not f.filename.startswith(library)), 0
+        (i for i, f in enumerate(frames) if not f.filename.startswith((library, *RUNPY))), 0
     )
     report = traceback.TracebackException.from_exception(error)
     report.stack = traceback.StackSummary.from_list(frames[first_user_frame:])

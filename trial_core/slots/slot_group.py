@@ -39,6 +39,7 @@ from trial_core.messages import (
     Peer,
     Result,
     ResumeUntil,
+    ScriptEvent,
     Shutdown,
     StepsPaused,
     StopRequested,
@@ -74,6 +75,7 @@ class SlotGroup:
         on_batches: called with the number of trained batches, a few times a second.
         on_log: called with new lines of a rank's log, which the rank rate-limits.
         on_activity: called with what rank 0 is doing, if that takes long.
+        on_script: called with what a Core API script reports on rank 0.
         should_abort: asked while the ranks start whether to give up.
 
     The functions `on_…` are called in the channel's thread and must return at once.
@@ -94,12 +96,14 @@ class SlotGroup:
         on_batches: Callable[[int], None] = lambda batches: None,
         on_log: Callable[[int, str], None] = lambda rank, line: None,
         on_activity: Callable[[str], None] = lambda text: None,
+        on_script: Callable[[ScriptEvent], None] = lambda event: None,
         should_abort: Callable[[], bool] = lambda: False,
     ) -> None:
         self.world_size = world_size
         self._on_batches = on_batches
         self._on_log = on_log
         self._on_activity = on_activity
+        self._on_script = on_script
         self._lock = threading.Lock()
         self._peers: dict[int, Peer] = {}
         self._joined_or_failed = threading.Event()
@@ -226,6 +230,8 @@ class SlotGroup:
             waits = []
             if timeout_seconds is not None:
                 waits.append(max(0.0, began + timeout_seconds - time.monotonic()))
+            if self._pending.is_waiting_for_another(pending):
+                self._progress.note_progress()
             if stall_seconds is not None:
                 waits.append(self._progress.next_check_seconds(pending.request, stall_seconds))
             try:
@@ -355,6 +361,9 @@ class SlotGroup:
                 self._on_log(rank, line)
         elif isinstance(message, Activity):
             self._on_activity(message.text)
+        elif isinstance(message, ScriptEvent):
+            self._progress.note_progress()
+            self._on_script(message)
         elif message.error is not None:
             self._failures.note_raised(rank, message)
         elif message.result is not None:

@@ -11,7 +11,6 @@ Prefect, server or driver; every rank runs the same script::
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import uuid
 from collections.abc import Iterator, Mapping
@@ -38,6 +37,7 @@ from trial_core.pytorch.torch_context import TorchTrialContext
 from trial_core.rendezvous import host_single_rank
 from trial_core.run.run_dirs import run_dir_of, trial_id
 from trial_core.trainer import uncaught_errors
+from trial_core.trainer.visible_logs import visible_logs
 
 ContextT = TypeVar("ContextT", DeepSpeedTrialContext, PyTorchTrialContext)
 
@@ -119,7 +119,7 @@ def _context(
     enable_tensorboard_logging: bool,
 ) -> Iterator[ContextT]:
     uncaught_errors.install()
-    with _visible_logs(), _rank_environment(), _initialised(context_class):
+    with visible_logs(), _rank_environment(), _initialised(context_class):
         # Within, so that the ranks can agree on who shows a mistake.
         config = script_config(exp_conf, hparams)
         ranks = distributed or _ranks()
@@ -194,22 +194,3 @@ def _destroy_process_group() -> None:
         deepspeed.comm.destroy_process_group()
     elif dist.is_initialized():
         dist.destroy_process_group()
-
-
-@contextmanager
-def _visible_logs() -> Iterator[None]:
-    """Log to stderr during the block, unless the script has configured logging."""
-    logger = logging.getLogger("trial_core")
-    if logger.hasHandlers():
-        yield
-        return
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)

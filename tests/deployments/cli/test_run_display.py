@@ -146,6 +146,24 @@ def test_plain_lines_hold_no_control_characters() -> None:
     assert "rank 0 raised Boom: twice" in out.getvalue()
 
 
+def test_plain_lines_of_a_script() -> None:
+    """It reports within its stage, and says neither its length nor its samples."""
+    display, out, clock = plain()
+    display.run_started("toy-0a", 0, 0, 0)
+    display.stage_started("run-script", "[0→]")
+    clock.now += 4
+    display.metrics_reported("training", 10, {"loss": 0.5})
+    display.metrics_reported("validation", 10, {"loss": 0.25})
+    display.stage_ended("run-script", "[0→]", 4.0)
+    assert out.getvalue().splitlines() == [
+        "trial toy-0a",
+        "training @10: loss 0.5",
+        "validation @10: loss 0.25",
+        "run-script [0→]: 4.0 s",
+    ]
+    assert display.samples_per_second is None
+
+
 def test_short_callbacks_have_no_line() -> None:
     """Callbacks have a line only if they took a second or more."""
     display, out, _ = plain()

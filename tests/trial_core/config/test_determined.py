@@ -159,14 +159,14 @@ def test_the_trial_is_read_from_a_launchers_command(command: object) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "python -m determined.launch.deepspeed python run_clm.py --model gpt2",
+        "python -m determined.launch.deepspeed bash run_clm.sh --model gpt2",
         "python3 -m determined.launch.deepspeed --trial",
         "python3 train.py --trial 'open quote",
         [],
     ],
 )
-def test_a_command_without_a_trial_is_refused(command: object) -> None:
-    """trialflow cannot run a user's script as ranks."""
+def test_a_command_without_a_trial_or_a_script_is_refused(command: object) -> None:
+    """Ranks run nothing else."""
     (problem,) = problems(entrypoint=command)
     assert problem.startswith('entrypoint: expected "module:Class", such as "model_def:MyTrial"')
 

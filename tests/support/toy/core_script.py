@@ -1,0 +1,76 @@
+"""A Core API script that counts steps, with hyperparameters for what a test needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import trial_core
+from trial_core import core
+
+
+def note(folder: Path, rank: int, **what: Any) -> None:
+    """Write a line to this rank's file."""
+    with (folder / f"script-{rank}.jsonl").open("a") as file:
+        file.write(json.dumps(what) + "\n")
+
+
+def break_once(hparams: dict[str, Any], rank: int, step: int) -> None:
+    """Do what the hyperparameters name, at their step, on rank 1, once."""
+    if step != hparams.get("at_step") or rank != 1 or Path(hparams["once"]).exists():
+        return
+    Path(hparams["once"]).touch()
+    if hparams["do"] == "raise":
+        raise ValueError(f"the script broke at step {step}")
+    sys.exit(int(hparams["do"]))
+
+
+def main(context: core.Context, hparams: dict[str, Any], steps: int) -> None:
+    rank, folder = context.distributed.rank, Path(hparams["record"])
+    total = torch.zeros(1)
+    first = 0
+    latest = context.info.latest_checkpoint
+    if latest is not None:
+        with context.checkpoint.restore_path(latest) as path:
+            state = torch.load(path / "state.pt")
+            parts = sorted(each.name for each in path.glob("part-*"))
+        total, first = state["total"], state["step"]
+        metadata = context.checkpoint.get_metadata(latest)
+        note(folder, rank, resumed=first, parts=parts, metadata=metadata)
+    for step in range(first + 1, steps + 1):
+        dist.all_reduce(mine := torch.tensor([float(step * (rank + 1))]))
+        total += mine
+        note(folder, rank, step=step, total=total.item())
+        if rank == 0:
+            context.train.report_training_metrics(step, {"total": total})
+        if step % hparams["store_every"] == 0:
+            if rank == 0:
+                context.train.report_validation_metrics(step, {"loss": 1 / step})
+            shard = hparams.get("shard", False)
+            if shard or rank == 0:
+                metadata = {"steps_completed": step, "note": "kept"}
+                with context.checkpoint.store_path(metadata, shard=shard) as (path, _):
+                    (path / f"part-{rank}").write_text(str(step))
+                    if rank == 0:
+                        torch.save({"total": total, "step": step}, path / "state.pt")
+        break_once(hparams, rank, step)
+        if context.preempt.should_preempt():
+            note(folder, rank, preempted=step)
+            return
+
+
+if __name__ == "__main__":
+    info = trial_core.get_cluster_info()
+    assert info is not None
+    rank = int(os.environ["RANK"])
+    note(Path(info.trial.hparams["record"]), rank, argv=sys.argv, cwd=os.getcwd())
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    with trial_core.init(distributed=core.DistributedContext.from_torch_distributed()) as context:
+        main(context, info.trial.hparams, int(sys.argv[1]))

@@ -1,0 +1,177 @@
+"""`trial_core.init` in a script without a driver, in this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import trial_core
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.core import Context, DistributedContext
+from trial_core.errors import CheckpointNotFound, ConfigError, TrialError
+
+Init = Callable[..., AbstractContextManager[Context]]
+
+
+@pytest.fixture
+def init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Init:
+    """`trial_core.init` of an experiment whose files are below `tmp_path`."""
+    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
+    exp_conf = {
+        "name": "core",
+        "hyperparameters": {"lr": 0.5},
+        "data": {"folder": "/data"},
+        "searcher": {"metric": "loss"},
+        "checkpoint_storage": str(tmp_path / "stored"),
+    }
+    return lambda **arguments: trial_core.init(**{"exp_conf": exp_conf, **arguments})
+
+
+def store(context: Context, steps: int, **metadata: Any) -> str:
+    metadata = {"steps_completed": steps, **metadata}
+    with context.checkpoint.store_path(metadata) as (path, uuid):
+        (path / "state").write_text(str(steps))
+    return uuid
+
+
+def manifests(tmp_path: Path) -> list[Any]:
+    return CheckpointStore(str(tmp_path / "stored")).list()
+
+
+def test_a_script_continues_its_trial_with_latest(init: Init, tmp_path: Path) -> None:
+    """The checkpoint holds the metrics that were reported before it."""
+    with init() as context:
+        assert context.info.latest_checkpoint is None
+        context.train.report_training_metrics(4, {"loss": torch.tensor([0.5])})
+        context.train.report_validation_metrics(4, {"loss": np.float32(0.25), "parts": [1, None]})
+        uuid = store(context, 4, note="kept")
+    with init(latest_checkpoint="latest") as context:
+        assert context.info.latest_checkpoint == uuid
+        assert trial_core.get_cluster_info() is context.info
+        with context.checkpoint.restore_path(uuid) as path:
+            assert (path / "state").read_text() == "4"
+        assert context.checkpoint.get_metadata(uuid) == {"steps_completed": 4, "note": "kept"}
+        store(context, 8)
+    assert trial_core.get_cluster_info() is not context.info
+    first, second = manifests(tmp_path)
+    assert first.trial == second.trial
+    assert first.metrics == {
+        "training": {"loss": 0.5}, "validation": {"loss": 0.25, "parts": [1, None]}
+    }  # fmt: skip
+    assert (second.progress.batches_trained, second.progress.best_metric) == (8, 0.25)
+    assert second.earlier_validation == {"loss": 0.25, "parts": [1, None]}
+    assert second.entrypoint.startswith("python ")
+
+
+def test_the_script_reads_its_experiment(init: Init) -> None:
+    """As with `det.get_cluster_info()`."""
+    with init() as context:
+        assert context.info.trial.hparams == {"lr": 0.5}
+        assert context.info.user_data == {"folder": "/data"}
+
+
+def test_folders_are_uploaded_and_downloaded(init: Init, tmp_path: Path) -> None:
+    """Any checkpoint by the beginning of its uuid, whole or in part."""
+    (tmp_path / "model" / "deep").mkdir(parents=True)
+    (tmp_path / "model" / "deep" / "weights").write_text("w")
+    (tmp_path / "model" / "log").write_text("l")
+    with init() as context:
+        uuid = context.checkpoint.upload(tmp_path / "model", {"steps_completed": 1})
+    with init() as context:
+        context.checkpoint.download(uuid[:8], tmp_path / "all")
+        context.checkpoint.download(uuid, tmp_path / "one", selector=lambda path: "deep" in path)
+        alone = trial_core.core.DownloadMode.NoSharedDownload
+        context.checkpoint.download(uuid, tmp_path / "alone", alone)
+        context.checkpoint.delete(uuid)
+    files = {"deep/weights", "log", "metadata.json"}
+    for folder, expected in (("all", files), ("one", {"deep/weights"}), ("alone", files)):
+        found = (tmp_path / folder).rglob("*")
+        names = {str(path.relative_to(tmp_path / folder)) for path in found if path.is_file()}
+        assert names == expected
+    assert manifests(tmp_path) == []
+
+
+def test_a_block_that_raises_stores_nothing(init: Init, tmp_path: Path) -> None:
+    """The error is the script's."""
+    with (
+        init() as context,
+        pytest.raises(ZeroDivisionError),
+        context.checkpoint.store_path({"steps_completed": 1}) as (path, _),
+    ):
+        (path / "half").write_text(str(1 / 0))
+    assert manifests(tmp_path) == []
+
+
+def test_sigterm_is_a_request_to_stop(init: Init) -> None:
+    """From the first question on; before it, the signal would end the script."""
+    with init() as context:
+        assert not context.preempt.should_preempt()
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not context.preempt.should_preempt():
+            pass
+        assert context.preempt.should_preempt()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        (lambda c: c.checkpoint.store_path().__enter__(), 'metadata needs "steps_completed"'),
+        (
+            lambda c: c.checkpoint.store_path({"steps_completed": "4"}).__enter__(),
+            "steps_completed is an integer of at least 0, got '4'",
+        ),
+        (
+            lambda c: c.checkpoint.store_path({"steps_completed": 4, "x": c}).__enter__(),
+            "metadata is no plain data",
+        ),
+        (lambda c: c.train.report_training_metrics(-1, {}), "an integer of at least 0, got -1"),
+        (lambda c: c.train.report_training_metrics(1, [1]), "is a mapping of names to values"),
+        (
+            lambda c: c.train.report_validation_metrics(1, {"loss": c}),
+            'report_validation_metrics: metric "loss" is of type Context',
+        ),
+    ],
+)
+def test_mistakes_are_named(init: Init, call: Callable[[Context], Any], problem: str) -> None:
+    """With the method, and with what it takes."""
+    with init() as context, pytest.raises(TrialError, match=problem):
+        call(context)
+
+
+def test_another_rank_neither_reports_nor_stores_alone(init: Init) -> None:
+    """It would store parts of a checkpoint that nothing commits."""
+    second = DistributedContext(
+        rank=1, size=2, local_rank=1, local_size=2, cross_rank=0, cross_size=1
+    )
+    with init() as context:
+        context.train._host.distributed = second
+        with pytest.raises(TrialError, match="was called on rank 1: reduce the metrics"):
+            context.train.report_training_metrics(1, {})
+        with pytest.raises(TrialError, match="was called on rank 1 without shard=True"):
+            context.checkpoint.store_path({"steps_completed": 1}).__enter__()
+
+
+def test_several_ranks_need_torch_distributed(init: Init) -> None:
+    """The script initialises it, as it does under torchrun without us."""
+    two = DistributedContext(rank=0, size=2, local_rank=0, local_size=2, cross_rank=0, cross_size=1)
+    with pytest.raises(TrialError, match=r"call torch\.distributed\.init_process_group before"):
+        init(distributed=two).__enter__()
+
+
+def test_what_cannot_be_resumed_is_refused(init: Init) -> None:
+    """A new trial begins only if none is asked for, or none is there."""
+    with pytest.raises(CheckpointNotFound):
+        init(latest_checkpoint="abcdef").__enter__()
+    with pytest.raises(ConfigError, match="checkpoint_storage: expected"):
+        trial_core.init(exp_conf={"checkpoint_storage": 3}).__enter__()
+    with init(latest_checkpoint="latest") as context:
+        assert context.info.latest_checkpoint is None

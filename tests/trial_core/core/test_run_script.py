@@ -1,0 +1,91 @@
+"""A script runs as ``python train.py`` would run it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from trial_core.config.command import ScriptCommand
+from trial_core.core.run_script import run_script
+from trial_core.errors import TrialError
+from trial_core.slots.rank_main import to_rank_error
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(code: Path, text: str, *arguments: str) -> None:
+    (code / "sub").mkdir(exist_ok=True)
+    (code / "sub" / "train.py").write_text(text)
+    run_script(ScriptCommand("sub/train.py", False, arguments))
+
+
+def test_it_is_the_main_program(code: Path) -> None:
+    """Name, arguments, current folder and import path; all are as before afterwards."""
+    (code / "sub").mkdir()
+    (code / "sub" / "beside_the_script.py").write_text("VALUE = 7\n")
+    before = sys.argv, sys.path, sys.modules["__main__"]
+    run(
+        code,
+        "import json, os, sys, beside_the_script\n"
+        "seen = [__name__, sys.argv[1:], os.getcwd(), beside_the_script.VALUE]\n"
+        "seen.append(sys.modules['__main__'].__file__)\n"
+        "open('seen.json', 'w').write(json.dumps(seen))\n",
+        "--lr", "1",
+    )  # fmt: skip
+    assert (code / "seen.json").read_text() == (
+        f'["__main__", ["--lr", "1"], "{code}", 7, "{code}/sub/train.py"]'
+    )
+    assert (sys.argv, sys.path, sys.modules["__main__"]) == before
+
+
+def test_a_module_runs_as_the_main_program(code: Path) -> None:
+    """As ``python -m`` does."""
+    (code / "counting_module.py").write_text("open(__name__ + '.txt', 'w').write('ran')\n")
+    run_script(ScriptCommand("counting_module", True, ()))
+    assert (code / "__main__.txt").read_text() == "ran"
+
+
+@pytest.mark.parametrize("text", ["", "import sys; sys.exit()", "raise SystemExit(0)"])
+def test_exit_code_0_is_a_success(code: Path, text: str) -> None:
+    """As is the script's end."""
+    run(code, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import sys\nsys.exit(3)", "sub/train.py exited with code 3"),
+        ("raise SystemExit('no data')", "sub/train.py exited with code 1: no data"),
+    ],
+)
+def test_another_exit_code_is_a_failure(code: Path, text: str, message: str) -> None:
+    """The message has the code, and what the script said."""
+    with pytest.raises(SystemExit, match=message):
+        run(code, text)
+
+
+def test_the_traceback_of_an_error_begins_in_the_script(code: Path) -> None:
+    """The driver shows it first, without our frames and runpy's."""
+    with pytest.raises(ValueError, match="no such layer") as error:
+        run(code, "def build():\n    raise ValueError('no such layer')\nbuild()\n")
+    frames_of_this_test = 2  # a rank has none of them
+    trace = error.value.__traceback__
+    for _ in range(frames_of_this_test):
+        trace = trace.tb_next if trace is not None else None
+    lines = to_rank_error(error.value.with_traceback(trace)).traceback.splitlines()
+    frames = [line for line in lines if line.startswith("  File")]
+    assert frames[0] == f'  File "{code}/sub/train.py", line 3, in <module>'
+
+
+def test_a_missing_script_is_named_with_those_there_are(code: Path) -> None:
+    """So that a typing mistake is seen at once."""
+    (code / "train.py").touch()
+    with pytest.raises(TrialError, match=r"no script trian\.py in .*scripts there: train\.py"):
+        run_script(ScriptCommand("trian.py", False, ()))

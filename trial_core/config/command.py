@@ -1,0 +1,80 @@
+"""The entrypoint of a Core API script: the command ``python train.py [arguments]``."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from typing_extensions import Self
+
+PYTHON = re.compile(r"(.*/)?python(3(\.\d+)?)?")
+COMMAND_PATTERN = r"python .+"
+"""How a command begins once it is read; see `ScriptCommand.text`."""
+
+LAUNCHERS = ("determined.launch.torch_distributed", "determined.launch.deepspeed")
+"""Modules of Determined that start ranks, which then run the command that follows them."""
+
+_UNBUFFERED = "-u"
+
+
+@dataclass(frozen=True)
+class ScriptCommand:
+    """What every rank runs.
+
+    Attributes:
+        target: the script's path below the code folder, or the module's name.
+        is_module: whether `target` is a module: ``python -m module``.
+        arguments: ``sys.argv[1:]`` of the script.
+    """
+
+    target: str
+    is_module: bool
+    arguments: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> Self | None:
+        """The command in the words of a command line; None if they are no such command."""
+        if not words or not PYTHON.fullmatch(words[0]):
+            return None
+        rest = [*words[1:]]
+        while rest[:1] == [_UNBUFFERED]:  # ranks never buffer their output
+            del rest[0]
+        is_module = rest[:1] == ["-m"]
+        if is_module:
+            del rest[0]
+        if not rest or rest[0].startswith("-") or (not is_module and not rest[0].endswith(".py")):
+            return None
+        return cls(rest[0], is_module, tuple(rest[1:]))
+
+    @property
+    def text(self) -> str:
+        """The command as `ExperimentConfig.entrypoint` has it."""
+        words = ["python", *(["-m"] if self.is_module else []), self.target, *self.arguments]
+        return shlex.join(words)
+
+
+def command_of(entrypoint: str) -> ScriptCommand | None:
+    """The command in a validated entrypoint; None if it names a trial's class."""
+    return ScriptCommand.parse(shlex.split(entrypoint)) if is_command(entrypoint) else None
+
+
+def is_command(entrypoint: str) -> bool:
+    """Whether a validated entrypoint is a command, not ``module:Class``."""
+    return re.match(COMMAND_PATTERN, entrypoint) is not None
+
+
+def without_launcher(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The launcher at the beginning of a command line, if there is one, and the command after it.
+
+    Options of the launcher are dropped: trialflow starts the ranks.
+    """
+    outer = ScriptCommand.parse(words)
+    if outer is None or not outer.is_module or outer.target not in LAUNCHERS:
+        return None, [*words]
+    rest = [*outer.arguments]
+    if "--" in rest:
+        return outer.target, rest[rest.index("--") + 1 :]
+    first = next((i for i, word in enumerate(rest) if PYTHON.fullmatch(word)), len(rest))
+    return outer.target, rest[first:]

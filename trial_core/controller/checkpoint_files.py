@@ -1,0 +1,129 @@
+"""The files of checkpoints on a rank's machine: staged ones to upload, and fetched ones."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trial_core.checkpoint.manifest import FileEntry
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.distributed import DistributedContext
+from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
+from trial_core.messages import Fetched, Persisted
+from trial_core.run.run_dirs import KEPT
+from trial_core.run.timeouts import TRANSFER_STALL_SECONDS
+from trial_core.transfer.fetch import fetch_files
+from trial_core.transfer.memory_files import is_memory_file
+from trial_core.transfer.persister import Persister
+from trial_core.transfer.staging import staged_files
+from trial_core.transfer.upload import upload_files
+
+
+class CheckpointFiles:
+    """This rank's staged and fetched checkpoints, below the run's folder on this machine.
+
+    Args:
+        settings: the experiment's `checkpointing` section, as plain data.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        store: CheckpointStore,
+        distributed: DistributedContext,
+        settings: Mapping[str, Any],
+    ) -> None:
+        self._run_dir = run_dir
+        self._store = store
+        self._distributed = distributed
+        self._is_moving = threading.Lock()
+        self._persister = Persister(settings.get("stall_timeout_seconds", TRANSFER_STALL_SECONDS))
+
+    def staging(self, uuid: str) -> Path:
+        """This rank's staging folder for checkpoint `uuid`."""
+        return self._run_dir / "staging" / uuid / f"rank-{self._distributed.get_rank()}"
+
+    def restored(self, uuid: str) -> Path:
+        """The folder for fetched files of `uuid`, which this machine's ranks share."""
+        return self._run_dir / "restored" / uuid
+
+    def persist(self, uuid: str) -> list[FileEntry]:
+        """Upload what this rank has staged. For any thread; not collective."""
+        folder, rank = self.staging(uuid), self._distributed.get_rank()
+        if self._store.is_process_local:
+            return upload_files(self._store, uuid, folder, rank)
+        with self._is_moving:
+            return self._persister.upload(self._store.spec, uuid, rank, staged_files(folder, rank))
+
+    def release(self, uuid: str) -> None:
+        """Delete what was staged for `uuid`, once it is committed or given up.
+
+        Files on disk are kept until the next release, so that a restart need not fetch them.
+        """
+        self._persister.forget(uuid)
+        staged, kept = self.staging(uuid), self._run_dir / KEPT
+        own = f"rank-{self._distributed.get_rank()}"
+        is_first_here = self._distributed.get_local_rank() == 0
+        for folder in kept.glob("*"):
+            if folder.name != uuid:  # the first rank also deletes files of ranks that are gone
+                shutil.rmtree(folder if is_first_here else folder / own, ignore_errors=True)
+        for path in staged.rglob("*"):
+            if is_memory_file(path):
+                path.unlink()
+        if staged.is_dir():
+            (kept / uuid).mkdir(parents=True, exist_ok=True)
+            shutil.move(staged, kept / uuid / own)
+        for emptied in (*kept.glob("*"), staged.parent):
+            with contextlib.suppress(OSError):  # it still holds other ranks' folders
+                emptied.rmdir()
+
+    def fetch(self, uuid: str, files: list[FileEntry]) -> None:
+        """Fetch and verify this rank's share of `files`. For any thread; not collective.
+
+        The machine's n ranks share one folder, so each rank fetches every n-th file.
+        """
+        ordered = sorted(files, key=lambda entry: (-entry.size_bytes, entry.path))
+        share = ordered[self._distributed.get_local_rank() :: self._distributed.local_size]
+        kept = sorted((self._run_dir / KEPT / uuid).glob("rank-*"))
+        if self._store.is_process_local:
+            fetch_files(self._store, uuid, share, self.restored(uuid), local=kept)
+            return
+        with self._is_moving:
+            self._persister.fetch(self._store.spec, uuid, share, self.restored(uuid), kept)
+
+    def persisted(self, uuid: str) -> Persisted:
+        """`persist`, with its error in the result.
+
+        Not raised: other ranks may be training, and the driver decides what follows.
+        """
+        began = time.monotonic()
+        files: list[FileEntry] = []
+        problem = mistake = None
+        try:
+            files = self.persist(uuid)
+        except StorageError as error:
+            problem = str(error)
+        except CheckpointError as error:
+            mistake = str(error)
+        seconds = time.monotonic() - began
+        return Persisted(files=files, seconds=seconds, problem=problem, mistake=mistake)
+
+    def fetched(self, uuid: str, files: list[FileEntry]) -> Fetched:
+        """`fetch`, with its error in the result."""
+        try:
+            self.fetch(uuid, files)
+        except CheckpointDamaged as damage:
+            # Not a failure of this rank: the driver may choose an older checkpoint.
+            return Fetched(damage=str(damage))
+        except StorageError as error:
+            return Fetched(problem=str(error))
+        return Fetched()
+
+    def close(self) -> None:
+        """End the persister process."""
+        self._persister.close()
