@@ -292,6 +292,10 @@ class TrainStages:
     def metric_names(self) -> list[str] | None:
         return name_metrics(self._run)
 
+    @property
+    def may_add_metrics(self) -> bool:
+        return "on_validation_end" in self._run.hooks
+
     def train(self, begin: int, until: int) -> int:
         return train_workload(self._run, begin, until)
 

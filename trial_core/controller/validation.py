@@ -37,8 +37,7 @@ from trial_core.slots.stop_barrier import StopBarrier
 
 # With these hooks, evaluating one batch does not tell the metrics' names.
 VALIDATION_HOOKS = {
-    "on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end",
-    "on_validation_end",
+    "on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end"
 }  # fmt: skip
 
 
@@ -117,8 +116,8 @@ def metric_names(
     Returns:
         None if one batch does not tell: the trial evaluates the whole set at once, or a reducer was
         wrapped without a name, or the validation loader can be read only once, or has no batch. Or
-        if callbacks have validation hooks: `evaluate_batch` may depend on them, and
-        `on_validation_end` may change the metrics.
+        if callbacks have one of `VALIDATION_HOOKS`, since `evaluate_batch` may depend on them.
+        The hook `on_validation_end` may add metrics to these.
     """
     of_reducers = engine.reducers.names("validation")
     is_unclear = (

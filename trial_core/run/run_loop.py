@@ -140,7 +140,14 @@ class RunStages(Protocol):
         """Call one hook of every callback, if any callback overrides it."""
 
     def metric_names(self) -> list[str] | None:
-        """The names of the validation metrics; None if only a validation can tell."""
+        """The names of the validation metrics; None if only a validation can tell.
+
+        Without metrics that callbacks add in `on_validation_end`.
+        """
+
+    @property
+    def may_add_metrics(self) -> bool:
+        """Whether a callback overrides `on_validation_end`, and so may add metrics."""
 
     def train(self, begin: int, until: int) -> int:
         """Train from batch `begin` to `until`. Return how many batches are trained in all."""
@@ -250,7 +257,13 @@ def _missing_metric(stages: RunStages, first: Workload) -> TrialError | None:
     if metric is None or is_known or not isinstance(first, Train):
         return None
     names = stages.metric_names()
-    return None if names is None or metric in names else not_reported(metric, names)
+    if names is None or metric in names:
+        return None
+    error = not_reported(metric, names)
+    if stages.may_add_metrics:
+        stages.logger.warning("%s, or add it in on_validation_end, as a callback may do", error)
+        return None
+    return error
 
 
 def _has_room(stages: RunStages, checkpoint: Checkpoint, batches_trained: int) -> bool:

@@ -158,6 +158,10 @@ class FitStages:
             return None
         return self.controller.name_metrics(NameMetrics()).names
 
+    @property
+    def may_add_metrics(self) -> bool:
+        return any(self.distributed.allgather("on_validation_end" in self.built.hooks))
+
     def train(self, begin: int, until: int) -> int:
         trained = self.controller.train(TrainBatches(until=until))
         reached = trained.batches_trained

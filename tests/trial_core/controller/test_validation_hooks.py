@@ -55,7 +55,7 @@ def test_on_validation_end_may_change_the_metrics(
         searcher={"name": "single", "metric": "perplexity", "max_length": {"batches": 2}},
     )  # fmt: skip
     run = drive(warm_slots(world_size), config, tmp_path, names_metrics=True)
-    assert run.metric_names is None
+    assert run.metric_names == ["loss", "mean_index"]  # those of the batches
     assert [sorted(metrics) for metrics in run.validation] == [["mean_index", "perplexity"]] * 2
     assert [metrics["perplexity"] for metrics in run.validation] == [10, 20]
 

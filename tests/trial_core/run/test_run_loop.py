@@ -28,6 +28,7 @@ class RecordedStages:
         stops_at: the run should stop once so many batches are trained.
         mistake: raised in place of the searcher metric.
         metric, names: of the searcher metric, and of all validation metrics.
+        may_add_metrics: whether a callback overrides on_validation_end.
         interrupted_at: the validation after so many batches ends early, and the run should stop.
         points: what the run may resume from.
         damage: of checkpoints, by uuid.
@@ -48,6 +49,7 @@ class RecordedStages:
         self.mistake: TrialError | None = None
         self.metric: str | None = None
         self.names: list[str] | None = None
+        self.may_add_metrics = False
         self.points: list[ResumePoint] = [ResumePoint()]
         self.damage: dict[str | None, str] = {}
         self.calls: list[str] = []
@@ -203,6 +205,18 @@ def test_a_metric_that_no_validation_reports_is_found_before_training(tmp_path: 
     assert stages.calls[2:] == [
         "on_training_start 0", "name metrics", "on_trial_shutdown 0", "finish"
     ]  # fmt: skip
+
+
+def test_a_metric_that_a_callback_may_add_is_only_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run trains; its first validation tells."""
+    stages = RecordedStages(tmp_path)
+    stages.metric, stages.names, stages.may_add_metrics = "perplexity", ["loss"], True
+    with caplog.at_level(logging.WARNING):
+        assert follow_schedule(stages).batches_trained == 6
+    assert 'searcher.metric "perplexity" is not among' in caplog.text
+    assert "or add it in on_validation_end" in caplog.text
 
 
 @pytest.mark.parametrize("names", [None, ["accuracy"]])

@@ -127,13 +127,15 @@ def test_other_machines_cannot_connect_to_a_script(alone: dict[str, Any]) -> Non
 
 
 def test_a_missing_searcher_metric(alone: dict[str, Any]) -> None:
-    """It is found before the first batch. The message lists the metrics that the trial reports."""
+    """The message lists the metrics that the trial reports.
+
+    The trial's callback could have added it in on_validation_end, so it is missed after that.
+    """
     assert alone["metric"]["error"] == (
         'TrialError: searcher.metric "accuracy" is not among the validation metrics that the trial '
         'reports: loss, mean_index. Set searcher.metric to one of these, or report "accuracy" in '
         "the trial's validation"
     )
-    assert lines(alone["folder"] / "metric", "samples", 0) == []
 
 
 def test_without_a_searcher_metric_every_validation_is_saved(alone: dict[str, Any]) -> None:
