@@ -397,7 +397,7 @@ def _set_up_profiling(info: RunInfo) -> None:
     settings = info.experiment.get("profiling") or {}
     if not settings.get("enabled"):
         return
-    first, last = settings.get("begin_on_batch", 0), settings.get("end_after_batch")
+    first, last = settings.get("begin_on_batch") or 0, settings.get("end_after_batch")
     if last is None:
         last = first + PROFILED_BATCHES - 1
     info.instruments.profile_batches(first, last, lambda: info.batches_trained)

@@ -64,7 +64,9 @@ class _Conversion:
     """
 
     def __init__(self, reader: Reader) -> None:
-        self._known = _LEAVES.union(reader.classes)
+        # Not mappings: what they hold needs a check, and a defaultdict has a factory.
+        known = [each for each in reader.classes if not issubclass(each, Mapping)]
+        self._known = _LEAVES.union(known)
         self._allowed = frozenset(get_safe_globals())
         # By id, with the original: another object may get its id once it is gone.
         self._converted: dict[int, tuple[Any, Any]] = {}

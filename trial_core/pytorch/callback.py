@@ -78,8 +78,8 @@ class PyTorchCallback:
 
     One hook is called on all callbacks, in the order of `build_callbacks`, before the next hook.
     Every rank has its own instances and calls every hook, also a rank that loads no data or reports
-    no metrics. (In Determined's PyTorchTrial only the chief calls `on_checkpoint_write_end` and
-    `on_checkpoint_end`.) To act on one rank only, check ``context.distributed.get_rank()``. A hook
+    no metrics. In a PyTorchTrial, rank 0 alone calls `on_checkpoint_write_end` and
+    `on_checkpoint_end`. To act on one rank only, check ``context.distributed.get_rank()``. A hook
     may use collectives if all ranks do.
 
     A callback with state must override `state_dict` and `load_state_dict`. Each checkpoint holds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
@@ -46,7 +46,7 @@ class PyTorchTrialContext(TorchTrialContext):
 
     def __init__(self, info: RunInfo, distributed: DistributedContext) -> None:
         super().__init__(info, distributed)
-        settings = info.experiment.get("optimizations") or {}
+        settings = optimizations_of(info.experiment)
         self.models: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.lr_schedulers: list[LRScheduler] = []
@@ -309,7 +309,7 @@ class PyTorchTrialContext(TorchTrialContext):
     def step_optimizer(
         self,
         optimizer: Optimizer,
-        clip_grads: Callable[[Iterator[nn.Parameter]], Any] | None = None,
+        clip_grads: Callable[[list[nn.Parameter]], Any] | None = None,
         auto_zero_grads: bool = True,
         scaler: GradScaler | None = None,
     ) -> None:
@@ -319,7 +319,7 @@ class PyTorchTrialContext(TorchTrialContext):
         batch steps. Call this once for each optimizer in every `train_batch`, in any order.
 
         Args:
-            clip_grads: called with the optimizer's parameters, before it steps.
+            clip_grads: called with a list of the optimizer's parameters, before it steps.
             auto_zero_grads: set the gradients to None after the step.
             scaler: the scaler that has scaled the loss, if the trial uses one itself.
 
@@ -353,12 +353,14 @@ class PyTorchTrialContext(TorchTrialContext):
         if clip_grads is not None:
             if self.precision.scaler is not None:
                 self.precision.scaler.unscale_(optimizer)
-            clip_grads(iter(parameters))
+            clip_grads(parameters)
         if scaler is None:
             optimizer.step()
         else:
             scaler.step(optimizer)
             self.precision.has_stepped = True
+        # Autocast keeps copies of the weights in less precision until the batch ends.
+        torch.clear_autocast_cache()
         if auto_zero_grads:
             optimizer.zero_grad()
 
@@ -458,6 +460,12 @@ class PyTorchExperimentalContext:
     ) -> MetricReducer:
         """As `PyTorchTrialContext.wrap_reducer`."""
         return self._parent.wrap_reducer(reducer, name, for_training, for_validation)
+
+
+def optimizations_of(experiment: Mapping[str, Any]) -> dict[str, Any]:
+    """The experiment's `optimizations`, without those that are null: their defaults apply."""
+    given = experiment.get("optimizations") or {}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _default(given: bool | None, default: bool) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,10 @@ from torch.amp.grad_scaler import GradScaler
 from trial_core.errors import TrialError
 
 GROWS_NEVER = 2**31 - 1
-"""A growth interval longer than any training: the loss scale is constant."""
+"""A growth interval longer than any training."""
+
+SHRINKS_NEVER = math.nextafter(1.0, 0.0)
+"""A backoff factor that changes no scale: torch wants less than 1, and scales are float32."""
 
 
 class MixedPrecision:
@@ -78,7 +82,13 @@ def apex_scaler(
     fixed = _fixed_scale(loss_scale)
     if fixed is None:
         return True, GradScaler(device.type)
-    return True, GradScaler(device.type, init_scale=fixed, growth_interval=GROWS_NEVER)
+    constant = GradScaler(
+        device.type,
+        init_scale=fixed,
+        growth_interval=GROWS_NEVER,
+        backoff_factor=SHRINKS_NEVER,
+    )
+    return True, constant
 
 
 def share_overflow(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:

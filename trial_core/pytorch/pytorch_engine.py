@@ -15,7 +15,7 @@ from trial_core.controller.rank_state import STATE_FOLDER
 from trial_core.controller.safe_load import Reader
 from trial_core.errors import TrialError
 from trial_core.pytorch.callback import PyTorchCallback
-from trial_core.pytorch.context import PyTorchTrialContext
+from trial_core.pytorch.context import PyTorchTrialContext, optimizations_of
 from trial_core.pytorch.distributed_model import broadcast_buffers
 from trial_core.pytorch.metric_reduction import Reducer
 from trial_core.pytorch.pytorch_state import (
@@ -68,7 +68,7 @@ class PyTorchTrialEngine:
         self.reducers = context.reducers
         self.data_parallel_rank = context.distributed.get_rank()
         self.data_parallel_size = context.distributed.get_size()
-        settings = context.get_experiment_config().get("optimizations") or {}
+        settings = optimizations_of(context.get_experiment_config())
         averages = settings.get("average_training_metrics", True)
         self.reports_training_metrics = bool(averages) or self.data_parallel_rank == 0
         self.batch_samples = _batch_samples(context)
@@ -220,8 +220,8 @@ def _evaluates_full_dataset(trial: PyTorchTrial, needs_other_ranks: bool) -> boo
 def _by_name_or_position(method: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
     """Calls `method` with arguments by name, as the reference does.
 
-    A method with other parameter names gets the arguments in their order; one with fewer
-    parameters gets the first ones.
+    A method with fewer parameters gets those that it names. One with other names gets the first
+    arguments in their order.
     """
     parameters = inspect.signature(method).parameters.values()
     names = {each.name for each in parameters}
@@ -231,6 +231,8 @@ def _by_name_or_position(method: Callable[..., Any]) -> Callable[[dict[str, Any]
     def call(arguments: dict[str, Any]) -> Any:
         if takes_any or arguments.keys() <= names:
             return method(**arguments)
+        if not takes_all and names <= arguments.keys():
+            return method(**{name: arguments[name] for name in names})
         values = list(arguments.values())
         return method(*(values if takes_all else values[: len(names)]))
 

@@ -136,7 +136,7 @@ def load_state(context: PyTorchTrialContext, state: Mapping[str, Any]) -> None:
                     f"the checkpoint does not fit the trial: its {key} is refused by "
                     f"{type(target).__name__}: {error}"
                 ) from error
-    if SCALER in state and context.scaler is not None:
+    if context.scaler is not None and state.get(SCALER):  # empty: of a disabled scaler
         context.scaler.load_state_dict(state[SCALER])
 
 

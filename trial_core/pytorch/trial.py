@@ -81,8 +81,7 @@ class PyTorchTrial(ABC):
             return {"validation_loss": nn.functional.cross_entropy(self.model(images), labels)}
 
         Called without gradients, with the models in evaluation mode. Called once before training as
-        well, only for the names of the metrics (unless a callback overrides ``on_validation_start``
-        or one of the ``on_validation_epoch_`` hooks).
+        well, only for the names of the metrics (unless a callback overrides a validation hook).
 
         Args:
             batch: from this rank's shard of the validation loader, on this rank's device.

@@ -71,7 +71,7 @@ def load_trial_from_checkpoint_path(
     if trial_class is not None and not hasattr(trial_class, "trial_context_class"):
         raise TrialError(
             f"trial_class: expected a class of trials, got {trial_class!r}; give a subclass of "
-            "DeepSpeedTrial, or leave it out to use the code of the checkpoint"
+            "PyTorchTrial or DeepSpeedTrial, or leave it out to use the code of the checkpoint"
         )
     checkpoint = open_checkpoint(path)
     if trial_class is not None:

@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import get_args
 
+import msgspec
+
 from trial_core.checkpoint.code_objects import RunCode
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.resume_point import ResumePoint
@@ -156,8 +158,8 @@ class Trainer:
                 "latest_checkpoint=result.checkpoint_uuid"
             )
         if profiling_enabled:
-            profiling = self._context.run_info.experiment.setdefault("profiling", {})
-            profiling["enabled"] = True
+            given = self._context.run_info.experiment.get("profiling") or {}
+            self._context.run_info.experiment["profiling"] = {**given, "enabled": True}
         experiment = self._context.get_experiment_config()
         metric = named_metric(experiment)
         schedule = _schedule(
@@ -166,8 +168,8 @@ class Trainer:
         )  # fmt: skip
         if latest_checkpoint is not None and not isinstance(latest_checkpoint, str):
             raise ConfigError(
-                f'fit: latest_checkpoint is a checkpoint\'s uuid or "{LATEST}", as text, got '
-                f"{latest_checkpoint!r}"
+                f'fit: latest_checkpoint is a checkpoint\'s uuid, "{LATEST}", a folder or a URL, '
+                f"as text, got {latest_checkpoint!r}"
             )
         config = script_config(experiment, None, type(self._trial), schedule.max_length)
         distributed = self._context.distributed
@@ -294,6 +296,9 @@ class Trainer:
         )
         engine = engine_of(self._trial, self._context, config.reproducibility.experiment_seed)
         built = controller.attach(engine, info, run_dir_of(info.trial), store)
+        # Of any rank: a hook's stage is collective, and callbacks may differ.
+        hooks = set().union(*distributed.allgather(built.hooks))
+        built = msgspec.structs.replace(built, hooks=sorted(hooks))
         stack.callback(controller.shut_down_callbacks)  # a fit that fails has not called the hook
         return controller, termination, built
 

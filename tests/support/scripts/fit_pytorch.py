@@ -14,12 +14,21 @@ from trial_core import pytorch
 from trial_core.pytorch import Batch, DataLoader
 
 
+class Noted(pytorch.PyTorchCallback):
+    """Adds a metric after each validation."""
+
+    def on_validation_end(self, metrics: dict[str, Any]) -> None:
+        metrics["noted"] = 1
+
+
 class Line(pytorch.PyTorchTrial):
-    """A line through two points, on batches of four samples."""
+    """A line through two points, on batches of four samples. Rank 0 alone has a callback."""
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         self.context = context
-        self.model = context.wrap_model(nn.Linear(1, 1))
+        line = nn.Linear(1, 1)
+        line.register_buffer("mean", torch.zeros(1))  # ranks exchange buffers
+        self.model = context.wrap_model(line)
         self.optimizer = context.wrap_optimizer(
             torch.optim.SGD(self.model.parameters(), lr=context.get_hparam("lr"), momentum=0.9)
         )
@@ -39,6 +48,9 @@ class Line(pytorch.PyTorchTrial):
 
     def build_validation_data_loader(self) -> DataLoader:
         return self.build_training_data_loader()
+
+    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+        return {"noted": Noted()} if self.context.distributed.get_rank() == 0 else {}
 
 
 def main() -> None:

@@ -66,6 +66,16 @@ def test_mappings_and_sequences_are_stored_as_plain_ones(
     assert repr(loaded) == repr(plain)
 
 
+@pytest.mark.parametrize("factory", [list, None, Greeting])
+def test_a_mapping_of_a_class_that_the_reader_constructs(factory: Any) -> None:
+    """Is stored as a plain one, too: it may have a factory or a value that needs trust."""
+    reader = Reader(classes=[defaultdict])
+    stored = readable({"state": defaultdict(factory, {"a": [1]})}, reader)["state"]
+    assert (type(stored), stored) == (dict, {"a": [1]})
+    with pytest.raises(TrialError, match=r"Greeting at state\.a,"):
+        readable({"state": defaultdict(factory, {"a": Greeting()})}, reader)
+
+
 def test_what_is_plain_already_is_not_copied() -> None:
     """Tensors never, and containers only around a converted one."""
     weights = OrderedDict(layer=torch.ones(2))

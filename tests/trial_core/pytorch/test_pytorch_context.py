@@ -267,6 +267,60 @@ def test_how_batches_reach_the_trial() -> None:
     assert engine.evaluate_batch(iter([array]), 0)["batch"] is array
 
 
+def test_a_method_with_fewer_parameters() -> None:
+    """Gets those that it names; with other names, the first ones."""
+
+    class Fewer(Trial):
+        def train_batch(self, data: Any, batch_idx: Any) -> Any:  # type: ignore[override]
+            return [data, batch_idx]
+
+        def evaluate_batch(self, batch_idx: Any) -> Any:  # type: ignore[override]
+            return batch_idx
+
+    context = context_of()
+    engine = PyTorchTrialEngine(Fewer(context), context)
+    assert engine.train_batch(iter([1.0]), 4, 5) == [[1.0, 4]]
+    assert engine.evaluate_batch(iter([1.0]), 5) == 5
+
+
+def test_optimizations_without_a_value() -> None:
+    """A null in the experiment is the default, also in a script, whose fields are as given."""
+    names = ("aggregation_frequency", "average_aggregated_gradients", "average_training_metrics")
+    nulls = dict.fromkeys((*names, "gradient_compression", "sharding"))
+    context = PyTorchTrialContext.from_config({"optimizations": nulls})
+    model, optimizer = wrapped(context)
+    assert context.aggregation_frequency == 1
+    assert PyTorchTrialEngine(Trial(context), context).reports_training_metrics
+    aggregating = PyTorchTrialContext.from_config(
+        {"optimizations": {**nulls, "aggregation_frequency": 2}}
+    )
+    model, optimizer = wrapped(aggregating)
+    before = model.bias.item()
+    for _ in range(2):
+        with aggregating.training_batch():
+            aggregating.backward(model(torch.ones(1, 2)).sum())
+            aggregating.step_optimizer(optimizer)
+        aggregating.run_info.batches_trained += 1
+    assert model.bias.item() == pytest.approx(before - 0.1)  # the mean, not the sum
+
+
+def test_clipping_that_reads_the_parameters_twice() -> None:
+    """As with Determined, which passes a list."""
+    context = context_of()
+    model, optimizer = wrapped(context)
+    before = model.bias.item()
+
+    def clip(parameters: Any) -> None:
+        largest = max(float(each.grad.abs().max()) for each in parameters)
+        for each in parameters:
+            each.grad.div_(largest)
+
+    with context.training_batch():
+        context.backward(model(torch.ones(1, 2)).sum() * 8)
+        context.step_optimizer(optimizer, clip)
+    assert model.bias.item() == pytest.approx(before - 0.1)
+
+
 def test_levels_of_apex(caplog: pytest.LogCaptureFixture) -> None:
     """O0 changes nothing; the others are torch's mixed precision, with the loss scale asked for."""
     model, optimizer = nn.Linear(2, 1), sgd()

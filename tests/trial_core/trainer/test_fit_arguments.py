@@ -67,7 +67,8 @@ ONE_UNIT = "is a Batch or an Epoch, got"
         ),
         (
             {"latest_checkpoint": 5},
-            'fit: latest_checkpoint is a checkpoint\'s uuid or "latest", as text, got 5',
+            'fit: latest_checkpoint is a checkpoint\'s uuid, "latest", a folder or a URL, as text, '
+            "got 5",
         ),
     ],
 )

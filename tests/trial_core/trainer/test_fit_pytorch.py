@@ -30,6 +30,7 @@ def test_a_pytorch_trial_resumes_in_a_script(
 
     So does a run that continues from the URL of the checkpoint in another storage.
 
+    The hook of rank 0's callback, which the other rank lacks, does not make it wait for that rank.
     The profiled batches leave one trace with the run's files.
     """
     whole = fit(launcher, tmp_path / "whole", "", 9)
@@ -39,5 +40,6 @@ def test_a_pytorch_trial_resumes_in_a_script(
     assert rest["uuid"] != part["uuid"]
     assert elsewhere["metrics"] == rest["metrics"]
     assert rest["metrics"] == whole["metrics"] != part["metrics"]
+    assert whole["metrics"]["noted"] == 1
     stored = tmp_path / "whole" / "home" / "checkpoints"
     assert len(list(stored.rglob("*.pt.trace.json"))) == 1
