@@ -10,9 +10,10 @@ import torch
 
 from trial_core import accelerator, entrypoint
 from trial_core.context import RunInfo
-from trial_core.deepspeed import context as context_module
+from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.distributed import DistributedContext
 from trial_core.errors import LaunchError
+from trial_core.pytorch import torch_context
 
 
 class FakeAccelerator:
@@ -48,7 +49,7 @@ class FakeAccelerator:
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeAccelerator:
     fake = FakeAccelerator()
     monkeypatch.setattr(accelerator, "get_accelerator", lambda: fake)
-    monkeypatch.setattr(context_module, "get_accelerator", lambda: fake)
+    monkeypatch.setattr(torch_context, "get_accelerator", lambda: fake)
     return fake
 
 
@@ -62,7 +63,7 @@ def test_a_contexts_device_is_its_ranks_accelerator() -> None:
     """Rank 1 puts its batches on the second accelerator, where its model will be."""
     accelerator.claim_accelerator(RANK_1.get_local_rank())
     info = RunInfo(trial="toy-0000beef", experiment={})
-    assert str(context_module.DeepSpeedTrialContext(info, RANK_1).device) == "cuda:1"
+    assert str(DeepSpeedTrialContext(info, RANK_1).device) == "cuda:1"
 
 
 def test_the_accelerator_is_claimed_before_torch_distributed_is_initialised(

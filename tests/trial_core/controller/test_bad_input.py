@@ -39,7 +39,8 @@ def beside_the_toys(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "bad_trials:NotATrial",
             'entrypoint "bad_trials:NotATrial" is not a trial: NotATrial is a class derived from '
-            "object, but must be a subclass of trial_core.deepspeed.DeepSpeedTrial",
+            "object, but must be a subclass of trial_core.pytorch.PyTorchTrial or "
+            "trial_core.deepspeed.DeepSpeedTrial",
         ),
         (
             "bad_trials:samples",

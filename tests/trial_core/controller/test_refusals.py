@@ -47,6 +47,7 @@ def engine(**more: Any) -> Any:
             "needs_data": True,
             "requires_reproducible_loaders": True,
             "reports_metrics": True,
+            "reports_training_metrics": True,
             "micro_batches_per_batch": 1,
             "micro_batches_per_evaluation": 1,
             "data_parallel_rank": 0,

@@ -213,4 +213,4 @@ def test_a_trial_with_its_own_format_is_refused(tmp_path: Path, overridden: str)
     engine: Any = object.__new__(DeepSpeedTrialEngine)
     engine._trial, engine._context = object.__new__(own), SimpleNamespace(models=[])
     with pytest.raises(CheckpointError, match=f"Own overrides {overridden}, so its checkpoints"):
-        engine.load(tmp_path, Reader(), reshape=True)
+        engine.load(tmp_path, Reader(), {}, reshape=True)
