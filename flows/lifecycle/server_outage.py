@@ -52,7 +52,7 @@ class ServerOutage:
             self._since = None
 
     def did_not_answer(self) -> None:
-        """Note a request without an answer: an outage begins, or goes on."""
+        """Note a request without an answer: an outage begins, or continues."""
         with self._lock:
             if self._since is None:
                 self._since = self._clock()

@@ -68,7 +68,7 @@ class StopMonitor:
     """Requests a stop when a signal, the flow run's state or the time budget says so.
 
     A context manager. A second signal requests an immediate end. While the server does not answer,
-    the run goes on, and what it reports is kept.
+    the run continues, and what it reports is kept.
 
     Args:
         stopping: receives the requests.

@@ -175,7 +175,7 @@ def _manifest_of(
 
 
 def _seconds() -> float:
-    """A clock that nobody sets. Where the system has such a clock, it counts suspended time."""
+    """A clock that is never set. Where the system has such a clock, it counts suspended time."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
