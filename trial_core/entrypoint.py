@@ -146,6 +146,12 @@ def _import(module_name: str, entrypoint: str) -> ModuleType:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
+            if error.name is not None and error.name.partition(".")[0] == "determined":
+                raise TrialError(
+                    f'entrypoint "{entrypoint}": the module imports {error.name}, which trialflow '
+                    "replaces: import trial_core.pytorch for determined.pytorch, and trial_core "
+                    "for determined (docs/guides/move-from-determined.md)"
+                ) from error
             raise  # the module exists, and imports another one that does not
         modules = sorted(p.removesuffix(".py") for p in os.listdir(folder) if p.endswith(".py"))
         near = difflib.get_close_matches(module_name, modules, n=1)

@@ -105,7 +105,13 @@ def open_store(config_file: Path | None, storage: str | None) -> CheckpointStore
                 raise ConfigError(f"{error}\n{why}") from None
             raise
     place = StorageConfig() if storage is None else moved(StorageConfig(), storage)
-    return CheckpointStore(place.url, place.options)
+    store = CheckpointStore(place.url, place.options)
+    if storage is None and (others := sorted([*Path().glob("*.yaml"), *Path().glob("*.yml")])):
+        console.note(
+            f"there is no {DEFAULT_EXPERIMENT} here, so the storage is {store.url}; to use another "
+            f"experiment's, give --config, for example --config {others[0]}"
+        )
+    return store
 
 
 def open_store_of(experiment: ExperimentConfig) -> CheckpointStore:

@@ -41,7 +41,7 @@ def _shown_default(value: object) -> object:
 
 app = App(
     name="trialflow",
-    help="Train DeepSpeed models as Prefect flows, with checkpoints in object storage.",
+    help="Train PyTorch and DeepSpeed models as Prefect flows, with checkpoints in object storage.",
     version=lambda: f"trialflow {importlib.metadata.version('trialflow')}",
     help_epilogue="Runs are kept in ./trialflow-runs; set TRIALFLOW_HOME to use another folder.",
     help_format="markdown",

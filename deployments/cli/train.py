@@ -38,8 +38,15 @@ def train(
     storage: Storage = None,
     resume: Annotated[
         bool,
-        Parameter(help="Continue the experiment's newest trial from its last checkpoint."),
+        Parameter(help="Continue a trial from its last checkpoint: the experiment's newest."),
     ] = False,
+    trial: Annotated[
+        str | None,
+        Parameter(
+            help="With --resume: the trial to continue, as `trialflow checkpoints list` names it. "
+            "Default: the experiment's newest."
+        ),
+    ] = None,
     take_over: Annotated[
         bool,
         Parameter(
@@ -69,8 +76,9 @@ def train(
     up`; else starts one for this run.
     """
     began = time.monotonic()
-    if take_over and not resume:
-        raise ConfigError("--take-over continues a trial: give --resume as well")
+    if not resume and (take_over or trial is not None):
+        option = "--take-over" if take_over else "--trial"
+        raise ConfigError(f"{option} continues a trial: give --resume as well")
     with JsonResult(is_printed=json_) as outcome:
         experiment = read_experiment(config, set_ or [], storage)
         store = outcome.store = open_store_of(experiment)
@@ -86,15 +94,16 @@ def train(
             from trialflow.flows.train import train as train_flow
 
             nonlocal continued, earlier
-            trial = continued = _trial_to_resume(store, experiment.name, say) if resume else None
-            earlier = None if trial is None else _page_written_at(trial)
+            if resume:
+                continued = _trial_to_resume(store, experiment.name, trial, say)
+            earlier = None if continued is None else _page_written_at(continued)
 
             def note_ids(flow: Any, flow_run: Any, state: Any) -> None:
                 outcome.flow_run_id = str(flow_run.id)
-                outcome.trial = trial or trial_id(experiment.name, outcome.flow_run_id)
+                outcome.trial = continued or trial_id(experiment.name, outcome.flow_run_id)
 
             flow = train_flow.with_options(on_running=[note_ids, on_running])
-            result = flow(experiment, trial=trial, take_over=take_over)
+            result = flow(experiment, trial=continued, take_over=take_over)
             if not isinstance(result, TrialResult):
                 raise Stopped(f"the run ended without a result: {result}")
             return result
@@ -133,10 +142,19 @@ def _display(is_quiet: bool, as_json: bool, preferred: tuple[str, ...]) -> Displ
 
 
 def _trial_to_resume(
-    store: CheckpointStore, experiment: str, say: Callable[[str], None]
+    store: CheckpointStore, experiment: str, named: str | None, say: Callable[[str], None]
 ) -> str | None:
-    """The experiment's newest trial, which is said; None if it has no checkpoint."""
-    trial = store.newest_trial(experiment)
+    """The trial to continue, which is said: `named`, else the experiment's newest, if any.
+
+    Raises:
+        ConfigError: the trial `named` has no checkpoint.
+    """
+    if named is not None and not any(store.list(named)):
+        raise ConfigError(
+            f"--trial {named}: no checkpoint of this trial is in {store.url}; `trialflow "
+            "checkpoints list` shows trials that have some"
+        )
+    trial = named or store.newest_trial(experiment)
     if trial is None:
         say(
             f"nothing to resume: no checkpoint of experiment {experiment} in {store.url}; "

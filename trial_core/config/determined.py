@@ -133,6 +133,9 @@ def entrypoint(value: Any) -> str:
         )
         return named
     launcher, command = without_launcher(words)
+    if launcher is not None and re.fullmatch(_CLASS_PATTERN, words[-1]):
+        warn_ignored(f"entrypoint: {launcher} is not used; trialflow starts the ranks")
+        return words[-1]
     script = ScriptCommand.parse(command)
     if script is None or (script.is_module and script.target in LAUNCHERS):
         raise validation_error(_expected(value) + _advice(words))

@@ -54,6 +54,14 @@ def test_a_named_storage_takes_precedence(here: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == f"no checkpoints in file://{here}/elsewhere\n"
 
 
+def test_an_experiment_file_of_another_name(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its storage is used only if it is named, which the command says."""
+    (here / "experiment.yaml").rename(here / "const.yaml")
+    assert main(["checkpoints", "list"]) == 0
+    assert "there is no experiment.yaml here" in (said := capsys.readouterr().err)
+    assert "for example --config const.yaml" in said
+
+
 def test_a_mistake_in_a_file_that_was_not_named(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -350,7 +350,21 @@ def test_only_the_page_of_this_run_is_named(
     assert (f"HTML report: {page}" in said) == has_written
 
 
-def test_take_over_needs_resume(tmp_path: Path) -> None:
-    """Without it a run begins a new trial, which nobody else has."""
-    with pytest.raises(ConfigError, match="--take-over continues a trial: give --resume as well"):
-        train(write_experiment(tmp_path), take_over=True)
+@pytest.mark.parametrize("option", ["take_over", "trial"])
+def test_an_option_that_needs_resume(tmp_path: Path, option: str) -> None:
+    """Without it a run begins a new trial, which no other run has."""
+    named = option.replace("_", "-")
+    with pytest.raises(ConfigError, match=f"--{named} continues a trial: give --resume as well"):
+        train(write_experiment(tmp_path), **{option: "toy-0000beef"})  # type: ignore[arg-type]
+
+
+def test_the_trial_to_resume_can_be_named(tmp_path: Path) -> None:
+    """Instead of the experiment's newest. One without a checkpoint is refused."""
+    store = CheckpointStore(f"file://{tmp_path}/storage")
+    for trial in ("toy-0000beef", "toy-0000cafe"):
+        store.commit(new_manifest(4, trial=trial, experiment="toy"))
+    said: list[str] = []
+    assert command._trial_to_resume(store, "toy", "toy-0000beef", said.append) == "toy-0000beef"
+    assert said[0].startswith("continuing trial toy-0000beef")
+    with pytest.raises(ConfigError, match=r"--trial toy-0000dead: no checkpoint of this trial"):
+        command._trial_to_resume(store, "toy", "toy-0000dead", said.append)

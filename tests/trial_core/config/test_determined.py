@@ -156,6 +156,13 @@ def test_the_trial_is_read_from_a_launchers_command(command: object) -> None:
         assert experiment(entrypoint=command).entrypoint == "pkg.model_def:Trial"
 
 
+def test_the_trial_may_be_a_launchers_last_word() -> None:
+    """Without --trial."""
+    command = "python3 -m determined.launch.torch_distributed pkg.model_def:Trial"
+    with pytest.warns(IgnoredFieldWarning, match="determined.launch.torch_distributed is not used"):
+        assert experiment(entrypoint=command).entrypoint == "pkg.model_def:Trial"
+
+
 @pytest.mark.parametrize(
     "command",
     [

@@ -59,6 +59,17 @@ def test_an_entrypoint_that_is_not_a_trial(entrypoint: str, message: str) -> Non
         load_trial_class(entrypoint)
 
 
+def test_a_trial_that_still_imports_determined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message says what to import instead."""
+    (tmp_path / "not_ported.py").write_text("from determined.pytorch import PyTorchTrial")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(TrialError, match=r"import trial_core\.pytorch for determined\.pytorch"):
+        load_trial_class("not_ported:Trial")
+
+
 @pytest.mark.long
 @pytest.mark.slots
 def test_a_trial_that_breaks_a_rule(tmp_path: Path) -> None:
