@@ -28,7 +28,8 @@ def accuracies(
     return [each["accuracy"] for each in metrics], [each["validation_loss"] for each in metrics]
 
 
-@pytest.mark.parametrize("kind", ["pytorch", pytest.param("deepspeed", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["pytorch", "deepspeed"])
 def test_an_example_of_digits_learns(
     warm_slots: Callable[[int], SlotGroup], tmp_path: Path, kind: str
 ) -> None:

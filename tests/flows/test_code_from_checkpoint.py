@@ -48,6 +48,7 @@ def packed_toy(here: Path) -> bytes:
 
 @pytest.mark.slots
 @pytest.mark.server
+@pytest.mark.long
 def test_a_trial_is_continued_with_the_code_of_its_checkpoint(warm_slots: Warm, here: Path) -> None:
     """The ranks start in a copy of it, and the next checkpoint names the same stored code."""
     config = without_code(here, environment=FROM_CHECKPOINT)

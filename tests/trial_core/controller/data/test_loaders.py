@@ -37,7 +37,11 @@ def test_a_custom_loader_repeats_and_has_its_own_epochs(
 
 @pytest.mark.slots
 @pytest.mark.parametrize(
-    "trial", ["evaluation_trials:DeepSpeedsLoaderForBoth", "evaluation_trials:RepeatingLoaders"]
+    "trial",
+    [
+        "evaluation_trials:DeepSpeedsLoaderForBoth",
+        pytest.param("evaluation_trials:RepeatingLoaders", marks=pytest.mark.long),
+    ],
 )
 def test_a_repeating_loader_has_the_length_of_the_loader_inside(
     warm_slots: Callable[[int], SlotGroup], tmp_path: Path, trial: str
