@@ -83,7 +83,7 @@ def reports_kept(outage: ServerOutage) -> Iterator[None]:
 
     After the last block of the process they are sent in the background, within a minute. If the
     server does not answer then, they are given up: the process must be able to end. Prefect Cloud
-    has a client of its own.
+    has a separate client.
     """
     if emit_events_to_cloud():
         yield

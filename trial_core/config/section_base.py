@@ -78,7 +78,7 @@ class Section(BaseModel):
 
     @classmethod
     def _takes_null(cls, name: str) -> bool:
-        """Whether null is a value of its own for a field.
+        """Whether null is a value with a meaning for a field.
 
         If not, null is dropped: Determined's files have many nulls that mean the default.
         """

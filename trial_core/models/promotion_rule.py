@@ -39,7 +39,7 @@ class PromotionRule:
     margin: float = 0.0
 
     def best_checkpoint(self, manifests: Sequence[Manifest]) -> Manifest | None:
-        """The checkpoint with the best metric of its own validation; the latest of equal ones.
+        """The checkpoint with the best metric in its validation; the latest of equal ones.
 
         Returns:
             None if no checkpoint has a number; see `explain_no_best`.

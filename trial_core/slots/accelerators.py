@@ -197,7 +197,7 @@ def _needs_probe() -> bool:
 
 @functools.lru_cache
 def _probe(environment: tuple[tuple[str, str], ...]) -> Accelerators:
-    """What DeepSpeed finds in a process of its own. Takes some seconds.
+    """What DeepSpeed finds in a separate process. Takes some seconds.
 
     Raises:
         LaunchError: DeepSpeed fails.

@@ -54,7 +54,7 @@ class Pace:
 
 
 class Announcer:
-    """Announces what the rank is doing, from a thread of its own.
+    """Announces what the rank is doing, from a separate thread.
 
     Args:
         send: sends a message to the driver.

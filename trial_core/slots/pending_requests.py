@@ -56,7 +56,7 @@ class PendingRequests:
     def is_waiting_for_another(self, pending: PendingRequest) -> bool:
         """Whether a request is a script's that waits for its checkpoint's upload.
 
-        The upload is another request, with a stall timeout of its own.
+        The upload is another request, with a separate stall timeout.
         """
         return isinstance(pending.request, RunScript) and len(self._pending) > 1
 

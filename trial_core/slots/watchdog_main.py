@@ -41,7 +41,7 @@ def run(driver: int) -> None:
 def kill_sessions(ranks: set[int]) -> None:
     """SIGKILL ranks, each of which leads a session, and all processes of their sessions.
 
-    Not their process groups alone: ninja gives each compiler a group of its own. Does not wait for
+    Not their process groups alone: ninja gives each compiler a separate group. Does not wait for
     the end of a process, except that one may start another one meanwhile.
     """
     for rank in ranks:

@@ -67,7 +67,7 @@ class S3Storage(Storage):
             return self._if_allowed(self._requests.abort_uploads(self._key(f"{folder}/")), 0)
 
     def _if_allowed(self, request: Coroutine[Any, Any, T], otherwise: T) -> T:
-        """The answer of a request about unfinished uploads, which needs rights of its own."""
+        """The answer of a request about unfinished uploads, which needs further rights."""
         try:
             return LoopTask(self._requests.loop, request).result(CancelSignal())
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Saves and restores on ranks that act as if each were on a machine of its own.
+"""Saves and restores on ranks that act as if each were on separate machines.
 
 Environment: CASES, a JSON list of ``{"experiment": …, "restore": …}``; FOLDER, which contains one
 folder for each machine. Every rank prints a JSON list with an object for each case: the metrics of

@@ -153,7 +153,7 @@ class SavesUnderATakenName(ToyTrial):
 
 
 class RaisesInEvaluation(ToyTrial):
-    """Raises an exception of its own."""
+    """Raises an exception of a class that it defines."""
 
     def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
         raise KeyError("accuracy")

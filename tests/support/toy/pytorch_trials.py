@@ -247,7 +247,7 @@ class UnusedParameters(Small):
 
 
 class HeadsInTurn(UnusedParameters):
-    """Two losses of one body, each through a head of its own, in two backward passes."""
+    """Two losses of one body, each through a separate head, in two backward passes."""
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         inputs, index = batch
@@ -308,7 +308,7 @@ class InEvaluationMode(Small):
 
 
 class Penalised(Small):
-    """A loss with the norm of its own gradients."""
+    """A loss with the norm of its gradients."""
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         inputs, index = batch

@@ -27,7 +27,7 @@ class Small(DeepSpeedTrial):
 
 
 class Graphs(Small):
-    """Has batches of its own type."""
+    """Has batches of a type that it defines."""
 
     def get_batch_length(self, batch: Any) -> int:
         return int(batch["graphs"])

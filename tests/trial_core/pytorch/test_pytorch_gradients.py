@@ -52,7 +52,7 @@ def test_accumulation_equals_one_big_batch(
     """6 batches of 4 samples with a step in every third, as 2 batches of 12 samples.
 
     Without averaging, as with a loss that is three times as large. Before a step, each rank has
-    the gradients of its own samples, because nothing was sent to other ranks.
+    the gradients of its samples, because nothing was sent to other ranks.
     """
     optimizations = {"aggregation_frequency": 3, "average_aggregated_gradients": averages}
     train(warm_slots(world_size), tmp_path, "Small", 6, optimizations)
