@@ -1,4 +1,4 @@
-"""Training loops of other libraries, and a bare one, on the same model, data and optimizer.
+"""Training loops of other libraries, and a bare one, with the same model, data and optimizer.
 
 Each is written as its library's documentation does. They share the process group of the rank.
 """
@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.models import MODELS, Small, Tiny
@@ -66,13 +65,20 @@ class _Stepwise:
 
 
 class Bare(_Stepwise):
-    """PyTorch alone: DistributedDataParallel if there are several ranks."""
+    """PyTorch alone. It trains the trial's model, since equal ones differ by their addresses.
 
-    def __init__(self, model: type[Tiny] | type[Small]) -> None:
-        replica: nn.Module = model()
-        if dist.get_world_size() > 1:
-            replica = DistributedDataParallel(replica)
-        self._model, self._optimizer = replica, adam(replica.parameters())
+    Args:
+        replica: the model; DistributedDataParallel if there are several ranks.
+    """
+
+    def __init__(
+        self,
+        model: type[Tiny] | type[Small],
+        replica: nn.Module,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        super().__init__()
+        self._model, self._optimizer = replica, optimizer
         self._batches = _endless(_loader(model, sharded=True))
 
     def step(self, batch: Tensor) -> None:
@@ -168,16 +174,15 @@ class Lightning:
         return float(clock.ends[-1] - clock.ends[0])
 
 
-LOOPS: dict[str, Callable[[type[Tiny] | type[Small]], PeerLoop]] = {
-    "bare": Bare,
+PEERS: dict[str, Callable[[type[Tiny] | type[Small]], PeerLoop]] = {
     "fabric": Fabric,
     "lightning": Lightning,
     "accelerate": Accelerate,
 }
 
 
-def build_loops(model: str, names: Iterable[str]) -> dict[str, PeerLoop]:
-    """The loops of those names, each with its own replica of the model."""
+def build_peers(model: str, names: Iterable[str]) -> dict[str, PeerLoop]:
+    """The loops of those libraries. Each trains a separate model."""
     os.environ.setdefault("TORCHELASTIC_RUN_ID", "benchmark")  # so that Lightning sees the ranks
     warnings.filterwarnings("ignore", module="(lightning|accelerate).*")
-    return {name: LOOPS[name](MODELS[model]) for name in names}
+    return {name: PEERS[name](MODELS[model]) for name in names}

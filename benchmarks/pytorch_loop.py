@@ -1,7 +1,8 @@
 """What a batch of a PyTorchTrial costs, beside a bare loop and the loops of other libraries.
 
-All of them train equal models in the same rank processes, in turns. Two equal models differ in
-speed by their memory addresses, so all are built several times.
+They take turns in the same rank processes. The bare loop trains the trial's model, since two equal
+models differ in speed by their memory addresses. Each library's loop trains a separate one, so
+those figures are less sure, and all models are built several times.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from benchmarks.ranks import built, case_name
 from trial_core.messages import RunValidation, TrainBatches, Trained, Validated
 from trial_core.slots.slot_group import SlotGroup
 
-PEERS = {"fabric": "lightning", "lightning": "lightning", "accelerate": "accelerate"}
+BARE = "bare"
+PACKAGES = {"fabric": "lightning", "lightning": "lightning", "accelerate": "accelerate"}
 """Loops of other libraries, and the package of each."""
 
 
 def installed_loops() -> list[str]:
     """The bare loop, and those of the libraries that are installed."""
-    missing = sorted({package for package in PEERS.values() if find_spec(package) is None})
+    missing = sorted({package for package in PACKAGES.values() if find_spec(package) is None})
     if missing:
         print(f"not compared, because not installed: {', '.join(missing)} (extra: bench)")
-    return ["bare", *(name for name, package in PEERS.items() if find_spec(package) is not None)]
+    return [BARE, *(name for name, package in PACKAGES.items() if find_spec(package) is not None)]
 
 
 def measure_pytorch(
@@ -59,12 +61,12 @@ def figures_of_pytorch(
     seconds: dict[str, list[float]], batches: int, case: str
 ) -> dict[str, float]:
     """Each loop's time relative to the bare loop's in the same round; also printed."""
-    bare = seconds["bare"]
+    bare = seconds[BARE]
     bare_ms = Estimate.of([each / batches * 1e3 for each in bare])
     print(f"{case}: bare PyTorch loop {bare_ms.shown(2)} ms/batch", flush=True)
     figures = {f"bare_ms_{case}": bare_ms.median}
     for name, turns in seconds.items():
-        if name != "bare":
+        if name != BARE:
             ratio = ratio_of(turns, bare)
             print(f"  {name}: {ratio.shown(3)} of it", flush=True)
             figures[f"{name}_{case}"] = ratio.median

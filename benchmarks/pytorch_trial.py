@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from benchmarks.models import MODELS
-from benchmarks.peer_loops import adam, build_loops
+from benchmarks.peer_loops import Bare, PeerLoop, adam, build_peers
+from benchmarks.pytorch_loop import BARE
 from trial_core.pytorch import DataLoader, PyTorchTrial, PyTorchTrialContext, Reducer
 
 
@@ -19,8 +20,8 @@ class PyTorchLoopTrial(PyTorchTrial):
     The loops come in the given order, then in the reverse order, and so on. The validation metric
     ``seconds`` is the turn's time on the slowest rank.
 
-    Hyperparameters: model (a name in `MODELS`), loops (names in `LOOPS`), bare_batches (batches in
-    a turn).
+    Hyperparameters: model (a name in `MODELS`), loops (`BARE` and names in `PEERS`), bare_batches
+    (batches in a turn).
     """
 
     def __init__(self, context: PyTorchTrialContext) -> None:
@@ -29,7 +30,10 @@ class PyTorchLoopTrial(PyTorchTrial):
         self.shape = MODELS[name]
         self.model = context.wrap_model(self.shape())
         self.optimizer = context.wrap_optimizer(adam(self.model.parameters()))
-        self.loops = build_loops(name, loops)
+        self.loops: dict[str, PeerLoop] = {
+            BARE: Bare(self.shape, self.model, self.optimizer),
+            **build_peers(name, [each for each in loops if each != BARE]),
+        }
         self.turns = itertools.cycle([*loops, *reversed(loops)])
         self.batches: int = context.get_hparam("bare_batches")
 

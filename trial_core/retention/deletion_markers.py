@@ -4,7 +4,7 @@
 
 A prune and a process that needs the checkpoint may meet. The prune first writes its marker, then
 looks for pins, holds and claims. The other process first writes its pin, hold or claim, then looks
-for markers (`protect`). So at least one of them sees the other and gives way. Each prune has a key
+for markers (`protect`). So at least one of them sees the other and gives way. Each prune has a
 separate key, so a prune that gives way does not remove the marker of another one that deletes.
 
 Others ignore a marker after `STALE_AFTER`. A prune therefore deletes nothing if its look has taken
