@@ -81,6 +81,10 @@ class Bare(_Stepwise):
         self._model, self._optimizer = replica, optimizer
         self._batches = _endless(_loader(model, sharded=True))
 
+    def run(self, batches: int) -> float:
+        self._model.train()  # the controller validates: else no gradients would be averaged
+        return super().run(batches)
+
     def step(self, batch: Tensor) -> None:
         loss = self._model(batch)
         loss.backward()
