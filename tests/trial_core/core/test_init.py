@@ -94,6 +94,9 @@ def test_folders_are_uploaded_and_downloaded(init: Init, tmp_path: Path) -> None
         alone = trial_core.core.DownloadMode.NoSharedDownload
         context.checkpoint.download(uuid, tmp_path / "alone", alone)
         context.checkpoint.delete(uuid)
+        with context.checkpoint.restore_path(uuid) as path:  # what was fetched stays
+            assert (path / "log").read_text() == "l"
+        assert context.checkpoint.get_metadata(uuid) == {"steps_completed": 1}
     files = {"deep/weights", "log", "metadata.json"}
     for folder, expected in (("all", files), ("one", {"deep/weights"}), ("alone", files)):
         found = (tmp_path / folder).rglob("*")
@@ -172,14 +175,19 @@ def test_a_block_that_raises_stores_nothing(init: Init, tmp_path: Path) -> None:
         pytest.raises(ZeroDivisionError),
         context.checkpoint.store_path({"steps_completed": 1}) as (path, _),
     ):
+        (path / "half").touch()
         (path / "half").write_text(str(1 / 0))
     assert manifests(tmp_path) == []
+    assert list(tmp_path.rglob("half")) == []
 
 
 def test_sigterm_is_a_request_to_stop(init: Init) -> None:
     """From the first question on; before it, the signal would end the script."""
     with init() as context:
         assert not context.preempt.should_preempt()
+        handler = signal.getsignal(signal.SIGTERM)
+        assert not context.preempt.should_preempt()
+        assert signal.getsignal(signal.SIGTERM) == handler, "installed once"
         os.kill(os.getpid(), signal.SIGTERM)
         while not context.preempt.should_preempt():
             pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -67,8 +68,10 @@ def test_exit_code_0_is_a_success(code: Path, text: str) -> None:
 )
 def test_another_exit_code_is_a_failure(code: Path, text: str, message: str) -> None:
     """The message has the code, and what the script said."""
-    with pytest.raises(SystemExit, match=message):
+    with pytest.raises(SystemExit, match=message) as error:
         run(code, text)
+    assert error.value.__suppress_context__
+    assert traceback.extract_tb(error.value.__traceback__)[-1].filename == f"{code}/sub/train.py"
 
 
 def test_the_traceback_of_an_error_begins_in_the_script(code: Path) -> None:
