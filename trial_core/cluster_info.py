@@ -26,7 +26,17 @@ _INSTEAD = {
 _PUBLISHED: list[ScriptInfo] = []
 
 
-class ClusterInfo:
+class _Info:
+    """Says what to use in place of attributes of Determined's class that do not exist here."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        instead = f"use {_INSTEAD[name]}" if name in _INSTEAD else "there is no Determined cluster"
+        raise AttributeError(
+            f"get_cluster_info() has no {name!r} in trialflow; {instead}", name=name
+        )
+
+
+class ClusterInfo(_Info):
     """The part of Determined's class that a script without `trial_core.init` can know."""
 
     @property
@@ -37,10 +47,6 @@ class ClusterInfo:
         ``"latest"``: the newest checkpoint of the experiment's newest trial, or a new trial.
         """
         return os.environ.get(CHECKPOINT_VARIABLE, LATEST) or None
-
-    def __getattr__(self, name: str) -> NoReturn:
-        instead = f"use {_INSTEAD[name]}" if name in _INSTEAD else "there is no Determined cluster"
-        raise AttributeError(f"get_cluster_info() has no {name!r} in trialflow; {instead}")
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,7 @@ class TrialInfo:
 
 
 @dataclass(frozen=True)
-class ScriptInfo:
+class ScriptInfo(_Info):
     """The run of a Core API script, as one of its ranks sees it.
 
     Attributes:

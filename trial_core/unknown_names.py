@@ -26,6 +26,18 @@ _INSTEAD = {
         "PyTorchTrial": "trial_core.pytorch.PyTorchTrial",
         "DataLoader": "trial_core.pytorch.DataLoader",
     },
+    "Context": {
+        "searcher": "a length from the script's arguments: a run trains one trial",
+        "profiler": "torch.profiler, with context.train.get_tensorboard_path()",
+        "metrics": "context.train",
+        "experimental": "the script's own loop",
+    },
+    "TrainContext": {
+        "report_metrics": "report_training_metrics or report_validation_metrics",
+        "report_progress": "searcher.max_length in batches: the report shows it",
+        "report_early_exit": "the script's end",
+        "upload_tensorboard_files": "get_tensorboard_path(): its files are always stored",
+    },
     _CONTEXT: {
         "wrap_mpu": "set_mpu",
         "wrap_model": "wrap_model_engine, with the engine of deepspeed.initialize",

@@ -73,6 +73,7 @@ def train(context: core.Context, steps: int, period: int, batch_size: int) -> No
         loss.backward()
         optimizer.step()
         done += 1
+        should_stop = context.preempt.should_preempt()
         if done % period == 0 or done == steps:
             if rank == 0:
                 with torch.no_grad():
@@ -80,8 +81,9 @@ def train(context: core.Context, steps: int, period: int, batch_size: int) -> No
                 context.train.report_training_metrics(done, {"loss": loss})
                 context.train.report_validation_metrics(done, {"accuracy": hits.float().mean()})
             store(done)
-        elif context.preempt.should_preempt():
+        elif should_stop:
             store(done)
+        if should_stop:
             break
 
 

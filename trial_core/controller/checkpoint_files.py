@@ -82,6 +82,15 @@ class CheckpointFiles:
             with contextlib.suppress(OSError):  # it still holds other ranks' folders
                 emptied.rmdir()
 
+    def clear_kept(self) -> None:
+        """Delete this rank's files that `release` has kept, at the end of the trial."""
+        kept = self._run_dir / KEPT
+        for folder in kept.glob(f"*/rank-{self._distributed.get_rank()}"):
+            shutil.rmtree(folder, ignore_errors=True)
+        for emptied in (*kept.glob("*"), kept):
+            with contextlib.suppress(OSError):  # it still holds other ranks' folders
+                emptied.rmdir()
+
     def fetch(self, uuid: str, files: list[FileEntry]) -> None:
         """Fetch and verify this rank's share of `files`. For any thread; not collective.
 

@@ -16,6 +16,7 @@ from trial_core.core.metrics import checked_steps
 from trial_core.core.script_host import ScriptHost
 from trial_core.core.stored_checkpoints import METADATA
 from trial_core.errors import TrialError
+from trial_core.storage.local_files import READ_BYTES, atomic_file
 
 Selector = Callable[[str], bool]
 
@@ -50,7 +51,7 @@ class CheckpointContext:
 
         Args:
             metadata: plain data; ``steps_completed`` is required. It is stored beside the files as
-                ``metadata.json``. With `shard`, rank 0's counts.
+                ``metadata.json``. With `shard`, rank 0's counts, and other ranks need none.
             shard: whether every rank calls this and writes its own part. If not, rank 0 alone may
                 call it.
 
@@ -61,22 +62,12 @@ class CheckpointContext:
         """
         host, rank = self._host, self._host.distributed.get_rank()
         source = "checkpoint.store_path"
-        given = dict(metadata or {})
-        if "steps_completed" not in given:
-            raise TrialError(
-                f'{source}: metadata needs "steps_completed", the steps trained so far: '
-                'store_path({"steps_completed": 100})'
-            )
-        steps_completed = checked_steps(given["steps_completed"], f"{source}: metadata")
         if not shard and rank != 0:
             raise TrialError(
                 f"{source} was called on rank {rank} without shard=True: call it on rank 0 alone "
                 "(if context.distributed.rank == 0), or on every rank with shard=True"
             )
-        try:
-            text = json.dumps(given, indent=2)
-        except (TypeError, ValueError) as error:
-            raise TrialError(f"{source}: metadata is no plain data: {error}") from error
+        steps_completed, text = _checked(metadata, source) if rank == 0 else (0, "")
         uuid = str(uuid4())
         if shard:
             uuid = host.distributed.broadcast(uuid)
@@ -115,7 +106,7 @@ class CheckpointContext:
             CheckpointDamaged: a file is missing or differs.
         """
         alone = DownloadMode(download_mode) is DownloadMode.NoSharedDownload
-        yield self._host.fetch(storage_id, alone)
+        yield self._host.checkpoints.fetch(storage_id, alone)
 
     def upload(
         self,
@@ -145,22 +136,45 @@ class CheckpointContext:
         """Copy a checkpoint's files into a folder, which is created. Called as `restore_path`.
 
         Args:
-            ckpt_dir: the folder. Of several ranks of a machine that name the same one, each
-                writes the same files.
+            ckpt_dir: the folder. Several ranks of a machine may name the same one: each replaces
+                whole files by equal ones.
             selector: which paths to copy; all by default.
         """
         with self.restore_path(storage_id, download_mode) as folder:
             for path in sorted(each for each in folder.rglob("*") if each.is_file()):
                 name = path.relative_to(folder).as_posix()
                 if selector is None or selector(name):
-                    place = Path(ckpt_dir) / name
-                    place.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(path, place)
+                    # Atomic: another rank may already read its copy there.
+                    with (
+                        path.open("rb") as source,
+                        atomic_file(Path(ckpt_dir) / name, is_durable=False) as copy,
+                    ):
+                        shutil.copyfileobj(source, copy, READ_BYTES)
 
     def get_metadata(self, storage_id: str) -> dict[str, Any]:
         """The metadata that a checkpoint was stored with. Not collective."""
-        return self._host.metadata(storage_id)
+        return self._host.checkpoints.metadata(storage_id)
 
     def delete(self, storage_id: str) -> None:
-        """Delete a checkpoint from the storage. Call it on one rank."""
-        self._host.delete(storage_id)
+        """Delete a checkpoint from the storage. Call it on one rank.
+
+        Raises:
+            CheckpointNotFound: there is no such checkpoint.
+            CheckpointError: it is pinned, or a model's version.
+        """
+        self._host.checkpoints.delete(storage_id)
+
+
+def _checked(metadata: Mapping[str, Any] | None, source: str) -> tuple[int, str]:
+    """The steps that metadata names, and its text."""
+    given = dict(metadata or {})
+    if "steps_completed" not in given:
+        raise TrialError(
+            f'{source}: metadata needs "steps_completed", the steps trained so far: '
+            'store_path({"steps_completed": 100})'
+        )
+    steps_completed = checked_steps(given["steps_completed"], f"{source}: metadata")
+    try:
+        return steps_completed, json.dumps(given, indent=2)
+    except (TypeError, ValueError) as error:
+        raise TrialError(f"{source}: metadata is no plain data: {error}") from error

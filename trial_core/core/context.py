@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from trial_core.cluster_info import ScriptInfo
 from trial_core.core.checkpoints import CheckpointContext
@@ -14,10 +14,14 @@ from trial_core.core.script_host import ScriptHost
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
 from trial_core.run.observer import MetricsKind
+from trial_core.unknown_names import unknown_name
 
 
 class PreemptMode(enum.Enum):
-    """Which ranks ask `PreemptContext.should_preempt`. It works in the same way in all modes."""
+    """Which ranks ask `PreemptContext.should_preempt`. It works in the same way in all modes.
+
+    Outside a slot every rank asks, whatever the mode.
+    """
 
     WorkersAskChief = "WORKERS_ASK_CHIEF"
     ChiefOnly = "CHIEF_ONLY"
@@ -70,6 +74,9 @@ class TrainContext:
         """This rank's folder for TensorBoard; its files are stored with the run."""
         return self._host.tensorboard_path()
 
+    def __getattr__(self, name: str) -> NoReturn:
+        raise unknown_name("TrainContext", name, dir(type(self)))
+
     def _report(self, kind: MetricsKind, steps_completed: int, metrics: Mapping[str, Any]) -> None:
         source = f"train.report_{kind}_metrics"
         rank = self._host.distributed.get_rank()
@@ -120,3 +127,6 @@ class Context:
         self.preempt = PreemptContext(host)
         self.distributed: DistributedContext = host.distributed
         self.info: ScriptInfo = host.info
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise unknown_name("Context", name, [*vars(self)])

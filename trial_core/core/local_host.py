@@ -6,7 +6,6 @@ import logging
 import uuid as uuids
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from trial_core.checkpoint.fencing import Fence
@@ -20,6 +19,7 @@ from trial_core.controller.checkpoint_files import CheckpointFiles
 from trial_core.controller.collective_errors import run_on_all_ranks, run_on_rank_0
 from trial_core.controller.controller import library_versions
 from trial_core.controller.run_file_upload import RunFileUpload, instruments_in
+from trial_core.core.script_host import ScriptHost
 from trial_core.core.stored_checkpoints import StoredCheckpoints
 from trial_core.distributed import DistributedContext
 from trial_core.errors import CheckpointDamaged, ConfigError, SlotsError, StorageError
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 LATEST = "latest"
 
 
-class LocalHost:
+class LocalHost(ScriptHost):
     """`ScriptHost` without a driver. Collective: every rank constructs one.
 
     Args:
@@ -93,8 +93,8 @@ class LocalHost:
                 distributed, lambda: resume_points(self._store, config, self._trial)
             )
         run_dir = run_dir_of(self._trial)
-        if distributed.get_rank() != 0 and distributed.get_local_rank() == 0:
-            prepare_run_dir(self._trial)
+        # On all ranks: no other rank of the machine may fetch files into it before.
+        run_on_all_ranks(distributed, self._prepare_run_dir)
         instruments = instruments_in(run_dir, distributed.get_rank())
         instruments.rank = distributed.get_rank()
         self._run = RunInfo(self._trial, dict(experiment), instruments=instruments)
@@ -103,7 +103,7 @@ class LocalHost:
         stack.callback(self._files.close)
         self._run_files = RunFileUpload(self._run, self._store, run_dir)
         start = fetch_first_intact(points, self._fetch)
-        self._checkpoints = StoredCheckpoints(
+        self.checkpoints = StoredCheckpoints(
             self._files, self._store, distributed, fetched=start.uuid
         )
         self._progress = ScriptProgress(
@@ -115,9 +115,14 @@ class LocalHost:
         self._must_stop = False
 
     def finish(self) -> None:
-        """Store the remaining files for TensorBoard, after a script without an error."""
+        """Store the remaining files for TensorBoard, after a script without an error.
+
+        A script that was asked to stop leaves its last files on this machine: it may be resumed.
+        """
         self._run.instruments.finish()
         self._run_files.upload()
+        if not self._must_stop:
+            self._files.clear_kept()
 
     # ------------------------------------------------------------------------------ the host
 
@@ -140,9 +145,6 @@ class LocalHost:
         self._must_stop = self._must_stop or not self._stop_barrier.may_begin_step()
         return self._must_stop
 
-    def staging(self, uuid: str) -> Path:
-        return self._files.staging(uuid)
-
     def commit(self, uuid: str, steps_completed: int, shard: bool) -> None:
         ranks = self.distributed
         if not shard:
@@ -153,18 +155,6 @@ class LocalHost:
             files = run_on_all_ranks(ranks, lambda: self._upload(uuid))
             run_on_rank_0(ranks, lambda: self._commit(uuid, steps_completed, files))
         self._files.release(uuid)
-
-    def fetch(self, uuid: str, alone: bool = False) -> Path:
-        return self._checkpoints.fetch(uuid, alone)
-
-    def metadata(self, uuid: str) -> dict[str, Any]:
-        return self._checkpoints.metadata(uuid)
-
-    def delete(self, uuid: str) -> None:
-        self._checkpoints.delete(uuid)
-
-    def tensorboard_path(self) -> Path:
-        return self._run.instruments.folder()
 
     # ----------------------------------------------------------------------------- internals
 
@@ -188,6 +178,11 @@ class LocalHost:
                 logger.info("deleted leftovers of a dead attempt: %s", swept)
         except StorageError as error:
             logger.warning("leftovers of dead attempts are not deleted: %s", error)
+
+    def _prepare_run_dir(self) -> None:
+        ranks = self.distributed
+        if ranks.get_rank() != 0 and ranks.get_local_rank() == 0:  # rank 0 holds the folder's lock
+            prepare_run_dir(self._trial)
 
     def _fetch(self, point: ResumePoint) -> str | None:
         """Fetch a checkpoint to this machine. Return what is damaged. Collective."""

@@ -35,7 +35,7 @@ def plain_metrics(metrics: Any, source: str) -> dict[str, Any]:
 
 
 def _plain(value: Any, place: str) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Mapping):
         return {str(key): _plain(inner, place) for key, inner in value.items()}
@@ -45,7 +45,11 @@ def _plain(value: Any, place: str) -> Any:
         plain = value.tolist()
         while isinstance(plain, list) and len(plain) == 1:
             plain = plain[0]  # a loss of shape (1,) is a number, too
-        return plain
+        if not hasattr(plain, "tolist"):  # NumPy has no Python number for a longdouble
+            return _plain(plain, place)
+    for kind in (int, float, str):  # a subclass, such as an enum, cannot be sent to the driver
+        if isinstance(value, kind):
+            return kind(value)
     raise TrialError(
         f"{place} is of type {type(value).__name__}; a metric is a number, text, an array, a "
         "tensor, or lists and mappings of these"

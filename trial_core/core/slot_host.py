@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from trial_core.cluster_info import ScriptInfo
 from trial_core.context import RunInfo
 from trial_core.controller.checkpoint_files import CheckpointFiles
+from trial_core.core.script_host import ScriptHost
 from trial_core.core.stored_checkpoints import StoredCheckpoints
 from trial_core.distributed import DistributedContext
 from trial_core.messages import Activity, CheckpointWritten, MetricsReported
@@ -19,12 +19,11 @@ from trial_core.slots.stop_barrier import StopBarrier
 ScriptMessage = Activity | CheckpointWritten | MetricsReported
 
 
-class SlotHost:
+class SlotHost(ScriptHost):
     """`ScriptHost` in a rank process, for one run of the script.
 
     Args:
         run: the trial's, with its instruments.
-        checkpoints: the stored ones.
         emit: sends to the driver.
         stop_barrier: holds this rank's part of a stop.
 
@@ -44,10 +43,10 @@ class SlotHost:
     ) -> None:
         self.info = info
         self.distributed = distributed
+        self.checkpoints = checkpoints
         self.was_preempted = False
         self._run = run
         self._files = files
-        self._checkpoints = checkpoints
         self._emit = emit
         self._stop_barrier = stop_barrier
         self._released: set[str] = set()
@@ -68,9 +67,6 @@ class SlotHost:
         self.was_preempted = self.was_preempted or not self._stop_barrier.may_begin_step()
         return self.was_preempted
 
-    def staging(self, uuid: str) -> Path:
-        return self._files.staging(uuid)
-
     def commit(self, uuid: str, steps_completed: int, shard: bool) -> None:
         if shard:
             self.distributed.allgather(None)  # all ranks have written their parts
@@ -86,15 +82,3 @@ class SlotHost:
         with self._has_released:
             self._released.add(uuid)
             self._has_released.notify_all()
-
-    def fetch(self, uuid: str, alone: bool = False) -> Path:
-        return self._checkpoints.fetch(uuid, alone)
-
-    def metadata(self, uuid: str) -> dict[str, Any]:
-        return self._checkpoints.metadata(uuid)
-
-    def delete(self, uuid: str) -> None:
-        self._checkpoints.delete(uuid)
-
-    def tensorboard_path(self) -> Path:
-        return self._run.instruments.folder()

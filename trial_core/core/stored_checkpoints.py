@@ -12,6 +12,7 @@ from trial_core.controller.checkpoint_files import CheckpointFiles
 from trial_core.controller.collective_errors import run_on_all_ranks
 from trial_core.distributed import DistributedContext
 from trial_core.errors import StorageError
+from trial_core.retention.pruning import delete_checkpoint
 from trial_core.transfer.fetch import fetch_files
 
 METADATA = "metadata.json"
@@ -42,7 +43,17 @@ class StoredCheckpoints:
         self._fetched = {fetched} - {None}
 
     def fetch(self, uuid: str, alone: bool = False) -> Path:
-        """See `ScriptHost.fetch`."""
+        """Fetch a checkpoint, unless it was fetched; its folder.
+
+        Args:
+            uuid: the checkpoint's, or the beginning of it.
+            alone: whether this rank alone calls this. If not, it is collective: every rank does.
+
+        Raises:
+            CheckpointNotFound: there is none with that uuid.
+            CheckpointDamaged: a file is missing or differs.
+            StorageError: the storage failed.
+        """
         if uuid not in self._fetched:
             self._refuse_unseen(uuid)
             if alone:
@@ -53,7 +64,7 @@ class StoredCheckpoints:
         return self._files.restored(uuid)
 
     def metadata(self, uuid: str) -> dict[str, Any]:
-        """See `ScriptHost.metadata`."""
+        """The metadata that was stored with a checkpoint. Not collective."""
         if uuid in self._fetched:
             path = self._files.restored(uuid) / METADATA
             data = path.read_bytes() if path.is_file() else None
@@ -64,9 +75,14 @@ class StoredCheckpoints:
         return found
 
     def delete(self, uuid: str) -> None:
-        """See `ScriptHost.delete`."""
+        """Delete a checkpoint from the storage. One rank calls this.
+
+        Raises:
+            CheckpointNotFound: there is none with that uuid.
+            CheckpointError: it is pinned, or a model's version.
+        """
         self._refuse_unseen(uuid)
-        self._store.delete(self._store.open(uuid))
+        delete_checkpoint(self._store, self._store.open(uuid))
 
     def _fetch(self, uuid: str) -> str:
         manifest = self._store.open(uuid)

@@ -174,6 +174,24 @@ def prune(
     return Pruned(tuple(deleted), tuple(spared))
 
 
+def delete_checkpoint(store: CheckpointStore, manifest: Manifest) -> None:
+    """Delete one checkpoint, because a script or a person says so: no rule and no claim keeps it.
+
+    Raises:
+        CheckpointError: it is pinned or held; says by whom. It stays.
+        StorageError: the storage failed. The next prune finishes a deletion that has begun.
+    """
+    marker = mark_deletion(store, manifest)
+    reason = why_protected(store, manifest.uuid) or marker.why_unsafe()
+    if reason is not None:
+        store.storage.remove(marker.key)
+        raise CheckpointError(f"checkpoint {manifest.uuid} is not deleted: {reason}")
+    store.delete(manifest)
+    if manifest.code is not None:
+        delete_unneeded_code(store, [manifest.code])
+    unmark_deleted(store, manifest.uuid)
+
+
 def prune_trial(
     store: CheckpointStore,
     policy: RetentionPolicy,

@@ -23,7 +23,7 @@ def experiment(entrypoint: object, **searcher: object) -> ExperimentConfig:
     ("entrypoint", "expected"),
     [
         ("python3 train.py --lr 1", ScriptCommand("train.py", False, ("--lr", "1"))),
-        ("/usr/bin/python3.11 -u sub/train.py", ScriptCommand("sub/train.py", False, ())),
+        ("/usr/bin/python3.11 -u -u sub/train.py", ScriptCommand("sub/train.py", False, ())),
         (["python", "-m", "pkg.train", "a b"], ScriptCommand("pkg.train", True, ("a b",))),
     ],
 )

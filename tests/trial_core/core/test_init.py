@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,9 +15,11 @@ import pytest
 import torch
 
 import trial_core
+from trial_core.checkpoint import layout
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.core import Context, DistributedContext
-from trial_core.errors import CheckpointNotFound, ConfigError, TrialError
+from trial_core.errors import CheckpointError, CheckpointNotFound, ConfigError, TrialError
+from trial_core.retention.pins import pin, unpin
 
 Init = Callable[..., AbstractContextManager[Context]]
 
@@ -91,12 +94,78 @@ def test_folders_are_uploaded_and_downloaded(init: Init, tmp_path: Path) -> None
         alone = trial_core.core.DownloadMode.NoSharedDownload
         context.checkpoint.download(uuid, tmp_path / "alone", alone)
         context.checkpoint.delete(uuid)
+        with context.checkpoint.restore_path(uuid) as path:  # what was fetched stays
+            assert (path / "log").read_text() == "l"
+        assert context.checkpoint.get_metadata(uuid) == {"steps_completed": 1}
     files = {"deep/weights", "log", "metadata.json"}
     for folder, expected in (("all", files), ("one", {"deep/weights"}), ("alone", files)):
         found = (tmp_path / folder).rglob("*")
         names = {str(path.relative_to(tmp_path / folder)) for path in found if path.is_file()}
         assert names == expected
     assert manifests(tmp_path) == []
+
+
+def test_a_checkpoint_that_is_needed_is_not_deleted(init: Init, tmp_path: Path) -> None:
+    """Neither its manifest nor a file. The pin says who needs it."""
+    with init() as context:
+        uuid = store(context, 1)
+        stored = CheckpointStore(str(tmp_path / "stored"))
+        pin(stored, uuid, "for the paper")
+        with pytest.raises(CheckpointError, match=rf"{uuid} is not deleted: .*for the paper"):
+            context.checkpoint.delete(uuid)
+        assert stored.verify(uuid).progress.batches_trained == 1
+        unpin(stored, uuid)
+        context.checkpoint.delete(uuid)
+    assert stored.list() == []
+    assert stored.storage.sizes(layout.DELETIONS) == {}
+
+
+def test_files_for_a_restart_go_with_the_end_of_the_script(init: Init, tmp_path: Path) -> None:
+    """They stay while it runs, and after it was asked to stop: it may then continue here."""
+
+    def kept() -> list[str]:
+        return [path.name for path in (tmp_path / "home").glob("*/kept/*/rank-0/*")]
+
+    with init() as context:
+        store(context, 1)
+        store(context, 2)
+        assert sorted(kept()) == ["metadata.json", "state"]
+    assert kept() == []
+    with init() as context:
+        context.train._host._must_stop = True
+        assert context.preempt.should_preempt()
+        store(context, 1)
+    assert sorted(kept()) == ["metadata.json", "state"]
+
+
+def test_a_downloaded_file_is_never_half_written(
+    init: Init, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that share a folder replace each other's files while some rank reads them."""
+    with init() as context:
+        uuid = store(context, 1)
+        context.checkpoint.download(uuid, tmp_path / "shared")
+
+        def break_off(source: Any, copy: Any, *_: Any) -> None:
+            copy.write(b"half")
+            copy.flush()
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(shutil, "copyfileobj", break_off)
+        with pytest.raises(OSError, match="No space left"):
+            context.checkpoint.download(uuid, tmp_path / "shared")
+    assert (tmp_path / "shared" / "state").read_text() == "1"
+    assert len(list((tmp_path / "shared").iterdir())) == 2
+
+
+def test_names_of_determined_say_what_to_use(init: Init) -> None:
+    """An AttributeError, so that `hasattr` works."""
+    with init() as context:
+        with pytest.raises(AttributeError, match="no attribute 'searcher'; use a length from"):
+            context.searcher  # noqa: B018 - the access raises
+        with pytest.raises(AttributeError, match="no attribute 'report_metrics'; use report_train"):
+            context.train.report_metrics("training", 1, {})
+        assert not hasattr(context, "preemption")
 
 
 def test_a_block_that_raises_stores_nothing(init: Init, tmp_path: Path) -> None:
@@ -106,14 +175,19 @@ def test_a_block_that_raises_stores_nothing(init: Init, tmp_path: Path) -> None:
         pytest.raises(ZeroDivisionError),
         context.checkpoint.store_path({"steps_completed": 1}) as (path, _),
     ):
+        (path / "half").touch()
         (path / "half").write_text(str(1 / 0))
     assert manifests(tmp_path) == []
+    assert list(tmp_path.rglob("half")) == []
 
 
 def test_sigterm_is_a_request_to_stop(init: Init) -> None:
     """From the first question on; before it, the signal would end the script."""
     with init() as context:
         assert not context.preempt.should_preempt()
+        handler = signal.getsignal(signal.SIGTERM)
+        assert not context.preempt.should_preempt()
+        assert signal.getsignal(signal.SIGTERM) == handler, "installed once"
         os.kill(os.getpid(), signal.SIGTERM)
         while not context.preempt.should_preempt():
             pass

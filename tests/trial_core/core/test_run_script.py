@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -67,8 +68,10 @@ def test_exit_code_0_is_a_success(code: Path, text: str) -> None:
 )
 def test_another_exit_code_is_a_failure(code: Path, text: str, message: str) -> None:
     """The message has the code, and what the script said."""
-    with pytest.raises(SystemExit, match=message):
+    with pytest.raises(SystemExit, match=message) as error:
         run(code, text)
+    assert error.value.__suppress_context__
+    assert traceback.extract_tb(error.value.__traceback__)[-1].filename == f"{code}/sub/train.py"
 
 
 def test_the_traceback_of_an_error_begins_in_the_script(code: Path) -> None:
@@ -89,3 +92,28 @@ def test_a_missing_script_is_named_with_those_there_are(code: Path) -> None:
     (code / "train.py").touch()
     with pytest.raises(TrialError, match=r"no script trian\.py in .*scripts there: train\.py"):
         run_script(ScriptCommand("trian.py", False, ()))
+
+
+@pytest.mark.parametrize("name", ["no_such_module", "no_such_package.train", "package_here.train"])
+def test_a_missing_module_is_named(code: Path, name: str) -> None:
+    """Without a traceback through our frames and runpy's."""
+    (code / "package_here").mkdir()
+    (code / "package_here" / "__init__.py").touch()
+    with pytest.raises(TrialError, match=f"there is no module {name} in {code} or among"):
+        run_script(ScriptCommand(name, True, ()))
+
+
+def test_a_script_that_is_named_as_a_module_is_recognised(code: Path) -> None:
+    """``python -m train.py`` is a usual mistake."""
+    (code / "as_a_module.py").touch()
+    with pytest.raises(TrialError, match=r"no module as_a_module\.py .*did you mean as_a_module\?"):
+        run_script(ScriptCommand("as_a_module.py", True, ()))
+
+
+def test_a_package_that_imports_what_is_missing_says_so_itself(code: Path) -> None:
+    """The module is there: the error is the package's."""
+    (code / "broken_package").mkdir()
+    (code / "broken_package" / "__init__.py").write_text("import not_installed\n")
+    (code / "broken_package" / "train.py").touch()
+    with pytest.raises(ModuleNotFoundError, match="not_installed"):
+        run_script(ScriptCommand("broken_package.train", True, ()))

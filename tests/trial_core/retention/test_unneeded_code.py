@@ -19,7 +19,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError, StorageError
 from trial_core.retention.leftovers import sweep_leftovers
 from trial_core.retention.policy import RetentionPolicy
-from trial_core.retention.pruning import plan_pruning, prune
+from trial_core.retention.pruning import delete_checkpoint, plan_pruning, prune
 from trial_core.retention.unneeded_code import delete_unneeded_code, sweep_unneeded_code
 
 KEEP_NONE = RetentionPolicy(save_trial_best=0, save_trial_latest=0)
@@ -252,3 +252,15 @@ def test_an_upload_during_two_deletions(
         assert not [each for each in deleted if isinstance(each, CheckpointError)], deleted
         assert read_code(scene.storage, code_of(saved), saved.uuid) == OLD
         clear_memory()
+
+
+def test_the_code_of_a_checkpoint_that_a_script_deletes_goes_too(
+    local_store: CheckpointStore,
+) -> None:
+    """Once no other checkpoint names it."""
+    one, two = save(local_store, 1, OLD), save(local_store, 2, OLD)
+    delete_checkpoint(local_store, one)
+    assert archives(local_store) == 1
+    delete_checkpoint(local_store, two)
+    assert archives(local_store) == 0
+    assert local_store.storage.sizes(layout.DELETIONS) == {}
