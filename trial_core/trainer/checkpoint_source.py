@@ -19,6 +19,7 @@ from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.manifest import FileEntry, Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
+from trial_core.storage.credentials import without_credentials
 from trial_core.storage.storage_errors import ErrorTranslator
 from trial_core.transfer.fetch import check_downloaded, fetch_files
 from trial_core.transfer.staging import StagedFile
@@ -98,7 +99,7 @@ def open_checkpoint(
     if family != layout.CHECKPOINTS or not layout.is_uuid(uuid):
         kind = CheckpointError if os.path.isdir(text) or "://" in text else CheckpointNotFound
         raise kind(
-            f"{os.fspath(path)} is no checkpoint: expected a folder with a "
+            f"{without_credentials(os.fspath(path))} is no checkpoint: expected a folder with a "
             f"{layout.MANIFEST_NAME} (trialflow checkpoints download UUID --to FOLDER), or a URL "
             f"such as s3://bucket/folder/{layout.CHECKPOINTS}/UUID"
         )
@@ -146,7 +147,7 @@ def copy_into(store: CheckpointStore, place: str, fence: Fence | None) -> Manife
     if fence is None:
         raise ConfigError(
             "fit(test_mode=True) keeps no checkpoint, so it cannot continue from one in another "
-            f"place, {place}; leave out latest_checkpoint"
+            f"place, {without_credentials(place)}; leave out latest_checkpoint"
         )
     _logger.info("copying checkpoint %s to %s", manifest.uuid, store.url)
     code = store.announce_upload(

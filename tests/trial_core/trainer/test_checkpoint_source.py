@@ -14,6 +14,7 @@ from tests.trial_core.retention.test_deletion_markers import clear_memory
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.code_objects import RunCode, read_code
 from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import (
     CheckpointDamaged,
@@ -29,6 +30,7 @@ from trial_core.trainer.checkpoint_source import (
     open_checkpoint,
     resume_manifest,
 )
+from trial_core.trainer.trainer import _stored_points
 from trial_core.transfer.fetch import check_downloaded, download
 
 
@@ -185,3 +187,12 @@ def test_other_places_are_refused(ours: CheckpointStore, tmp_path: Path) -> None
         resume_manifest(ours, str(tmp_path))
     with pytest.raises(CheckpointNotFound):
         resume_manifest(ours, f"{tmp_path}/missing")
+    with pytest.raises(CheckpointError, match="is no checkpoint") as refusal:
+        resume_manifest(ours, "ftp://ada:secret@host/folder")
+    assert "secret" not in str(refusal.value)
+
+
+def test_a_uuid_is_of_the_runs_own_storage(ours: CheckpointStore) -> None:
+    """Nothing is copied, and no other storage is opened."""
+    points = [ResumePoint.continuing(commit_files(ours))]
+    assert _stored_points(ours, points, str(points[0].uuid), None) is points
