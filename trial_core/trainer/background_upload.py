@@ -1,4 +1,4 @@
-"""A rank's part of an upload, in a background thread."""
+"""Work with a storage that may take long: uploads and copies, in a background thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
-from trial_core.controller.collective_errors import Outcome
+from trial_core.controller.collective_errors import Outcome, outcome_of
+from trial_core.distributed import DistributedContext
 from trial_core.errors import StorageError
 
 T = TypeVar("T")
@@ -18,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 TRIES = 3
 PAUSE_SECONDS = 5.0
+# How often ranks that wait for a background thread exchange its state: well within a collective's
+# timeout.
+POLL_SECONDS = 30.0
 
 
 def retry_storage(work: Callable[[], T]) -> T:
@@ -68,3 +72,18 @@ class BackgroundUpload:
             self._future.set_result(work())
         except BaseException as error:  # noqa: BLE001 - the thread's top frame: `outcome` raises it
             self._future.set_exception(error)
+
+
+def run_long_on_rank_0(distributed: DistributedContext, work: Callable[[], T]) -> T:
+    """As `run_on_rank_0`, for work that may take longer than a collective waits.
+
+    Raises:
+        TrialflowError: on every rank, if `work` failed.
+    """
+    own = BackgroundUpload(lambda: outcome_of(work)) if distributed.get_rank() == 0 else None
+    outcome: Outcome | None = None
+    while outcome is None:
+        outcome = distributed.broadcast(own.outcome(POLL_SECONDS) if own is not None else None)
+    outcome.raise_error()
+    result: T = outcome.result
+    return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -13,11 +14,12 @@ from typing import Any, Protocol
 import msgspec
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.code_objects import read_code
+from trial_core.checkpoint.code_objects import RunCode, read_code
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.manifest import FileEntry, Manifest
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import CheckpointError, CheckpointNotFound
+from trial_core.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
+from trial_core.storage.credentials import without_credentials
 from trial_core.storage.storage_errors import ErrorTranslator
 from trial_core.transfer.fetch import check_downloaded, fetch_files
 from trial_core.transfer.staging import StagedFile
@@ -25,6 +27,8 @@ from trial_core.transfer.trial_code import named_code, read_downloaded_code
 from trial_core.transfer.upload import upload_staged
 
 _FILE = "file://"
+
+_logger = logging.getLogger(__name__)
 
 
 class CheckpointSource(Protocol):
@@ -69,8 +73,14 @@ class _StoredCheckpoint:
             yield Path(folder)
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointSource:
+def open_checkpoint(
+    path: str | os.PathLike[str], beside: CheckpointStore | None = None
+) -> CheckpointSource:
     """The checkpoint in a downloaded folder, or at the URL of its folder in a storage.
+
+    Args:
+        beside: a storage whose options (endpoint, credentials) a URL of the same protocol needs,
+            too. None: there are no options.
 
     Raises:
         CheckpointNotFound: there is none.
@@ -89,11 +99,12 @@ def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointSource:
     if family != layout.CHECKPOINTS or not layout.is_uuid(uuid):
         kind = CheckpointError if os.path.isdir(text) or "://" in text else CheckpointNotFound
         raise kind(
-            f"{os.fspath(path)} is no checkpoint: expected a folder with a "
+            f"{without_credentials(os.fspath(path))} is no checkpoint: expected a folder with a "
             f"{layout.MANIFEST_NAME} (trialflow checkpoints download UUID --to FOLDER), or a URL "
             f"such as s3://bucket/folder/{layout.CHECKPOINTS}/UUID"
         )
-    store = CheckpointStore(storage)
+    has_options = beside is not None and _protocol(beside.spec.url) == _protocol(storage)
+    store = CheckpointStore(storage, beside.spec.options if beside and has_options else None)
     return _StoredCheckpoint(store, store.open(uuid))
 
 
@@ -109,39 +120,71 @@ def resume_manifest(store: CheckpointStore, place: str) -> Manifest:
         CheckpointNotFound: there is no checkpoint.
         CheckpointError: `place` is neither a downloaded checkpoint nor the URL of a stored one.
     """
-    source = open_checkpoint(place)
+    source = open_checkpoint(place, store)
     return _in_store(store, source.manifest) or source.manifest
 
 
-def copy_into(store: CheckpointStore, place: str, fence: Fence) -> Manifest:
+def copy_into(store: CheckpointStore, place: str, fence: Fence | None) -> Manifest:
     """Copy the checkpoint at `place` to the storage of the run that continues its trial.
 
-    Does nothing if it is there. Its code archive is not copied: the run stores its own.
+    Does nothing if it is there. May be repeated after an error.
 
     Args:
-        fence: of the run's attempt.
+        fence: of the run's attempt; None in test mode, which stores nothing.
 
     Returns:
         The manifest in `store`.
 
     Raises:
         CheckpointDamaged: a file is missing or differs from the manifest.
+        ConfigError: the checkpoint is not in `store`, and there is no fence.
         StorageError: a storage failed.
     """
-    source = open_checkpoint(place)
+    source = open_checkpoint(place, store)
     manifest = source.manifest
     if (stored := _in_store(store, manifest)) is not None:
         return stored
-    store.announce_upload(manifest.trial, manifest.uuid, fence.attempt, fence)
+    if fence is None:
+        raise ConfigError(
+            "fit(test_mode=True) keeps no checkpoint, so it cannot continue from one in another "
+            f"place, {without_credentials(place)}; leave out latest_checkpoint"
+        )
+    _logger.info("copying checkpoint %s to %s", manifest.uuid, store.url)
+    code = store.announce_upload(
+        manifest.trial, manifest.uuid, fence.attempt, fence, _code_of(source)
+    )
     with source.files(manifest.files) as folder:
         files = [
             StagedFile(entry.path, str(folder / entry.path), entry.size_bytes)
             for entry in manifest.files
         ]
-        upload_staged(store, manifest.uuid, files, rank=0)
-    copied = msgspec.structs.replace(manifest, attempt=fence.attempt, code=None)
+        uploaded = upload_staged(store, manifest.uuid, files, rank=0)
+    _require_same(manifest, uploaded)
+    copied = msgspec.structs.replace(manifest, attempt=fence.attempt, code=code)
     store.commit(copied, fence)
     return copied
+
+
+def _code_of(source: CheckpointSource) -> RunCode | None:
+    """The checkpoint's code; None: it names none, or was downloaded without it."""
+    if source.manifest.code is None:
+        return None
+    try:
+        return RunCode(source.code())
+    except CheckpointDamaged as damage:
+        _logger.warning("a checkpoint is copied without its code: %s", damage)
+        return None
+
+
+def _require_same(manifest: Manifest, uploaded: list[FileEntry]) -> None:
+    """Check what was uploaded: a downloaded file may have changed after it was verified."""
+    expected = {entry.path: entry.digest for entry in manifest.files}
+    changed = [entry.path for entry in uploaded if entry.digest != expected[entry.path]]
+    if changed:
+        raise CheckpointDamaged(
+            f"checkpoint {manifest.uuid} is not copied: {', '.join(changed)} changed meanwhile; "
+            "download the checkpoint again"
+        )
 
 
 def _in_store(store: CheckpointStore, manifest: Manifest) -> Manifest | None:
@@ -149,3 +192,8 @@ def _in_store(store: CheckpointStore, manifest: Manifest) -> Manifest | None:
         return store.open(manifest.uuid)
     except CheckpointNotFound:
         return None
+
+
+def _protocol(url: str) -> str:
+    """The protocol of a URL; of a local path without one, the path."""
+    return url.partition("://")[0]

@@ -49,7 +49,7 @@ from trial_core.run.run_loop import Validation
 from trial_core.run.searcher_metric import searcher_metric, with_single_number
 from trial_core.run.sequencer import Progress, Schedule
 from trial_core.text_format import metrics_line, training_speed
-from trial_core.trainer.background_upload import BackgroundUpload, retry_storage
+from trial_core.trainer.background_upload import POLL_SECONDS, BackgroundUpload, retry_storage
 from trial_core.trainer.commit_rendezvous import CommitRendezvous
 from trial_core.transfer.staged_checkpoint import StagedCheckpoint
 from trial_core.units import Batch, EpochLength
@@ -58,8 +58,6 @@ HOW_TO_GO_ON = (
     "to train it further, give fit a greater max_length; to begin a new trial, leave out "
     "latest_checkpoint"
 )
-# How often ranks that wait for an upload exchange its state: well within a collective's timeout.
-POLL_SECONDS = 30.0
 
 
 @dataclass

@@ -31,6 +31,7 @@ from trial_core.run.run_dirs import clear_kept, locked_run_dir, prepare_run_dir,
 from trial_core.run.run_loop import TrialResult, follow_schedule
 from trial_core.run.sequencer import CheckpointPolicy, Schedule
 from trial_core.slots.stop_barrier import StopBarrier
+from trial_core.trainer.background_upload import retry_storage, run_long_on_rank_0
 from trial_core.trainer.checkpoint_source import copy_into, is_place, resume_manifest
 from trial_core.trainer.fit_stages import FitStages
 from trial_core.trainer.fit_stop import FitStop
@@ -187,9 +188,11 @@ class Trainer:
             if latest_checkpoint == LATEST and not test_mode:
                 # Again: another attempt may have saved until this one took over.
                 points = run_on_rank_0(distributed, lambda: resume_points(store, config, trial))
-            elif latest_checkpoint is not None and is_place(latest_checkpoint):
-                place = latest_checkpoint
-                points = run_on_rank_0(distributed, lambda: [_copied(store, place, fence)])
+            elif latest_checkpoint not in (None, LATEST):
+                given, chosen = str(latest_checkpoint), points
+                points = run_long_on_rank_0(
+                    distributed, lambda: _stored_points(store, chosen, given, fence)
+                )
             controller, termination, built = self._attach(stack, store, config)
             stages = FitStages(
                 controller,
@@ -343,14 +346,16 @@ def _resume_points(
     return resume_points(store, config, trial)
 
 
-def _copied(store: CheckpointStore, place: str, fence: Fence | None) -> ResumePoint:
-    """The checkpoint at `place`, in the run's own storage. Rank 0 calls this."""
-    if fence is None:
-        raise ConfigError(
-            "fit(test_mode=True) keeps no checkpoint, so it cannot continue from one in another "
-            f"place, {place}; leave out latest_checkpoint"
-        )
-    return ResumePoint.continuing(copy_into(store, place, fence))
+def _stored_points(
+    store: CheckpointStore, points: list[ResumePoint], given: str, fence: Fence | None
+) -> list[ResumePoint]:
+    """`points`, in the run's own storage: a checkpoint in another place is copied there.
+
+    Rank 0 alone calls this: other machines may have no folder of that name.
+    """
+    if not is_place(given):
+        return points
+    return [ResumePoint.continuing(retry_storage(lambda: copy_into(store, given, fence)))]
 
 
 def _policy(given: CheckpointPolicy | None, metric: str | None) -> CheckpointPolicy:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.controller.safe_load import Reader
-from trial_core.errors import CheckpointError
+from trial_core.errors import CheckpointError, TrialError
+from trial_core.pytorch import sharded_state
 from trial_core.pytorch.sharded_state import (
     SavedParts,
     copy_parts,
     divided,
     files_of_parts,
     joined,
+    part_of,
     require_joined,
     write_parts,
 )
@@ -53,6 +56,26 @@ def test_blocks_of_two_dimensions_make_the_whole() -> None:
     assert torch.equal(target, WHOLE)
 
 
+@pytest.mark.parametrize("bounds", [[(0, 2), (4, 2)], [(0, 3)]])
+def test_a_part_that_is_not_one_block_is_refused(
+    monkeypatch: pytest.MonkeyPatch, bounds: list[tuple[int, int]]
+) -> None:
+    """Otherwise its rows would be restored at other places."""
+
+    class Strided:
+        placements, device_mesh = "strided rows", WHOLE
+
+        def to_local(self) -> torch.Tensor:
+            return WHOLE[:4]
+
+        def __create_chunk_list__(self) -> list[SimpleNamespace]:
+            return [SimpleNamespace(offsets=(first, 0), sizes=(n, 5)) for first, n in bounds]
+
+    monkeypatch.setattr(sharded_state, "DTensor", Strided)
+    with pytest.raises(TrialError, match=r"divided as strided rows over .* must be one block"):
+        part_of(Strided())  # type: ignore[arg-type]
+
+
 def test_a_missing_part_is_refused(tmp_path: Path) -> None:
     """Its tensor is named; nothing is left at random values."""
     saved = write(tmp_path, [0, 4])
@@ -69,6 +92,20 @@ def test_a_state_without_sharded_tensors_is_left_as_it_is() -> None:
     kept, given = common["models_state_dict"][0], state["models_state_dict"][0]
     assert kept._metadata == given._metadata  # type: ignore[attr-defined]
     assert all(kept[name] is value for name, value in given.items())  # type: ignore[attr-defined]
+
+
+def test_a_whole_tensor_fills_the_trials_own(tmp_path: Path) -> None:
+    """Which may be sharded; its values never stay those of empty memory."""
+    target = torch.full((7, 5), torch.nan)
+    state = {"models_state_dict": [{"weight": WHOLE, "other": WHOLE[0]}]}
+    filled = joined(
+        state,
+        SavedParts(tmp_path, [], Reader()),
+        lambda place, saved: target if place == PLACE else None,
+    )["models_state_dict"][0]
+    assert filled["weight"] is target
+    assert torch.equal(target, WHOLE)
+    assert filled["other"] is state["models_state_dict"][0]["other"]
 
 
 def test_a_placeholder_that_the_trial_has_no_tensor_for_is_refused(tmp_path: Path) -> None:

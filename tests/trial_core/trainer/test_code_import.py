@@ -43,11 +43,28 @@ def test_two_versions_of_one_module(tmp_path: Path) -> None:
     assert importlib.import_module("only_b").VALUE == 3
 
 
+def test_two_versions_of_one_package_are_not_mixed(tmp_path: Path) -> None:
+    """A module that only the second version has does not stay below the first."""
+    first, second = code(tmp_path / "a"), code(tmp_path / "b")
+    code(first / "parts", __init__="", both="VERSION = 1")
+    code(second / "parts", __init__="", both="VERSION = 2", only_second="")
+    with importing_from(first):
+        before = importlib.import_module("parts.both")
+    with importing_from(second):
+        importlib.import_module("parts.only_second")
+        assert importlib.import_module("parts.both").VERSION == 2
+    assert sys.modules["parts.both"] is before
+    assert "parts.only_second" not in sys.modules
+
+
 def test_what_is_imported_later_is_found_last(tmp_path: Path) -> None:
-    """The folder stays at the end of the search path, and shadows nothing of this process."""
+    """The folder stays at the end of the search path, and shadows nothing of this process.
+
+    Also if the code itself has put the folder first.
+    """
     folder = code(tmp_path / "a", imported_later="VALUE = 7")
     with importing_from(folder):
-        pass
+        sys.path.insert(0, str(folder))
     assert sys.path[-1] == str(folder)
     assert str(folder) not in sys.path[:-1]
     assert importlib.import_module("imported_later").VALUE == 7

@@ -60,7 +60,8 @@ def test_an_archive_can_be_unpacked(tmp_path: Path) -> None:
     assert data is not None
     target = write_all(tmp_path / "target", {"of_an_earlier_run.py": ""})
     unpack_code(data, target)
-    assert (target / "lib" / "run.sh").stat().st_mode & 0o777 == 0o755
+    for path in (target, target / "lib" / "run.sh"):
+        assert path.stat().st_mode & 0o777 == 0o755
     assert pack_code(target).data == data
 
 
@@ -200,9 +201,10 @@ def hostile(**member: object) -> bytes:
         hostile(type=tarfile.SYMTYPE, linkname="/etc"),
         hostile(type=tarfile.LNKTYPE, linkname="../x"),
         hostile(type=tarfile.CHRTYPE),
+        hostile(type=tarfile.GNUTYPE_SPARSE),
         b"not a tar file",
     ],
-    ids=["above", "absolute", "link", "hard link", "device", "text"],
+    ids=["above", "absolute", "link", "hard link", "device", "sparse", "text"],
 )
 def test_a_hostile_archive_is_refused(tmp_path: Path, data: bytes) -> None:
     """Nothing is written, neither outside the folder nor inside."""
