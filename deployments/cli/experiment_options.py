@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -106,12 +107,24 @@ def open_store(config_file: Path | None, storage: str | None) -> CheckpointStore
             raise
     place = StorageConfig() if storage is None else moved(StorageConfig(), storage)
     store = CheckpointStore(place.url, place.options)
-    if storage is None and (others := sorted([*Path().glob("*.yaml"), *Path().glob("*.yml")])):
+    if storage is None and (others := _experiment_files()):
         console.note(
             f"there is no {DEFAULT_EXPERIMENT} here, so the storage is {store.url}; to use another "
             f"experiment's, give --config, for example --config {others[0]}"
         )
     return store
+
+
+def _experiment_files() -> list[Path]:
+    """The YAML files of the working folder that have an entrypoint."""
+    return sorted(filter(_has_entrypoint, [*Path().glob("*.yaml"), *Path().glob("*.yml")]))
+
+
+def _has_entrypoint(file: Path) -> bool:
+    try:
+        return re.search(rb"^entrypoint\s*:", file.read_bytes(), re.MULTILINE) is not None
+    except OSError:
+        return False
 
 
 def open_store_of(experiment: ExperimentConfig) -> CheckpointStore:

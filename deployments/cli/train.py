@@ -110,9 +110,11 @@ def train(
 
         run: FlowRun[TrialResult] = FlowRun(display, experiment.code)
         exit_code = run.run(call)
+        # --resume alone continues the newest trial, which need not be the one that was named.
+        resume_option = "--resume" if trial is None else f"--resume --trial {trial}"
         if run.result is not None:
             outcome.completed(run.result)
-            summary = _summary(run.result, time.monotonic() - began, run.later_ui)
+            summary = _summary(run.result, time.monotonic() - began, run.later_ui, resume_option)
             print("\n".join(summary), file=outcome.stream, flush=True)
             return exit_code
         if run.failure is not None:
@@ -124,10 +126,10 @@ def train(
         if display.committed_at is not None:
             console.note(
                 f"the last checkpoint of trial {outcome.trial} is at batch {display.committed_at}; "
-                "to continue from it, give --resume"
+                f"to continue from it, give {resume_option}"
             )
         elif run.stopped_by is not None and continued is not None:
-            console.note(f"to continue trial {continued}, give --resume")
+            console.note(f"to continue trial {continued}, give {resume_option}")
         elif run.stopped_by is not None and outcome.trial is not None:
             console.note(
                 f"trial {outcome.trial} has no checkpoint yet, so --resume does not continue it"
@@ -149,7 +151,7 @@ def _trial_to_resume(
     Raises:
         ConfigError: the trial `named` has no checkpoint.
     """
-    if named is not None and not any(store.list(named)):
+    if named is not None and store.newest(named) is None:
         raise ConfigError(
             f"--trial {named}: no checkpoint of this trial is in {store.url}; `trialflow "
             "checkpoints list` shows trials that have some"
@@ -180,7 +182,9 @@ def _page_written_at(trial: str) -> int | None:
     return page.stat().st_mtime_ns if page.exists() else None
 
 
-def _summary(result: TrialResult, seconds: float, later_ui: str | None) -> list[str]:
+def _summary(
+    result: TrialResult, seconds: float, later_ui: str | None, resume_option: str
+) -> list[str]:
     why = result.stop_reason or "as the trial asked"
     how = f"stopped early, {why}," if result.stopped_early else "completed"
     batches = text_format.plural(result.batches_trained, "batch")
@@ -192,7 +196,7 @@ def _summary(result: TrialResult, seconds: float, later_ui: str | None) -> list[
             for name, value in result.validation_metrics.items()
         ),
         ("checkpoint", result.checkpoint_url),
-        ("continue with", "--resume" if result.stop_reason else None),
+        ("continue with", resume_option if result.stop_reason else None),
         ("report", result.report_path),
         ("HTML report", str(page) if (page := _report_page(result.trial)).exists() else None),
         ("logs", result.run_dir and str(Path(result.run_dir, "logs"))),

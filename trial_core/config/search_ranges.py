@@ -43,7 +43,7 @@ def _drawn(value: Any, path: str, random: Random) -> Any:
         return {key: _drawn(inner, f"{path}.{key}", random) for key, inner in value.items()}
     try:
         drawn = _draw_from(value, random)
-    except (KeyError, TypeError, ValueError, IndexError, OverflowError):
+    except (KeyError, TypeError, ValueError, IndexError, ArithmeticError):
         raise ConfigError(
             f"{path}: cannot draw a value from {format_value(dict(value))}; expected type "
             '"categorical" with a list vals, or "int", "double" or "log" with numbers minval and '
@@ -56,6 +56,8 @@ def _drawn(value: Any, path: str, random: Random) -> Any:
 def _draw_from(search_range: Mapping[str, Any], random: Random) -> Any:
     type_ = search_range["type"]
     if type_ == "categorical":
+        if not isinstance(search_range["vals"], (list, tuple)):
+            raise TypeError  # text has elements, too
         return random.choice(search_range["vals"])
     lowest, highest = search_range["minval"], search_range["maxval"]
     if type_ == "int":
@@ -63,4 +65,9 @@ def _draw_from(search_range: Mapping[str, Any], random: Random) -> Any:
     if lowest > highest:
         raise ValueError
     number = random.uniform(lowest, highest)
-    return search_range.get("base", 10.0) ** number if type_ == "log" else number
+    if type_ == "double":
+        return number
+    base = search_range.get("base", 10.0)
+    if base <= 0:
+        raise ValueError  # the power of a negative number may be a complex one
+    return base**number

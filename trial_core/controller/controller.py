@@ -245,14 +245,14 @@ class Controller:
         # Checkpoints of earlier releases do not have training_data.
         loaders.begin(request.batches_trained, own.get("training_data"))
         self._loaders, self._rng = loaders, own.get("rng")
+        if info.experiment.get("tensorboard_logging", True):
+            info.instruments.log_metrics_by_default()  # also those of a validation before training
         return LoadersBuilt(epoch=loaders.epoch)
 
     def train(self, request: TrainBatches) -> Trained:
         """Train up to a batch. Collective."""
         engine, info, loaders = self._trial.engine, self._trial.info, self._built_loaders
         self._restore_rng()
-        if info.experiment.get("tensorboard_logging", True):
-            info.instruments.log_metrics_by_default()
         info.instruments.start()
         began, waited = time.monotonic(), loaders.waited_seconds
         outcome = train_batches(

@@ -58,7 +58,7 @@ def _merged(base: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise TrialError(
             f"cannot read the DeepSpeed config {path} in the folder {path.absolute().parent}: "

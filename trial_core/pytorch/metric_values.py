@@ -19,6 +19,8 @@ from trial_core.errors import TrialError
 Value = float | int | list[Any]
 Array = np.ndarray[Any, Any]
 
+MAX_INT64 = np.iinfo(np.int64).max
+
 
 @dataclass(frozen=True)
 class Unreduced:
@@ -66,7 +68,8 @@ def collected(name: str, value: Any, source: str) -> Collected:
 def numeric(value: Any) -> Array | None:
     """A copy of a number, array or nested lists of numbers, as float64 or int64 on the host.
 
-    Other values give None: they are not reduced.
+    Integers that are too large for int64 become float64. Other values give None: they are not
+    reduced.
     """
     if isinstance(value, torch.Tensor):
         return None if value.is_complex() else _host_array(value.detach())
@@ -74,9 +77,12 @@ def numeric(value: Any) -> Array | None:
     nested = isinstance(value, (list, tuple)) and _holds_numbers(value)
     if nested or isinstance(value, (bool, int, float, np.generic, np.ndarray)):
         array = np.asarray(value)
+        if not isinstance(value, np.ndarray) and array.dtype.kind == "O":  # integers beyond uint64
+            array = array.astype(np.float64)
     if array is None or array.dtype.kind not in "fiub":
         return None
-    return array.astype(np.float64 if array.dtype.kind == "f" else np.int64)
+    is_large = array.dtype == np.uint64 and array.size > 0 and array.max() > MAX_INT64
+    return array.astype(np.float64 if array.dtype.kind == "f" or is_large else np.int64)
 
 
 def as_reported(metrics: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -106,8 +112,10 @@ def plain_value(name: str, value: Any, source: str) -> Any:
     array = numeric(value)
     if array is not None:
         return as_plain(array)
-    if value is None or isinstance(value, (int, str)):  # an int that is too large for int64
+    if value is None:
         return value
+    if isinstance(value, str):
+        return str.__str__(value)  # messages cannot hold a subclass, such as numpy's
     if isinstance(value, Mapping):
         return {str(key): plain_value(name, each, source) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -5,6 +5,7 @@ torch and TensorBoard are imported on first use.
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -14,6 +15,8 @@ from typing import Any
 
 from trial_core.errors import TrialError, TrialflowError
 from trial_core.run.observer import MetricsKind
+
+logger = logging.getLogger(__name__)
 
 
 class Instruments:
@@ -108,17 +111,37 @@ class Instruments:
             self.writer()
 
     def log_metrics_by_default(self) -> None:
-        """Write reported metrics from now on, if TensorBoard is installed."""
+        """Write reported metrics from now on, if TensorBoard is installed.
+
+        If it cannot be imported, `report` warns: the trial has not asked for it.
+        """
         self._logs_metrics = self._logs_metrics or find_spec("tensorboard") is not None
 
     def report(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
         """Write the reported metrics that are numbers, on rank 0, under the reference's tags."""
         if self.automatic and self._logs_metrics and self.rank == 0:
-            for name, value in metrics.items():
-                if isinstance(value, (int, float)) and not isinstance(value, bool):
+            numbers = {
+                name: value
+                for name, value in metrics.items()
+                if isinstance(value, (int, float)) and not isinstance(value, bool)
+            }
+            if numbers and self._has_metrics_writer():
+                for name, value in numbers.items():
                     prefix = "val_" if kind == "validation" and not name.startswith("val") else ""
                     self.writer().add_scalar(f"Determined/{prefix}{name}", value, batches)
         self.flush()
+
+    def _has_metrics_writer(self) -> bool:
+        """Make the writer. It has been made before, unless metrics are only written by default."""
+        try:
+            self.writer()
+        except TrialError as error:
+            self._logs_metrics = False
+            logger.warning(
+                "reported metrics are not written for TensorBoard, because it cannot be imported: "
+                "%s", error.__cause__,
+            )  # fmt: skip
+        return self._logs_metrics
 
     def flush(self) -> None:
         """Flush the event files. Any thread may call this."""

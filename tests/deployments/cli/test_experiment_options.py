@@ -55,8 +55,9 @@ def test_a_named_storage_takes_precedence(here: Path, capsys: pytest.CaptureFixt
 
 
 def test_an_experiment_file_of_another_name(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its storage is used only if it is named, which the command says."""
+    """Its storage is used only if it is named, which the command says. Other YAML is not named."""
     (here / "experiment.yaml").rename(here / "const.yaml")
+    (here / "compose.yaml").write_text("services: {}\n")
     assert main(["checkpoints", "list"]) == 0
     assert "there is no experiment.yaml here" in (said := capsys.readouterr().err)
     assert "for example --config const.yaml" in said

@@ -77,9 +77,12 @@ def test_a_run_into_a_file(tmp_path: Path) -> None:
 def test_the_summary_names_the_batch_of_an_earlier_validation() -> None:
     """Metrics of another batch than the last checkpoint's are not shown as its own."""
     stopped = TrialResult("toy-1", 60, True, "time budget", {}, {"loss": 0.25}, validated_at=40)
-    assert _summary(stopped, 1.0, None)[1] == "  loss           0.25 (validated at batch 40)"
+    assert (
+        _summary(stopped, 1.0, None, "--resume")[1]
+        == "  loss           0.25 (validated at batch 40)"
+    )
     ended = replace(stopped, validated_at=60)
-    assert _summary(ended, 1.0, None)[1] == "  loss           0.25"
+    assert _summary(ended, 1.0, None, "--resume")[1] == "  loss           0.25"
 
 
 @pytest.mark.long
@@ -291,22 +294,29 @@ class FakeFlow:
         return flow
 
 
-@pytest.mark.parametrize("is_quiet", [False, True])
+@pytest.mark.parametrize(("is_quiet", "is_named"), [(False, False), (True, False), (True, True)])
 def test_the_trial_that_resume_continues_is_named(
     tmp_path: Path, prefect_server: PrefectServer, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str], is_quiet: bool,
+    capsys: pytest.CaptureFixture[str], is_quiet: bool, is_named: bool,
 ) -> None:  # fmt: skip
-    """Also with --quiet, on stderr; after Ctrl-C again, as there is nothing newer to continue."""
+    """Also with --quiet, on stderr; after Ctrl-C again, as there is nothing newer to continue.
+
+    A trial that --trial has named must be named again, since it may not be the newest.
+    """
     store = CheckpointStore(f"file://{tmp_path}/storage")
     store.commit(new_manifest(4, trial="toy-0000beef", experiment="toy"))
+    if is_named:
+        store.commit(new_manifest(4, trial="toy-0000cafe", experiment="toy"))
     path = write_experiment(tmp_path, checkpoint_storage=store.url)
     flow = FakeFlow(lambda: os.kill(os.getpid(), signal.SIGINT))
     monkeypatch.setattr(flow_module, "train", flow)
     with prefect_server.configured():
-        assert train(path, resume=True, quiet=is_quiet) == 130
+        named = "toy-0000beef" if is_named else None
+        assert train(path, resume=True, trial=named, quiet=is_quiet) == 130
     printed, said = capsys.readouterr()
     assert "continuing trial toy-0000beef, " in (said if is_quiet else printed)
-    assert "to continue trial toy-0000beef, give --resume" in said
+    option = "--resume --trial toy-0000beef" if is_named else "--resume"
+    assert f"to continue trial toy-0000beef, give {option}\n" in said
     assert printed == "" or not is_quiet
 
 

@@ -121,12 +121,27 @@ def test_the_digest_covers_only_what_is_trained() -> None:
     storage = {"url": "s3://user:SECRET@bucket", "options": {"secret": "SECRET"}}
     assert digest.startswith("sha256:")
     environment = {"environment_variables": {"TOKEN": "SECRET"}}
+    watched = {"profiling": {"enabled": True}, "tensorboard_logging": False}
     elsewhere = experiment(
-        name="a", code="/elsewhere", checkpoint_storage=storage, environment=environment
+        name="a", code="/elsewhere", checkpoint_storage=storage, environment=environment, **watched
     )
     assert elsewhere.digest() == digest
+    assert experiment(name="a", ignored_fields={"project": "b"}).digest() == digest
+    assert experiment(name="a", optimizations={"aggregation_frequency": 2}).digest() != digest
     assert experiment(name="a", hyperparameters={"lr": 0.1}).digest() != digest
     assert experiment(name="a", scheduling_unit=7).digest() != digest
+
+
+def test_the_digest_of_a_release_does_not_change() -> None:
+    """Manifests hold digests of earlier releases, which did not have all of today's fields."""
+    digest = "sha256:b6720d700f3f75a2e6394a54a68ae7e7be6407ef3b35e7500f230e53f49e7133"
+    assert experiment(name="a").digest() == digest
+
+
+def test_a_single_batch_may_be_profiled() -> None:
+    """The first and the last batch are then the same."""
+    one = experiment(profiling={"begin_on_batch": 3, "end_after_batch": 3}).profiling
+    assert (one.begin_on_batch, one.end_after_batch) == (3, 3)
 
 
 def test_overrides_replace_and_create(tmp_path: Path) -> None:

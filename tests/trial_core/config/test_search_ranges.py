@@ -49,8 +49,11 @@ def test_the_seed_decides() -> None:
         {"type": "log", "minval": "small", "maxval": 2},
         {"type": "categorical", "vals": []},
         {"type": "categorical", "vals": 3},
+        {"type": "categorical", "vals": "adam"},
         {"type": "categorical", "minval": 3},
         {"type": "log", "minval": 9e9, "maxval": 9e9},
+        {"type": "log", "minval": -4, "maxval": -2, "base": 0},
+        {"type": "log", "minval": -4, "maxval": -2, "base": -10},
     ],
 )
 def test_a_range_without_a_value_is_refused(wrong: dict[str, Any]) -> None:

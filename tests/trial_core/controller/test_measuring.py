@@ -88,16 +88,18 @@ def test_event_files_are_uploaded_with_the_run(
 def test_metrics_are_written_for_every_trial(
     warm_slots: Warm, tmp_path: Path, world_size: int
 ) -> None:
-    """By rank 0, from the first train-workload on. The experiment may switch it off."""
+    """By rank 0, from the validation before training on. The experiment may switch it off."""
     for name, settings in {"by default": {"tensorboard_logging": True}, "off": {}}.items():
-        own = toy_config(tmp_path, 4, scheduling_unit=2, **settings)
+        own = toy_config(
+            tmp_path, 4, scheduling_unit=2, perform_initial_validation=True, **settings
+        )
         drive(warm_slots(world_size), own, tmp_path / name)
     seen = scalars(tmp_path / "by default" / "tensorboard" / "rank-0")
     assert {tag: [step for step, _ in values] for tag, values in seen.items()} == {
         "Determined/loss": [2, 4],
         "Determined/rank": [2, 4],
-        "Determined/val_loss": [4],
-        "Determined/val_mean_index": [4],
+        "Determined/val_loss": [0, 4],
+        "Determined/val_mean_index": [0, 4],
     }
     assert not (tmp_path / "by default" / "tensorboard" / "rank-1").exists()
     assert not (tmp_path / "off" / "tensorboard").exists()

@@ -22,6 +22,7 @@ from trial_core.pytorch.metric_reduction import (
     calls_over_ranks,
     combine,
 )
+from trial_core.pytorch.metric_values import as_reported
 
 floats = st.floats(-1e6, 1e6)
 
@@ -325,3 +326,24 @@ def test_reducers_must_match_the_metrics() -> None:
         reduced([{"a": 1}], reducers={"a": "mean"})
     with pytest.raises(TrialError, match="gives None"):
         reduced([{"a": 1}], reducers=None)
+
+
+@pytest.mark.parametrize(
+    ("value", "reported"),
+    [(2**63, 2.0**63), (np.uint64(2**63), 2.0**63), (2**70, 2.0**70), ([2**70, 1], [2.0**70, 1.0])],
+)
+def test_integers_that_are_too_large_for_int64(value: Any, reported: Any) -> None:
+    """They become floats, which messages can hold, with their sign."""
+    metrics = BatchMetrics()
+    metrics.add_batch([{"count": value}])
+    assert combine([metrics.partials()]) == {"count": reported}
+    assert as_reported({"count": value}, "a hook") == {"count": reported}
+
+
+def test_text_of_numpy_is_plain_text() -> None:
+    """Messages can hold `str`, and no subclass of it."""
+    metrics = BatchMetrics()
+    metrics.add_batch([{"label": np.str_("cat"), "all": [np.str_("cat"), np.str_("dog")]}])
+    reported = combine([metrics.partials()])
+    assert reported == {"label": "cat", "all": ["cat", "dog"]}
+    assert [type(each) for each in (reported["label"], *reported["all"])] == [str] * 3

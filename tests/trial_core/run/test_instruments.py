@@ -1,7 +1,9 @@
-"""Moving a rank's TensorBoard folder, because the run resumes another trial."""
+"""A rank's TensorBoard folder: it may move, because the run resumes another trial."""
 
 from __future__ import annotations
 
+import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,21 @@ def test_an_open_writer_continues_in_the_new_folder(tmp_path: Path) -> None:
     instruments.finish()
     events = EventAccumulator(str(tmp_path / "old" / "losses_mine")).Reload().Scalars("losses")
     assert [event.value for event in events] == [0, 1, 2, 3]
+
+
+def test_a_tensorboard_that_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Metrics that the trial did not ask to write end no run: one warning says why."""
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    instruments = Instruments(tmp_path / "new")
+    instruments.log_metrics_by_default()
+    with caplog.at_level(logging.WARNING):
+        for batches in (2, 4):
+            instruments.report("training", batches, {"loss": 0.5})
+    (warning,) = caplog.messages
+    assert warning.startswith("reported metrics are not written for TensorBoard, because ")
+    assert "torch.utils.tensorboard" in warning
 
 
 def test_without_files_no_folder_is_created(tmp_path: Path) -> None:

@@ -119,8 +119,13 @@ def test_test_mode_needs_no_length() -> None:
 
 
 def test_a_misspelt_field_of_exp_conf(caplog: pytest.LogCaptureFixture) -> None:
-    """It is the trial's, and has no effect; a warning says what may be meant."""
-    script_config({"searcher": {"metrc": "loss", "mode": 3}, "checkpoint_storag": "x", "mine": 1})
+    """It is the trial's, and has no effect; a warning says what may be meant.
+
+    Not of a name that is similar to a field that is given as well.
+    """
+    searcher = {"metrc": "loss", "mode": 3}
+    own = {"mine": 1, "names": ["a"]}
+    script_config({"name": "b", "searcher": searcher, "checkpoint_storag": "x", **own})
     assert [record.getMessage() for record in caplog.records] == [
         'exp_conf: "checkpoint_storag" has no effect; did you mean "checkpoint_storage"?',
         'exp_conf: searcher: "metrc" has no effect; did you mean "metric"?',
