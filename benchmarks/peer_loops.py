@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.models import MODELS, Small, Tiny
@@ -65,7 +66,9 @@ class _Stepwise:
 
 
 class Bare(_Stepwise):
-    """PyTorch alone. It trains the trial's model, since equal ones differ by their addresses.
+    """PyTorch alone, with the mean loss of a turn, as a loop that somebody writes reports it.
+
+    It trains the trial's model, since equal ones differ by their addresses.
 
     Args:
         replica: the model; DistributedDataParallel if there are several ranks.
@@ -80,13 +83,22 @@ class Bare(_Stepwise):
         super().__init__()
         self._model, self._optimizer = replica, optimizer
         self._batches = _endless(_loader(model, sharded=True))
+        self._losses: list[Tensor] = []
 
     def run(self, batches: int) -> float:
         self._model.train()  # the controller validates: else no gradients would be averaged
-        return super().run(batches)
+        self._losses.clear()
+        began = time.perf_counter()
+        super().run(batches)
+        torch.stack(self._losses).mean().item()
+        return time.perf_counter() - began
 
     def step(self, batch: Tensor) -> None:
+        if isinstance(self._model, DistributedDataParallel):
+            sync: Any = self._model._sync_buffers  # its default, which the trial has turned off
+            sync()
         loss = self._model(batch)
+        self._losses.append(loss.detach())
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
