@@ -28,18 +28,19 @@ def storage(ceph_s3: S3Server) -> Storage:
 def test_one_of_many_concurrent_writers_creates_the_object(storage: Storage) -> None:
     """The object holds the bytes of the writer that was told it succeeded."""
     barrier = Barrier(WRITERS)
+    contents = [f"{number:02}".encode() for number in range(WRITERS)]  # none begins another one
 
     def create(number: int) -> int | None:
-        barrier.wait(timeout=10)
+        barrier.wait()
         try:
-            storage.create("manifests/a", str(number).encode())
+            storage.create("manifests/a", contents[number])
         except FileExistsError:
             return None
         return number
 
     with ThreadPoolExecutor(WRITERS) as pool:
         winners = [each for each in pool.map(create, range(WRITERS)) if each is not None]
-    assert storage.read("manifests/a") == b"".join(str(each).encode() for each in winners)
+    assert storage.read("manifests/a") == b"".join(contents[each] for each in winners)
 
 
 def test_a_retry_is_told_from_a_conflict(storage: Storage) -> None:
