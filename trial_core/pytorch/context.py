@@ -74,9 +74,9 @@ class PyTorchTrialContext(TorchTrialContext):
         """Move a model to this rank's device, and have checkpoints contain it.
 
         With several ranks the result is a replica whose gradients are averaged; the model's
-        attributes and methods can be reached through it, and the parts of a container such as
-        nn.Sequential by ``[]``, ``len``, ``in`` and iteration. Every rank calls this, in the same order,
-        which is the model's index in checkpoints.
+        attributes and methods can be reached through it, and so can the parts of a container such
+        as nn.Sequential. Every rank calls this, in the same order, which is the model's index in
+        checkpoints.
 
         With ``sharding="fsdp2"`` the ranks divide the model and its optimizer state among them. The
         result is `model`; construct its optimizer afterwards. FSDP2 gathers weights only when the
