@@ -13,7 +13,7 @@ Slots, restarts, stops, checkpoints and the report are those of every run.
 
 from __future__ import annotations
 
-from trial_core.config.experiment import OPEN_END
+from trial_core.config.lengths import OPEN_END
 from trial_core.messages import CheckpointWritten, RunScript
 from trial_core.run.choose_resume_point import fetch_first_intact
 from trial_core.run.run_loop import RunStages, TrialResult

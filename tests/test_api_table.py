@@ -105,7 +105,7 @@ REFERENCE: dict[str, str] = {
     ),
     "core": (
         "CheckpointContext Context DistributedContext DownloadMode PreemptContext PreemptMode "
-        "TrainContext init"
+        "SearcherContext SearcherMode SearcherOperation TrainContext Unit init"
     ),
     "core.TrainContext": (
         "get_experiment_best_validation get_tensorboard_path report_early_exit "
@@ -113,6 +113,8 @@ REFERENCE: dict[str, str] = {
     ),
     "core.CheckpointContext": "delete download get_metadata restore_path store_path upload",
     "core.PreemptContext": "acknowledge_preemption_signal should_preempt",
+    "core.SearcherContext": "acknowledge_out_of_ops get_configured_units operations",
+    "core.SearcherOperation": "length report_completed report_progress",
     "errors": "InvalidExperimentException",
 }
 REFERENCE_NAMES = {
@@ -143,7 +145,8 @@ def test_every_public_name_has_a_row() -> None:
     exported |= {f"core.{name}" for name in trial_core.core.__all__}
     assert exported - {"pytorch.deepspeed"} - STATUSES.keys() == set()
     classes = ("deepspeed.DeepSpeedTrial", "deepspeed.DeepSpeedTrialContext", "deepspeed.Trainer")
-    of_scripts = ("core.TrainContext", "core.CheckpointContext", "core.PreemptContext")
+    of_scripts = ("core.TrainContext", "core.CheckpointContext", "core.PreemptContext",
+                  "core.SearcherContext", "core.SearcherOperation")  # fmt: skip
     of_pytorch = ("PyTorchTrial", "PyTorchTrialContext", "PyTorchExperimentalContext",
                   "LRScheduler", "Trainer", "PyTorchCallback", "MetricReducer")  # fmt: skip
     for path in (*classes, *of_scripts, *(f"pytorch.{name}" for name in of_pytorch)):

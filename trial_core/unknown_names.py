@@ -27,7 +27,6 @@ _INSTEAD = {
         "DataLoader": "trial_core.pytorch.DataLoader",
     },
     "Context": {
-        "searcher": "a length from the script's arguments: a run trains one trial",
         "profiler": "torch.profiler, with context.train.get_tensorboard_path()",
         "metrics": "context.train",
         "experimental": "the script's own loop",

@@ -17,7 +17,7 @@ from trial_core.config.checkpoint_storage import StorageConfig
 from trial_core.config.checkpointing_section import CheckpointingConfig
 from trial_core.config.command import is_command
 from trial_core.config.error_text import error_lines, format_value, validation_error
-from trial_core.config.lengths import Period
+from trial_core.config.lengths import OPEN_END, Period
 from trial_core.config.parsing import override, read_mapping, warn_of_new_hyperparameters
 from trial_core.config.retraining_section import RetrainingConfig
 from trial_core.config.section_base import Section
@@ -31,7 +31,6 @@ from trial_core.config.sections import (
 )
 from trial_core.config.stopping_section import StoppingConfig
 from trial_core.config.values import (
-    MAX_COUNT,
     Count,
     Flag,
     PlainMapping,
@@ -44,9 +43,6 @@ from trial_core.run.sequencer import CheckpointPolicy, Schedule
 from trial_core.slots.accelerators import CPU, KIND_VARIABLE
 from trial_core.text_format import slug
 from trial_core.units import Batch
-
-OPEN_END = Batch(MAX_COUNT)
-"""The maximum length of a Core API script whose experiment names none: the script ends itself."""
 
 _NOT_IN_DIGEST = {
     "code", "checkpoint_storage", "checkpointing", "stopping", "retraining", "environment",

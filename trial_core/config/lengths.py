@@ -13,6 +13,16 @@ from trial_core.units import Batch, Epoch, TrainUnit
 
 _UNITS: dict[str, type[Batch] | type[Epoch]] = {"batches": Batch, "epochs": Epoch}
 
+OPEN_END = Batch(MAX_COUNT)
+"""The maximum length of a Core API script whose experiment names none: the script ends itself."""
+
+
+def named_length(experiment: Mapping[str, Any]) -> TrainUnit | None:
+    """The length of training in a checked experiment, as plain data; None: it names none."""
+    value = (experiment.get("searcher") or {}).get("max_length")
+    length = None if value is None else _length(value)
+    return None if length == OPEN_END else length
+
 
 def _length(value: Any) -> TrainUnit:
     if isinstance(value, (Batch, Epoch)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def script_config(
     exp_conf: Mapping[str, Any] | None,
     hparams: Mapping[str, Any] | None = None,
     trial_class: type | None = None,
-    max_length: TrainUnit | None = None,
+    max_length: TrainUnit | Mapping[str, int] | int | None = None,
 ) -> ExperimentConfig:
     """The experiment of this script.
 
@@ -46,7 +47,7 @@ def script_config(
         exp_conf: any fields. A script uses those in `_USED` and `_USED_OF_SEARCHER`.
         hparams: hyperparameters; they replace those of `exp_conf`.
         trial_class: the trial, if known.
-        max_length: the length of training, if known.
+        max_length: the length of training, if known, also as in an experiment file.
 
     Raises:
         ConfigError: one line per mistake.
@@ -61,8 +62,9 @@ def script_config(
     given["code"] = str(folder)
     given["name"] = given.get("name") or script.stem
     searcher = _mapping(everything.get("searcher"), f"{SOURCE}: searcher")
+    length = Batch(1) if max_length is None else max_length
     used = {name: searcher[name] for name in _USED_OF_SEARCHER if name in searcher}
-    given["searcher"] = {"metric": "loss", **used, "max_length": max_length or Batch(1)}
+    given["searcher"] = {"metric": "loss", **used, "max_length": length}
     if trial_class is None:  # once: not again in `fit`
         _warn_of_misspelt(everything, list(ExperimentConfig.model_fields), SOURCE)
         _warn_of_misspelt(searcher, list(SearcherConfig.model_fields), f"{SOURCE}: searcher")
@@ -81,19 +83,40 @@ def named_metric(exp_conf: Mapping[str, Any]) -> str | None:
     return (exp_conf.get("searcher") or {}).get("metric")
 
 
-def has_code_folder(trial_class: type) -> bool:
-    """Whether the trial's class is in a file that is the user's own.
+def given_length(exp_conf: Mapping[str, Any] | None) -> Any:
+    """The length of training as `exp_conf` gives it, not checked; None: it gives none."""
+    searcher = exp_conf.get("searcher") if isinstance(exp_conf, Mapping) else None
+    return searcher.get("max_length") if isinstance(searcher, Mapping) else None
 
-    Not so in a notebook, and in an installed package, whose folder also holds all others.
+
+def has_code_folder(module_name: str) -> bool:
+    """Whether a module is in a file that is the user's own.
+
+    Not so in a notebook, and in an installed package or command, whose folder also holds all
+    others.
     """
-    module = sys.modules.get(trial_class.__module__)
+    module = sys.modules.get(module_name)
     file = getattr(module, "__file__", None)
-    return file is not None and _PACKAGES.isdisjoint(Path(file).resolve().parts)
+    if file is None:
+        return False
+    path = Path(file).resolve()
+    return _PACKAGES.isdisjoint(path.parts) and path.parent not in _command_folders()
+
+
+def _command_folders() -> list[Path]:
+    schemes = sysconfig.get_default_scheme(), sysconfig.get_preferred_scheme("user")
+    return [Path(sysconfig.get_path("scripts", scheme)).resolve() for scheme in schemes]
+
+
+def started_module() -> str | None:
+    """The module that this program was started as, with ``python -m``; None: it was not."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return None if spec is None else str(spec.name)
 
 
 def _module_of(script: Path, trial_class: type | None) -> tuple[Path, str]:
     """The folder to import a script from, and its module there: ``package.module``."""
-    name = trial_class.__module__ if trial_class else "__main__"
+    name = trial_class.__module__ if trial_class else started_module() or "__main__"
     parts = tuple(name.split("."))
     if script.with_suffix("").parts[-len(parts) :] == parts:
         return script.parents[len(parts) - 1], name

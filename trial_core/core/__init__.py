@@ -8,6 +8,7 @@ from __future__ import annotations
 from trial_core.core.checkpoints import CheckpointContext, DownloadMode
 from trial_core.core.context import Context, PreemptContext, PreemptMode, TrainContext
 from trial_core.core.init import init
+from trial_core.core.searcher import SearcherContext, SearcherMode, SearcherOperation, Unit
 from trial_core.distributed import DistributedContext
 
 __all__ = [
@@ -17,6 +18,10 @@ __all__ = [
     "DownloadMode",
     "PreemptContext",
     "PreemptMode",
+    "SearcherContext",
+    "SearcherMode",
+    "SearcherOperation",
     "TrainContext",
+    "Unit",
     "init",
 ]

@@ -11,6 +11,7 @@ from trial_core.cluster_info import ScriptInfo
 from trial_core.core.checkpoints import CheckpointContext
 from trial_core.core.metrics import checked_steps, plain_metrics
 from trial_core.core.script_host import ScriptHost
+from trial_core.core.searcher import SearcherContext
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
 from trial_core.run.observer import MetricsKind
@@ -117,6 +118,7 @@ class Context:
         train: reports metrics.
         checkpoint: stores and restores checkpoints.
         preempt: tells whether to save and end.
+        searcher: says how long to train.
         distributed: which rank this is, and collectives of small objects.
         info: the trial, its hyperparameters, and the checkpoint to resume from.
     """
@@ -125,6 +127,7 @@ class Context:
         self.train = TrainContext(host)
         self.checkpoint = CheckpointContext(host)
         self.preempt = PreemptContext(host)
+        self.searcher = SearcherContext(host)
         self.distributed: DistributedContext = host.distributed
         self.info: ScriptInfo = host.info
 

@@ -26,7 +26,8 @@ import torch.distributed as dist
 
 from trial_core.cluster_info import published
 from trial_core.config.command import ScriptCommand
-from trial_core.config.script import named_metric, script_config
+from trial_core.config.lengths import OPEN_END
+from trial_core.config.script import given_length, named_metric, script_config, started_module
 from trial_core.core.context import Context, PreemptMode
 from trial_core.core.local_host import LocalHost
 from trial_core.core.script_host import current_host
@@ -82,7 +83,9 @@ def init(
     uncaught_errors.install()
     with visible_logs(), ExitStack() as stack:
         given = dict(exp_conf or {})
-        config = script_config(exp_conf).model_copy(update={"entrypoint": _command()})
+        length = given_length(exp_conf)
+        config = script_config(exp_conf, max_length=OPEN_END if length is None else length)
+        config = config.model_copy(update={"entrypoint": _command()})
         experiment = {**given, "name": config.name, "hyperparameters": config.hyperparameters}
         local = LocalHost(
             stack, config, experiment, ranks, named_metric(given), latest_checkpoint, take_over
@@ -94,4 +97,7 @@ def init(
 
 def _command() -> str:
     """How this program was started, as an entrypoint."""
+    module = started_module()
+    if module is not None:
+        return ScriptCommand(module.removesuffix(".__main__"), True, tuple(sys.argv[1:])).text
     return ScriptCommand(Path(sys.argv[0]).name or "script.py", False, tuple(sys.argv[1:])).text

@@ -8,12 +8,15 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from trial_core.checkpoint.code_objects import RunCode
 from trial_core.checkpoint.fencing import Fence
-from trial_core.checkpoint.manifest import FileEntry, Topology
+from trial_core.checkpoint.manifest import FileEntry, StoredCode, Topology
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.cluster_info import ScriptInfo
 from trial_core.config import ExperimentConfig
+from trial_core.config.lengths import OPEN_END
+from trial_core.config.script import has_code_folder
 from trial_core.context import RunInfo
 from trial_core.controller.checkpoint_files import CheckpointFiles
 from trial_core.controller.collective_errors import run_on_all_ranks, run_on_rank_0
@@ -35,6 +38,7 @@ from trial_core.text_format import metrics_line
 from trial_core.trainer.background_upload import retry_storage
 from trial_core.trainer.fit_stop import FitStop
 from trial_core.transfer.staged_checkpoint import StagedCheckpoint
+from trial_core.transfer.trial_code import code_of_folder
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +99,9 @@ class LocalHost(ScriptHost):
         run_dir = run_dir_of(self._trial)
         # On all ranks: no other rank of the machine may fetch files into it before.
         run_on_all_ranks(distributed, self._prepare_run_dir)
+        self._code: RunCode | None = None
+        self._stored_code: StoredCode | None = None
+        run_on_rank_0(distributed, self._pack_code)
         instruments = instruments_in(run_dir, distributed.get_rank())
         instruments.rank = distributed.get_rank()
         self._run = RunInfo(self._trial, dict(experiment), instruments=instruments)
@@ -113,6 +120,7 @@ class LocalHost(ScriptHost):
         self._stop_barrier = StopBarrier()
         self._stop: FitStop | None = None
         self._must_stop = False
+        self.max_length = None if (length := config.searcher.max_length) == OPEN_END else length
 
     def finish(self) -> None:
         """Store the remaining files for TensorBoard, after a script without an error.
@@ -184,6 +192,13 @@ class LocalHost(ScriptHost):
         if ranks.get_rank() != 0 and ranks.get_local_rank() == 0:  # rank 0 holds the folder's lock
             prepare_run_dir(self._trial)
 
+    def _pack_code(self) -> None:
+        """Pack the script's folder for its checkpoints. On rank 0."""
+        if has_code_folder("__main__"):
+            self._code = code_of_folder(self._config.code, self._store, logger).archive
+        else:
+            logger.info("checkpoints hold no code: this is a notebook or an installed command")
+
     def _fetch(self, point: ResumePoint) -> str | None:
         """Fetch a checkpoint to this machine. Return what is damaged. Collective."""
         manifest = point.checkpoint
@@ -207,7 +222,9 @@ class LocalHost(ScriptHost):
 
     def _announce(self, uuid: str) -> None:
         fence = self._required_fence()
-        retry_storage(lambda: self._store.announce_upload(self._trial, uuid, fence.attempt, fence))
+        self._stored_code = retry_storage(
+            lambda: self._store.announce_upload(self._trial, uuid, fence.attempt, fence, self._code)
+        )
 
     def _upload(self, uuid: str) -> list[FileEntry]:
         return retry_storage(lambda: self._files.persist(uuid))
@@ -223,6 +240,7 @@ class LocalHost(ScriptHost):
             config=self._config,
             topology=Topology(world_size=size, data_parallel_size=size),
             versions=library_versions(),
+            code=self._stored_code,
         )
         retry_storage(lambda: self._store.commit(manifest, fence))
         logger.info("checkpoint %s committed: %d bytes", uuid, manifest.total_bytes)

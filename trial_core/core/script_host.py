@@ -14,6 +14,7 @@ from trial_core.controller.checkpoint_files import CheckpointFiles
 from trial_core.core.stored_checkpoints import StoredCheckpoints
 from trial_core.distributed import DistributedContext
 from trial_core.run.observer import MetricsKind
+from trial_core.units import TrainUnit
 
 
 class ScriptHost(ABC):
@@ -23,11 +24,13 @@ class ScriptHost(ABC):
         info: what the script may know of its run.
         distributed: this rank's place among all.
         checkpoints: the stored ones.
+        max_length: where the experiment says that training ends; None: it does not say.
     """
 
     info: ScriptInfo
     distributed: DistributedContext
     checkpoints: StoredCheckpoints
+    max_length: TrainUnit | None
     _files: CheckpointFiles
     _run: RunInfo
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trial_core.cluster_info import ScriptInfo
+from trial_core.config.lengths import named_length
 from trial_core.context import RunInfo
 from trial_core.controller.checkpoint_files import CheckpointFiles
 from trial_core.core.script_host import ScriptHost
@@ -44,6 +45,7 @@ class SlotHost(ScriptHost):
         self.info = info
         self.distributed = distributed
         self.checkpoints = checkpoints
+        self.max_length = named_length(run.experiment)
         self.was_preempted = False
         self._run = run
         self._files = files

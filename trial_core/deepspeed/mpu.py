@@ -44,7 +44,8 @@ def make_data_parallel_mpu(distributed: DistributedContext) -> ModelParallelUnit
 def make_deepspeed_mpu(mpu: Any) -> ModelParallelUnit:
     """The unit of a `PipelineEngine`.
 
-    The first and the last stage read data (inputs and labels). The last stage reports metrics.
+    The first and the last stage read data (inputs and labels). The last stage reports metrics: what
+    other stages, rank 0 among them, add to custom reducers is left out.
 
     Args:
         mpu: the engine's grid, ``engine.mpu``.

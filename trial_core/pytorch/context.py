@@ -17,7 +17,7 @@ from trial_core.context import RunInfo
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
 from trial_core.pytorch.custom_reducers import MetricReducer
-from trial_core.pytorch.distributed_model import DistributedModel, broadcast_model, unwrapped
+from trial_core.pytorch.distributed_model import broadcast_model, replica_of, unwrapped
 from trial_core.pytorch.gradient_averaging import GradientAveraging, parameters_of
 from trial_core.pytorch.lr_scheduler import LRScheduler
 from trial_core.pytorch.mixed_precision import MixedPrecision, apex_scaler, share_overflow
@@ -60,6 +60,7 @@ class PyTorchTrialContext(TorchTrialContext):
         self._default_sharding = str(settings.get("sharding", "none"))
         self._mesh: DeviceMesh | None = None
         self._divides: dict[int, bool] = {}
+        self._has_warned_of_remainder = False
         self._averaging = GradientAveraging(distributed.get_size())
 
     # ------------------------------------------------------------------------------ wrapping
@@ -73,8 +74,9 @@ class PyTorchTrialContext(TorchTrialContext):
         """Move a model to this rank's device, and have checkpoints contain it.
 
         With several ranks the result is a replica whose gradients are averaged; the model's
-        attributes and methods can be reached through it. Every rank calls this, in the same order,
-        which is the model's index in checkpoints.
+        attributes and methods can be reached through it, and so can the parts of a container such
+        as nn.Sequential. Every rank calls this, in the same order, which is the model's index in
+        checkpoints.
 
         With ``sharding="fsdp2"`` the ranks divide the model and its optimizer state among them. The
         result is `model`; construct its optimizer afterwards. FSDP2 gathers weights only when the
@@ -105,7 +107,7 @@ class PyTorchTrialContext(TorchTrialContext):
             if has_peers and chosen == "fsdp2" and any(True for _ in model.parameters()):
                 shard(model, self._device_mesh(), self._compresses_by_default)
             elif has_peers and _is_trained(model):
-                replica = DistributedModel(model, self.device)
+                replica = replica_of(model, self.device)
                 self._averaging.add_model(replica, in_backward=not find_unused_parameters)
                 model = replica
             elif has_peers:
@@ -344,7 +346,7 @@ class PyTorchTrialContext(TorchTrialContext):
         parameters = [each for each in parameters_of(optimizer) if each.requires_grad]
         had_own_gradients = self._averaging.before_step(parameters)
         if had_own_gradients and scaler is not None:
-            share_overflow(scaler, optimizer)
+            share_overflow(scaler, optimizer, self.device)
         if self.aggregation_frequency > 1 and self._divides[id(optimizer)]:
             for parameter in parameters:
                 if parameter.grad is not None:
@@ -405,11 +407,14 @@ class PyTorchTrialContext(TorchTrialContext):
     def get_per_slot_batch_size(self) -> int:
         """Samples of one batch on one rank: the global batch size divided by the ranks.
 
+        Warns once, on rank 0, if there is a remainder, which is left out.
+
         Raises:
             TrialError: as `get_global_batch_size`.
         """
         size, ranks = self.get_global_batch_size(), self.distributed.get_size()
-        if size % ranks and self.distributed.get_rank() == 0:
+        if size % ranks and self.distributed.get_rank() == 0 and not self._has_warned_of_remainder:
+            self._has_warned_of_remainder = True
             logger.warning(
                 "global_batch_size %d is not a multiple of the %d slots: a batch has %d samples",
                 size, ranks, size // ranks * ranks,

@@ -62,7 +62,8 @@ class MetricReducer(ABC):
         """The metric. Called on every rank; must return the same on every rank.
 
         Args:
-            per_slot_metrics: the results of `per_slot_reduce`, in the order of ranks.
+            per_slot_metrics: the results of `per_slot_reduce`, in the order of ranks, of the ranks
+                that report metrics: all ranks, unless a `ModelParallelUnit` says otherwise.
 
         Returns:
             If the reducer was wrapped with a name: a number, text, None, or an array or list of

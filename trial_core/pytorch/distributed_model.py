@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -95,6 +95,38 @@ class DistributedModel(DistributedDataParallel):
             if not name.startswith("_")
             and repr(getattr(self, name)) != repr(getattr(self.module, name))
         )
+
+
+class DistributedContainer(DistributedModel):
+    """A replica of a model that is a container, such as `torch.nn.Sequential`, and is read as one.
+
+    Python looks up the methods of operators in the class, so `__getattr__` cannot pass them
+    through. Replicas of other models do not have them: each would count as iterable.
+    """
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]
+
+    def __len__(self) -> int:
+        return len(self.module)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self.module
+
+    def __bool__(self) -> bool:
+        return bool(self.module)
+
+
+_OF_CONTAINERS = ("__getitem__", "__len__", "__iter__", "__contains__")
+
+
+def replica_of(module: nn.Module, device: torch.device) -> DistributedModel:
+    """A model's replica on this rank. Collective."""
+    is_container = any(hasattr(type(module), name) for name in _OF_CONTAINERS)
+    return (DistributedContainer if is_container else DistributedModel)(module, device)
 
 
 def pass_error(model: str, seen: str) -> TrialError:

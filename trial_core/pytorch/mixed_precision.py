@@ -91,15 +91,26 @@ def apex_scaler(
     return True, constant
 
 
-def share_overflow(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+def share_overflow(
+    scaler: GradScaler, optimizer: torch.optim.Optimizer, device: torch.device
+) -> None:
     """Have all ranks skip a step if one of them has unscaled gradients that are not finite.
 
-    For gradients that were unscaled before they were averaged. Collective.
+    For gradients that were unscaled before they were averaged. Collective, also for a rank that had
+    no gradient to unscale.
+
+    Args:
+        device: this rank's.
     """
+    if not scaler.is_enabled():
+        return
     # GradScaler has no public access to what unscale_ has found; FSDP's scaler does the same.
-    state = scaler._per_optimizer_states[id(optimizer)]
-    for found in state["found_inf_per_device"].values():
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+    found_on = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    overflow = torch.zeros((), device=device)
+    for found in found_on.values():  # empty without a gradient
+        overflow = torch.maximum(overflow, found.to(device))
+    dist.all_reduce(overflow, dist.ReduceOp.MAX)
+    found_on[device] = overflow
 
 
 def _fixed_scale(loss_scale: Any) -> float | None:

@@ -245,7 +245,7 @@ class Trainer:
         return next(iter(packed), None)
 
     def _pack(self, config: ExperimentConfig, store: CheckpointStore) -> RunCode | None:
-        if not has_code_folder(type(self._trial)):
+        if not has_code_folder(type(self._trial).__module__):
             logger.info(
                 "checkpoints hold no code: %s is defined in a notebook or in an installed package",
                 type(self._trial).__name__,

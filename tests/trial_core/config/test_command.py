@@ -8,7 +8,7 @@ import pytest
 
 from trial_core.config import ExperimentConfig, IgnoredFieldWarning
 from trial_core.config.command import ScriptCommand, command_of
-from trial_core.config.experiment import OPEN_END
+from trial_core.config.lengths import OPEN_END
 from trial_core.errors import ConfigError
 from trial_core.units import Batch
 

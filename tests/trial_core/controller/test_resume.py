@@ -8,17 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.slots import ONE_TWO_FOUR, build, drive, lines, toy_config
+from tests.support.slots import ONE_TWO_FOUR, drive, lines, toy_config
 from tests.support.tensors import differing
-from tests.trial_core.deepspeed.resuming import assert_resuming_is_bit_identical
-from trial_core.messages import (
-    BuildLoaders,
-    FetchCheckpoint,
-    Fetched,
-    LoadersBuilt,
-    SaveCheckpoint,
-    Saved,
-)
+from tests.trial_core.deepspeed.resuming import assert_resuming_is_bit_identical, saved_again
 from trial_core.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
@@ -78,10 +70,7 @@ def test_weights_of_a_custom_checkpoint_format(warm_slots: Warm, tmp_path: Path)
     )
     source = drive(slots, config, tmp_path, persist=True)
     uuid = source.checkpoints[-1]
-    build(slots, config, tmp_path)
-    slots.request(FetchCheckpoint(uuid=uuid, files=source.files[uuid]), Fetched)
-    slots.request(BuildLoaders(batches_trained=0, checkpoint=uuid, restore="weights"), LoadersBuilt)
-    saved = slots.request(SaveCheckpoint(uuid="after"), Saved)
+    saved = saved_again(slots, source, config, tmp_path, "weights")
     for rank in (0, 1):
         expected, seen = (
             torch.load(folder / f"own-{rank}.pt")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import os
 import shutil
 import signal
+import sys
+import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,6 +23,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.core import Context, DistributedContext
 from trial_core.errors import CheckpointError, CheckpointNotFound, ConfigError, TrialError
 from trial_core.retention.pins import pin, unpin
+from trial_core.transfer.trial_code import code_of_checkpoint
 
 Init = Callable[..., AbstractContextManager[Context]]
 
@@ -158,11 +162,53 @@ def test_a_downloaded_file_is_never_half_written(
     assert len(list((tmp_path / "shared").iterdir())) == 2
 
 
+@pytest.mark.parametrize(
+    ("started_as", "module", "entrypoint", "has_code"),
+    [
+        ("train.py", None, "python train.py --lr 1", True),
+        ("package/train.py", "package.train", "python -m package.train --lr 1", True),
+        ("package/__main__.py", "package.__main__", "python -m package --lr 1", True),
+        ("site-packages/package/train.py", None, "python train.py --lr 1", False),
+    ],
+)
+def test_a_checkpoint_names_the_scripts_code(
+    init: Init,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    started_as: str,
+    module: str | None,
+    entrypoint: str,
+    has_code: bool,
+) -> None:
+    """The folder that the program was started from, unless it holds installed packages."""
+    script = tmp_path / "mine" / started_as
+    script.parent.mkdir(parents=True)
+    for path in (script, tmp_path / "mine" / "helper.py"):
+        path.write_text("")
+    program = types.ModuleType("__main__")
+    program.__file__ = str(script)
+    program.__spec__ = None if module is None else importlib.machinery.ModuleSpec(module, None)
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    monkeypatch.setattr(sys, "argv", [str(script), "--lr", "1"])
+    with init() as context:
+        store(context, 1)
+    (manifest,) = manifests(tmp_path)
+    assert manifest.entrypoint == entrypoint
+    if not has_code:
+        assert manifest.code is None
+        return
+    stored = CheckpointStore(str(tmp_path / "stored"))
+    folder = code_of_checkpoint(stored, manifest, tmp_path / "fetched").folder
+    assert {started_as, "helper.py"} == {
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()
+    }
+
+
 def test_names_of_determined_say_what_to_use(init: Init) -> None:
     """An AttributeError, so that `hasattr` works."""
     with init() as context:
-        with pytest.raises(AttributeError, match="no attribute 'searcher'; use a length from"):
-            context.searcher  # noqa: B018 - the access raises
+        with pytest.raises(AttributeError, match=r"no attribute 'profiler'; use torch\.profiler"):
+            context.profiler  # noqa: B018 - the access raises
         with pytest.raises(AttributeError, match="no attribute 'report_metrics'; use report_train"):
             context.train.report_metrics("training", 1, {})
         assert not hasattr(context, "preemption")
@@ -170,13 +216,14 @@ def test_names_of_determined_say_what_to_use(init: Init) -> None:
 
 def test_a_block_that_raises_stores_nothing(init: Init, tmp_path: Path) -> None:
     """The error is the script's."""
-    with (
-        init() as context,
-        pytest.raises(ZeroDivisionError),
-        context.checkpoint.store_path({"steps_completed": 1}) as (path, _),
-    ):
-        (path / "half").touch()
-        (path / "half").write_text(str(1 / 0))
+
+    def store_half(context: Context) -> None:
+        with context.checkpoint.store_path({"steps_completed": 1}) as (path, _):
+            (path / "half").write_text("half")
+            raise ZeroDivisionError
+
+    with init() as context, pytest.raises(ZeroDivisionError):
+        store_half(context)
     assert manifests(tmp_path) == []
     assert list(tmp_path.rglob("half")) == []
 

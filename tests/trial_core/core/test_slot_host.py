@@ -26,7 +26,10 @@ from trial_core.slots.stop_barrier import Position, StopBarrier
 class Slot:
     """A host in this process, and what it has sent."""
 
-    def __init__(self, run_dir: Path, rank: int = 0) -> None:
+    def __init__(
+        self, run_dir: Path, rank: int = 0, experiment: dict[str, Any] | None = None
+    ) -> None:
+        experiment = experiment or {"name": "a"}
         self.sent: list[Any] = []
         self.barrier = StopBarrier()
         self.barrier.begin_workload()
@@ -36,8 +39,8 @@ class Slot:
         store = CheckpointStore("memory://slot-host")
         files = CheckpointFiles(run_dir, store, ranks, {})
         stored = StoredCheckpoints(files, store, ranks, sees_storage=False, fetched="0a")
-        info = ScriptInfo.of("a-0b", {"name": "a"}, "0a")
-        run = RunInfo("a-0b", {"name": "a"}, instruments=instruments_in(run_dir, rank))
+        info = ScriptInfo.of("a-0b", experiment, "0a")
+        run = RunInfo("a-0b", experiment, instruments=instruments_in(run_dir, rank))
         self.run = run
         self.host = SlotHost(info, ranks, run, files, stored, self.sent.append, self.barrier)
         self.context = Context(self.host)
@@ -114,7 +117,12 @@ def test_storage_in_another_processs_memory_is_refused(tmp_path: Path) -> None:
 def test_a_host_is_current_until_its_script_ends(tmp_path: Path) -> None:
     """Also if the script raises: the process may run another one."""
     host = Slot(tmp_path).host
-    with pytest.raises(ZeroDivisionError), hosted(host):
-        assert current_host() is host
-        1 / 0  # noqa: B018 - raises
+
+    def run() -> None:
+        with hosted(host):
+            assert current_host() is host
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run()
     assert current_host() is None

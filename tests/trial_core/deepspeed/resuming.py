@@ -1,4 +1,4 @@
-"""Compares an uninterrupted run with one that resumes from a checkpoint."""
+"""Compares an uninterrupted run with one that resumes, and a checkpoint with what is loaded."""
 
 from __future__ import annotations
 
@@ -6,8 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.support.slots import Driven, drive, lines, toy_config
+from tests.support.slots import Driven, build, drive, lines, toy_config
 from tests.support.tensors import differing, tensors
+from trial_core.checkpoint.resume_point import Restore
+from trial_core.config import ExperimentConfig
+from trial_core.messages import (
+    BuildLoaders,
+    FetchCheckpoint,
+    Fetched,
+    LoadersBuilt,
+    SaveCheckpoint,
+    Saved,
+)
 from trial_core.slots.slot_group import SlotGroup
 
 
@@ -51,6 +61,28 @@ def assert_resuming_is_bit_identical(
     assert differing(expected, restored) == []
     assert rest.validation[-1] == whole.validation[-1]
     return stored[1]
+
+
+def saved_again(
+    slots: SlotGroup,
+    saved: Driven,
+    config: ExperimentConfig,
+    folder: Path,
+    restore: Restore = "everything",
+) -> list[Saved]:
+    """What each rank of a trial saves right after it has loaded the last checkpoint of `saved`."""
+    uuid = saved.checkpoints[-1]
+    build(slots, config, folder)
+    fetch = FetchCheckpoint(
+        uuid=uuid, files=saved.files[uuid], saved_by=saved.topology, restore=restore
+    )
+    assert slots.request(fetch, Fetched) == [Fetched()] * slots.world_size
+    begin = saved.progress.batches_trained if restore == "everything" else 0
+    loaders = BuildLoaders(
+        batches_trained=begin, checkpoint=uuid, saved_by=saved.topology, restore=restore
+    )
+    slots.request(loaders, LoadersBuilt)
+    return slots.request(SaveCheckpoint(uuid="again"), Saved)
 
 
 def _training(recorded: list[Any]) -> list[Any]:

@@ -11,18 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.slots import build, drive, toy_config
+from tests.support.slots import drive, toy_config
+from tests.trial_core.deepspeed.resuming import saved_again
 from trial_core.deepspeed.export.engine_weights import export_weights
 from trial_core.deepspeed.load_engine import load_engine
 from trial_core.errors import CheckpointError
-from trial_core.messages import (
-    BuildLoaders,
-    FetchCheckpoint,
-    Fetched,
-    LoadersBuilt,
-    SaveCheckpoint,
-    Saved,
-)
 from trial_core.slots.slot_group import SlotGroup
 
 Warm = Callable[[int], SlotGroup]
@@ -55,14 +48,9 @@ def test_weights_are_loaded_with_another_topology(
         persist=True,
     )
     uuid = trained.checkpoints[-1]
-    build(slots, toy_config(tmp_path, 3, hyperparameters={"zero_stage": target[1]}), tmp_path)
-    request = FetchCheckpoint(
-        uuid=uuid, files=trained.files[uuid], saved_by=trained.topology, restore="weights"
-    )
-    assert slots.request(request, Fetched) == [Fetched()] * target[0]
-    slots.request(BuildLoaders(batches_trained=0, checkpoint=uuid, restore="weights"), LoadersBuilt)
+    config = toy_config(tmp_path, 3, hyperparameters={"zero_stage": target[1]})
     merged = tmp_path / "merged"
-    for rank in slots.request(SaveCheckpoint(uuid="after"), Saved):
+    for rank in saved_again(slots, trained, config, tmp_path, "weights"):
         shutil.copytree(rank.staging, merged, dirs_exist_ok=True)
 
     expected = export_weights(tmp_path / "checkpoints" / "checkpoints" / uuid)

@@ -10,6 +10,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD
 
 from trial_core.pytorch import PyTorchTrialContext
+from trial_core.pytorch.mixed_precision import share_overflow
 from trial_core.pytorch.pytorch_state import load_state, state_of
 
 
@@ -51,3 +52,9 @@ def test_the_state_of_a_scaler_that_was_switched_off() -> None:
     resuming.wrap_scaler(GradScaler("cpu", init_scale=8.0))
     load_state(resuming, state_of(saving))
     assert resuming.scaler.get_scale() == 8.0
+
+
+def test_a_scaler_that_is_switched_off_has_no_overflow_to_share() -> None:
+    """On no rank: there is no collective, which would fail here."""
+    _, _, optimizer = context_of_line()
+    share_overflow(GradScaler("cpu", enabled=False), optimizer, torch.device("cpu"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
 from trial_core.pytorch import LRScheduler, PyTorchTrial, PyTorchTrialContext
-from trial_core.pytorch.distributed_model import DistributedModel
+from trial_core.pytorch.distributed_model import replica_of
 from trial_core.pytorch.lr_scheduler import LRScheduler as OwnScheduler
 from trial_core.pytorch.pytorch_engine import PyTorchTrialEngine
 from trial_core.units import EpochLength
@@ -173,11 +173,13 @@ def test_batch_sizes_that_cannot_be_shared(size: Any, message: str) -> None:
 
 
 def test_a_batch_that_ranks_cannot_share_equally(caplog: pytest.LogCaptureFixture) -> None:
-    """Each rank gets the same number of samples, with a warning on rank 0."""
+    """Each rank gets the same number of samples, with one warning on rank 0."""
     context = context_of(global_batch_size=10)
     context.distributed = four_ranks()
     assert (context.get_per_slot_batch_size(), context.get_global_batch_size()) == (2, 10)
-    assert "global_batch_size 10 is not a multiple of the 4 slots: a batch has 8" in caplog.text
+    assert context.get_per_slot_batch_size() == 2  # as for the second loader
+    warning = "global_batch_size 10 is not a multiple of the 4 slots: a batch has 8"
+    assert caplog.text.count(warning) == 1
 
 
 def test_an_optimizer_of_parameters_that_are_not_wrapped(caplog: pytest.LogCaptureFixture) -> None:
@@ -377,11 +379,25 @@ def test_a_model_with_the_names_of_a_replica(
     model = nn.Linear(2, 1)
     model.dim, model.temperature = 64, 1.0
     with lone_process_group(tmp_path):
-        replica = DistributedModel(model, torch.device("cpu"))
+        replica = replica_of(model, torch.device("cpu"))
         replica.temperature, replica.note = 2.0, "own"
     assert (model.temperature, replica.temperature) == (2.0, 2.0)
     assert not hasattr(model, "note")
     assert caplog.text.count("hide them from the result of wrap_model: dim. Rename them") == 1
+
+
+def test_a_replica_of_a_container_is_read_as_one(tmp_path: Path) -> None:
+    """As the container itself, whichever of the operators it has."""
+    first, second = nn.Linear(2, 3), nn.Linear(3, 1)
+    with lone_process_group(tmp_path):
+        chain: Any = replica_of(nn.Sequential(first, second), torch.device("cpu"))
+        named: Any = replica_of(nn.ModuleDict({"head": second}), torch.device("cpu"))
+        plain = replica_of(nn.Linear(2, 1), torch.device("cpu"))
+    assert (chain[0], chain[-1], len(chain), list(chain)) == (first, second, 2, [first, second])
+    assert list(chain[:1]) == [first]
+    assert ("head" in named, "tail" in named, named["head"]) == (True, False, second)
+    assert bool(plain)
+    assert not isinstance(plain, Collection)
 
 
 @contextmanager

@@ -62,12 +62,22 @@ def test_the_whole_set_on_one_rank(warm_slots: Warm, tmp_path: Path) -> None:
     assert lines(tmp_path, "validated", 1) == []
 
 
-@pytest.mark.parametrize("unused", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("trial", "unused"),
+    [
+        ("Scaled", True),
+        pytest.param("Scaled", False, marks=pytest.mark.long),
+        ("ScaledAtTimes", True),
+    ],
+)
 def test_all_ranks_skip_a_step_that_one_must_skip(
-    warm_slots: Warm, tmp_path: Path, unused: bool
+    warm_slots: Warm, tmp_path: Path, trial: str, unused: bool
 ) -> None:
-    """A trial's own scaler has seen infinite gradients on one rank: all scales are halved."""
-    drive(warm_slots(2), *small(tmp_path, "Scaled", 3, hparams={"unused": unused}))
+    """A trial's own scaler has seen infinite gradients on one rank: all scales are halved.
+
+    A rank without a gradient takes part, too.
+    """
+    drive(warm_slots(2), *small(tmp_path, trial, 3, hparams={"unused": unused}))
     assert [lines(tmp_path, "scale", rank) for rank in (0, 1)] == [[16.0, 8.0, 16.0]] * 2
     weights = [torch.load(tmp_path / f"weights-{rank}.pt")[0] for rank in (0, 1)]
     for name, weight in weights[0].items():

@@ -9,18 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.slots import ONE_TWO_FOUR, Driven, build, drive, lines, toy_config
+from tests.support.slots import ONE_TWO_FOUR, Driven, drive, lines, toy_config
 from tests.support.tensors import differing, tensors
-from tests.trial_core.deepspeed.resuming import assert_resuming_is_bit_identical
+from tests.trial_core.deepspeed.resuming import assert_resuming_is_bit_identical, saved_again
 from trial_core.config import ExperimentConfig
-from trial_core.messages import (
-    BuildLoaders,
-    FetchCheckpoint,
-    Fetched,
-    LoadersBuilt,
-    SaveCheckpoint,
-    Saved,
-)
 from trial_core.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
@@ -84,8 +76,8 @@ def test_another_number_of_ranks_and_back(
 ) -> None:
     """Weights, optimizers, schedulers and scaler are those that two ranks have saved."""
     saved = drive(warm_slots(2), *_run(tmp_path, 4, 2), persist=True)
-    elsewhere = _restored(warm_slots(world_size), saved, *_run(tmp_path, 4, world_size))
-    back = _restored(warm_slots(2), saved, *_run(tmp_path, 4, 2))
+    elsewhere = _restored(warm_slots(world_size), saved, _run(tmp_path, 4, world_size))
+    back = _restored(warm_slots(2), saved, _run(tmp_path, 4, 2))
     assert len(elsewhere) > 40
     assert differing(elsewhere, back) == []
 
@@ -94,7 +86,7 @@ def test_another_number_of_ranks_and_back(
 def test_a_warm_start(warm_slots: Warm, tmp_path: Path, restore: Any) -> None:
     """Begins with another trial's models alone, or also with all that changes them."""
     saved = drive(warm_slots(2), *_run(tmp_path, 4, 2), persist=True)
-    begun = _restored(warm_slots(2), saved, *_run(tmp_path, 4, 2), restore=restore)
+    begun = _restored(warm_slots(2), saved, _run(tmp_path, 4, 2), restore=restore)
     before = {name: each for name, each in _stored(tmp_path, saved).items() if STATE in name}
     models = {name: each for name, each in before.items() if "models_state_dict" in name}
     assert len(models) == 9
@@ -123,17 +115,8 @@ def _stored(folder: Path, run: Driven) -> dict[str, torch.Tensor]:
 
 
 def _restored(
-    slots: SlotGroup, saved: Driven, config: ExperimentConfig, folder: Path, **restore: Any
+    slots: SlotGroup, saved: Driven, run: tuple[ExperimentConfig, Path], **restore: Any
 ) -> dict[str, torch.Tensor]:
     """The state that a trial saves again, right after it has loaded what `saved` has saved."""
-    uuid = saved.checkpoints[-1]
-    build(slots, config, folder)
-    fetch = FetchCheckpoint(uuid=uuid, files=saved.files[uuid], saved_by=saved.topology, **restore)
-    assert slots.request(fetch, Fetched) == [Fetched()] * slots.world_size
-    begin = 0 if restore else saved.progress.batches_trained
-    loaders = BuildLoaders(
-        batches_trained=begin, checkpoint=uuid, saved_by=saved.topology, **restore
-    )
-    slots.request(loaders, LoadersBuilt)
-    again = slots.request(SaveCheckpoint(uuid="again"), Saved)
+    again = saved_again(slots, saved, *run, **restore)
     return {name: each for name, each in tensors(Path(again[0].staging)).items() if STATE in name}
