@@ -62,7 +62,8 @@ class MetricReducer(ABC):
         """The metric. Called on every rank; must return the same on every rank.
 
         Args:
-            per_slot_metrics: the results of `per_slot_reduce`, in the order of ranks.
+            per_slot_metrics: the results of `per_slot_reduce`, in the order of ranks. With several
+                ranks, their tensors are on the CPU.
 
         Returns:
             If the reducer was wrapped with a name: a number, text, None, or an array or list of
