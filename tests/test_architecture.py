@@ -26,6 +26,7 @@ RANK_HALF = (
 RANK_MODULES = {
     "trial_core.accelerator",
     "trial_core.context",
+    "trial_core.cpu_pickle",
     "trial_core.distributed",
     "trial_core.entrypoint",
     "trial_core.exchange",

@@ -1,14 +1,16 @@
-"""The accelerator that a rank computes on, and its random number generator."""
+"""The accelerator that a rank computes on, and its random number generators."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
 from trial_core.errors import LaunchError
-from trial_core.slots.accelerators import ADVICE
+from trial_core.slots.accelerators import ADVICE, KIND_VARIABLE, count_accelerators
 
 
 def claim_accelerator(local_rank: int) -> None:
@@ -18,10 +20,12 @@ def claim_accelerator(local_rank: int) -> None:
     and DeepSpeed sets it only when it builds an engine. Does nothing on a CPU rank.
 
     Raises:
-        LaunchError: torch finds no such accelerator.
+        LaunchError: torch finds no such accelerator; or the machine has some, and this rank
+            would train on the CPU without being told to.
     """
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
+        _check_that_cpu_is_chosen()
         return
     count = accelerator.device_count() if accelerator.is_available() else 0
     wanted = f"this rank should train on {accelerator.device_name()} device {local_rank}"
@@ -38,6 +42,20 @@ def claim_accelerator(local_rank: int) -> None:
     accelerator.set_device(local_rank)
 
 
+def _check_that_cpu_is_chosen() -> None:
+    """Check that there is nothing better than the CPU, which DeepSpeed takes without a word.
+
+    A driver has checked this before it starts ranks, and has told them which kind to use.
+    """
+    if count := count_accelerators():
+        raise LaunchError(
+            f"this machine has {count} accelerator{'s' if count != 1 else ''}, but torch "
+            f"{torch.__version__} can use none of them{_reason()}; install a torch build for this "
+            f"machine's driver (docs/guides/gpu.md); to train on the CPU, set the environment "
+            f"variable {KIND_VARIABLE}=cpu"
+        )
+
+
 def _reason() -> str:
     """Why CUDA finds no device, if it says so."""
     try:
@@ -47,14 +65,25 @@ def _reason() -> str:
     return ""
 
 
-def accelerator_rng_state() -> Any:
-    """The state of this rank's accelerator generator; None on a CPU rank."""
-    accelerator = get_accelerator()
-    return None if accelerator.device_name() == "cpu" else accelerator.get_rng_state()
+def accelerator_rng_state() -> dict[str, Any]:
+    """The states of this rank's generators on its accelerator; empty on most CPU ranks.
 
-
-def restore_accelerator_rng(state: Any) -> None:
-    """Restore `accelerator_rng_state`. Does nothing on a CPU rank."""
-    accelerator = get_accelerator()
+    ``accelerator`` is the state of the accelerator's generator, if the rank has one. ``tracked``
+    are the states, by name, that DeepSpeed's activation checkpointing tracks, if there are any: the
+    generator takes one of them for a region of a model, such as dropout that differs between
+    model-parallel ranks.
+    """
+    accelerator, tracked = get_accelerator(), get_cuda_rng_tracker().get_states()
+    states: dict[str, Any] = {"tracked": tracked} if tracked else {}
     if accelerator.device_name() != "cpu":
-        accelerator.set_rng_state(state)
+        states["accelerator"] = accelerator.get_rng_state()
+    return states
+
+
+def restore_accelerator_rng(states: Mapping[str, Any]) -> None:
+    """Restore those of `states` that `accelerator_rng_state` names and this rank can have."""
+    accelerator = get_accelerator()
+    if "tracked" in states:
+        get_cuda_rng_tracker().set_states(dict(states["tracked"]))
+    if "accelerator" in states and accelerator.device_name() != "cpu":
+        accelerator.set_rng_state(states["accelerator"])

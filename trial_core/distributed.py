@@ -2,8 +2,8 @@
 
 Follows `determined.core.DistributedContext`. The collectives exchange picklable objects between
 the ranks of one run. They use their own CPU process group, not the accelerator. They have a
-deadline: if a rank does not come, the others raise and name it. Use them for coordination, not for
-tensors in a training step.
+deadline: if a rank does not come, the others raise and name it. Tensors arrive on the CPU, wherever
+they were. Use the collectives for coordination, not for tensors in a training step.
 """
 
 from __future__ import annotations
@@ -221,20 +221,12 @@ class DistributedContext:
             )
         all_ranks = Exchange("all", range(self.size), self.rank, self._deadline_seconds)
         machine_of = all_ranks.allgather("connect", self.cross_rank)
-        machines = {
-            machine: [rank for rank in range(self.size) if machine_of[rank] == machine]
-            for machine in sorted(set(machine_of))
-        }
-        self._check_machine(machines[self.cross_rank])
-        if len(machines) == 1:
-            self._machine = all_ranks
-        else:
-            # torch.distributed requires that every rank takes part in creating every group.
-            exchanges = {
-                machine: Exchange(f"machine {machine}", ranks, self.rank, self._deadline_seconds)
-                for machine, ranks in machines.items()
-            }
-            self._machine = exchanges[self.cross_rank]
+        machine = [rank for rank in range(self.size) if machine_of[rank] == self.cross_rank]
+        self._check_machine(machine)
+        self._machine = all_ranks
+        if len(machine) < self.size:
+            name = f"machine {self.cross_rank}"
+            self._machine = Exchange(name, machine, self.rank, self._deadline_seconds)
         self._all_ranks = all_ranks
 
     def allgather(self, stuff: Any) -> list[Any]:

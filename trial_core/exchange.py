@@ -12,7 +12,6 @@ exchange has failed, to find the missing ranks.
 from __future__ import annotations
 
 import itertools
-import pickle
 import struct
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from trial_core import cpu_pickle
 from trial_core.errors import DeadlineExceeded, SlotsError
 
 # A frame's header: the length of the rank's object in bytes, and the name of its collective.
@@ -31,7 +31,8 @@ _HEADER = struct.Struct(">Q24s")
 FRAME_BYTES = 4096
 ROOM_BYTES = FRAME_BYTES - _HEADER.size
 
-# Every rank creates its exchanges in the same order, so equal numbers mean the same exchange.
+# A rank creates its exchanges in the order of the others, so a number means the same exchange on
+# all its members.
 _numbers = itertools.count()
 
 
@@ -44,7 +45,7 @@ class _Frame(NamedTuple):
 
 
 class Exchange:
-    """Exchanges objects between some ranks. Collective: every rank creates it, members or not.
+    """Exchanges objects between some ranks. Collective: every member creates it, no other rank.
 
     Args:
         name: of the group of ranks, for error messages.
@@ -67,12 +68,16 @@ class Exchange:
         self._key = f"trialflow/{next(_numbers)}"
         with self._explaining_errors("connect"):
             self._group = dist.new_group(
-                self._ranks, backend="gloo", timeout=timedelta(seconds=deadline_seconds)
+                self._ranks,
+                backend="gloo",
+                timeout=timedelta(seconds=deadline_seconds),
+                # Otherwise a rank that is not a member would split NCCL's communicator, alone.
+                use_local_synchronization=True,
             )
 
     def allgather(self, collective: str, stuff: Any) -> list[Any]:
         """The `stuff` of all members, in their order; `collective` is its name in errors."""
-        own = pickle.dumps(stuff)
+        own = cpu_pickle.dumps(stuff)
         with self._explaining_errors(collective):
             frames = self._exchange_frames(collective, own)
             rests = self._all_gather(own[ROOM_BYTES:], _longest_rest(frames))
@@ -80,7 +85,7 @@ class Exchange:
 
     def gather(self, collective: str, stuff: Any) -> list[Any] | None:
         """The `stuff` of all members on the first one, None on the others."""
-        own = pickle.dumps(stuff)
+        own = cpu_pickle.dumps(stuff)
         with self._explaining_errors(collective):
             frames = self._exchange_frames(collective, own)
             rests = self._gather_rests(own, _longest_rest(frames))
@@ -90,7 +95,7 @@ class Exchange:
 
     def broadcast(self, collective: str, stuff: Any) -> Any:
         """The first member's `stuff`."""
-        own = pickle.dumps(stuff) if self._is_first else b""
+        own = cpu_pickle.dumps(stuff) if self._is_first else b""
         with self._explaining_errors(collective):
             frames = self._exchange_frames(collective, own)
             rest = self._broadcast_rest(own, _longest_rest(frames))
@@ -192,7 +197,7 @@ def _longest_rest(frames: Sequence[_Frame]) -> int:
 
 
 def _unpickle(frame: _Frame, rest: bytes) -> Any:
-    return pickle.loads((frame.beginning + rest)[: frame.object_bytes])
+    return cpu_pickle.loads((frame.beginning + rest)[: frame.object_bytes])
 
 
 def _tensor(data: bytes, size_bytes: int) -> torch.Tensor:

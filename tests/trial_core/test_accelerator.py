@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
+from tests.support.gpus import fake_gpus
 from trial_core import accelerator, entrypoint
 from trial_core.context import RunInfo
+from trial_core.controller.rank_state import (
+    capture_rng,
+    read_rank_state,
+    restore_rng,
+    write_rank_state,
+)
+from trial_core.controller.safe_load import Reader
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.distributed import DistributedContext
 from trial_core.errors import LaunchError
@@ -102,12 +113,52 @@ def test_a_rank_without_its_accelerator_refuses(
         accelerator.claim_accelerator(0)
 
 
+def test_a_script_does_not_train_on_the_cpu_beside_accelerators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No driver has counted. DeepSpeed takes the CPU where torch cannot use a GPU."""
+    fake_gpus(tmp_path, monkeypatch, 2)
+    with pytest.raises(LaunchError, match=r"has 2 accelerators, .* none of them: .*=cpu$"):
+        accelerator.claim_accelerator(0)
+    for name, value in (("CUDA_VISIBLE_DEVICES", ""), ("DS_ACCELERATOR", "cpu")):
+        with monkeypatch.context() as chosen:
+            chosen.setenv(name, value)
+            accelerator.claim_accelerator(0)
+
+
 def test_the_accelerators_generator_is_saved_and_restored(fake: FakeAccelerator) -> None:
     """Its state is part of a rank's state."""
-    state = accelerator.accelerator_rng_state()
+    states = accelerator.accelerator_rng_state()
     fake.rng = "advanced"
-    accelerator.restore_accelerator_rng(state)
+    accelerator.restore_accelerator_rng(states)
     assert fake.rng == "seeded"
+
+
+def test_the_generators_that_deepspeed_tracks_are_saved_and_restored(tmp_path: Path) -> None:
+    """Dropout in model-parallel regions draws the same numbers after a resume."""
+    engine: Any = accelerator
+    tracker = get_cuda_rng_tracker()
+
+    def draws() -> list[float]:
+        drawn = []
+        for name in ("model-parallel-rng", "experts", "model-parallel-rng"):
+            with tracker.fork(name):
+                drawn.append(torch.rand(1).item())
+        return drawn
+
+    try:
+        tracker.add("model-parallel-rng", 2718)
+        tracker.add("experts", 3141)
+        draws()
+        write_rank_state(tmp_path, 0, {"rng": capture_rng(engine)}, Reader())
+        expected = draws()
+        tracker.reset()  # another process, whose trial has seeded its generators
+        tracker.add("model-parallel-rng", 2718)
+        restore_rng(read_rank_state(tmp_path, 0, Reader())["rng"], engine)
+        assert draws() == expected
+    finally:
+        tracker.reset()
+    assert "tracked" not in capture_rng(engine)
 
 
 def test_a_wait_for_a_killed_build_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,12 +20,14 @@ LAUNCHER_VARIABLES = (
 )  # fmt: skip
 
 EVERY_COLLECTIVE = """
-import json, torch.distributed as dist
+import json, torch, torch.distributed as dist
 from trial_core.distributed import DistributedContext
 
 d = DistributedContext.from_torch_distributed()
 if d.size > 1:
     dist.init_process_group("gloo")
+    # As DeepSpeed does with CUDA: a rank that is not in a new group splits NCCL's communicator.
+    dist.distributed_c10d._get_default_group().bound_device_id = torch.device("cuda", d.local_rank)
 stuff = {"rank": d.rank}
 print(json.dumps({
     "getters": [d.get_rank(), d.get_size(), d.get_local_rank(), d.get_num_agents()],

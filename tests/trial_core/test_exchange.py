@@ -11,7 +11,8 @@ from tests.support.ranks import run_ranks
 pytestmark = pytest.mark.slots
 
 PROGRAM = """
-import json, os, pickle, torch.distributed as dist
+import json, os, pickle, pytest, torch, torch.distributed as dist
+from tests.support.devices import on_another_device
 from trial_core.errors import SlotsError
 from trial_core.exchange import ROOM_BYTES, Exchange
 
@@ -33,6 +34,14 @@ for lengths in sizes:
         exchange.broadcast("broadcast", own) == expected[0],
     ])
 
+on_another_device(pytest.MonkeyPatch())
+tensor = torch.tensor([rank])
+results["tensors"] = [
+    *exchange.allgather("allgather", tensor), *(exchange.gather("gather", tensor) or ()),
+    exchange.broadcast("broadcast", tensor),
+]
+results["tensors"] = [each.item() for each in results["tensors"]]
+
 try:
     (exchange.gather if rank == 1 else exchange.allgather)(["a", "b", "c"][rank], None)
 except SlotsError as error:
@@ -51,6 +60,11 @@ def results() -> list[dict[str, Any]]:
 def test_objects_of_every_size_arrive(results: list[dict[str, Any]]) -> None:
     """Objects smaller than a frame, as large, and larger on one rank only, arrive unchanged."""
     assert [rank["lengths"] for rank in results] == [[[True] * 3] * 4] * 3
+
+
+def test_tensors_arrive_on_the_cpu(results: list[dict[str, Any]]) -> None:
+    """Not on the device of the rank that sent them."""
+    assert [rank["tensors"] for rank in results] == [[0, 1, 2, 0, 1, 2, 0], *[[0, 1, 2, 0]] * 2]
 
 
 def test_a_mismatch_of_collectives_is_reported_at_once(results: list[dict[str, Any]]) -> None:

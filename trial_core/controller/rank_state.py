@@ -38,8 +38,7 @@ def capture_rng(engine: TrialEngine) -> dict[str, Any]:
         "numpy": (str(name), np.asarray(keys).tolist(), int(position), int(has_gauss), gauss),
         "torch": torch.get_rng_state(),
     }
-    accelerator = engine.accelerator_rng_state()
-    return state if accelerator is None else {**state, "accelerator": accelerator}
+    return {**state, **engine.accelerator_rng_state()}
 
 
 def restore_rng(state: Mapping[str, Any], engine: TrialEngine) -> None:
@@ -47,8 +46,7 @@ def restore_rng(state: Mapping[str, Any], engine: TrialEngine) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    if "accelerator" in state:
-        engine.restore_accelerator_rng(state["accelerator"])
+    engine.restore_accelerator_rng(state)
 
 
 def rank_state(

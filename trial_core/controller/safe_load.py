@@ -55,10 +55,12 @@ class Reader:
         self._options = dict(options or {})
         self._safe = [*classes, *_NUMPY, *_PLAIN]
 
-    def load(self, path: Path, map_location: Any = None, mapped: bool = False) -> Any:
+    def load(self, path: Path, map_location: Any = "cpu", mapped: bool = False) -> Any:
         """The content of the file at `path`.
 
         Args:
+            map_location: where tensors arrive, as for `torch.load`. None is the device that they
+                were on: often another rank's, on which this process would create a context.
             mapped: leave tensors in the file until they are used, if the file can be mapped.
 
         Raises:
@@ -87,7 +89,7 @@ class Reader:
 
     def load_mapped(self, path: Path) -> Any:
         """As `load`, on the CPU; tensors stay in the file until they are used."""
-        return self.load(path, "cpu", mapped=True)
+        return self.load(path, mapped=True)
 
     def unsafe_classes(self, file: Path | IO[bytes]) -> list[str]:
         """Dotted names of the file's classes that only a trusting reader constructs."""

@@ -87,11 +87,11 @@ class TrialEngine(Protocol):
     def set_training(self, training: bool) -> None:
         """Switch the models between training and evaluation mode."""
 
-    def accelerator_rng_state(self) -> Any:
-        """The state of this rank's accelerator generator; None on a CPU rank."""
+    def accelerator_rng_state(self) -> dict[str, Any]:
+        """The states of this rank's generators on its accelerator, by name."""
 
-    def restore_accelerator_rng(self, state: Any) -> None:
-        """Restore a state from `accelerator_rng_state`, if this rank has an accelerator."""
+    def restore_accelerator_rng(self, states: Mapping[str, Any]) -> None:
+        """Restore those states that `accelerator_rng_state` names, as far as they are given."""
 
     def hook_state(self) -> dict[str, Any]:
         """What `on_checkpoint_save_start` finds beside the rank's state, by the reference's names.

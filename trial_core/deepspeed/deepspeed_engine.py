@@ -141,11 +141,11 @@ class DeepSpeedTrialEngine:
         for engine in self._context.models:
             engine.train(training)
 
-    def accelerator_rng_state(self) -> Any:
+    def accelerator_rng_state(self) -> dict[str, Any]:
         return accelerator_rng_state()
 
-    def restore_accelerator_rng(self, state: Any) -> None:
-        restore_accelerator_rng(state)
+    def restore_accelerator_rng(self, states: Mapping[str, Any]) -> None:
+        restore_accelerator_rng(states)
 
     def hook_state(self) -> dict[str, Any]:
         return {}  # DeepSpeed writes its files itself

@@ -196,7 +196,7 @@ class PyTorchCallback:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state that `state_dict` returned."""
+        """Restore a state that `state_dict` returned. Its tensors are on the CPU."""
 
 
 def overridden_hooks(callbacks: Mapping[str, PyTorchCallback]) -> frozenset[str]:

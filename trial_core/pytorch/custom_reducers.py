@@ -63,7 +63,8 @@ class MetricReducer(ABC):
 
         Args:
             per_slot_metrics: the results of `per_slot_reduce`, in the order of ranks, of the ranks
-                that report metrics: all ranks, unless a `ModelParallelUnit` says otherwise.
+                that report metrics: all ranks, unless a `ModelParallelUnit` says otherwise. With
+                several ranks, their tensors are on the CPU.
 
         Returns:
             If the reducer was wrapped with a name: a number, text, None, or an array or list of

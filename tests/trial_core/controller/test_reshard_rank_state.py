@@ -18,7 +18,7 @@ from trial_core.controller.safe_load import Reader
 from trial_core.errors import CheckpointDamaged, CheckpointError
 
 TWO, FOUR = (Topology(world_size=n, data_parallel_size=n, zero_stage=1) for n in (2, 4))
-CPU: Any = SimpleNamespace(accelerator_rng_state=lambda: None)
+CPU: Any = SimpleNamespace(accelerator_rng_state=dict, restore_accelerator_rng=lambda states: None)
 
 
 def write_states(folder: Path, loader: Any = None) -> None:

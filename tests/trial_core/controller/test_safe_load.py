@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.devices import on_another_device
 from trial_core.controller.safe_load import Reader
 from trial_core.errors import CheckpointError
 
@@ -77,3 +78,15 @@ def test_hidden_code_is_not_run(tmp_path: Path, path: Path) -> None:
     with pytest.raises(CheckpointError, match="can run code"):
         Reader().load(path)
     assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_tensors_arrive_on_the_cpu(
+    path: Path, monkeypatch: pytest.MonkeyPatch, trusted: bool
+) -> None:
+    """A rank that resumes may have saved them on another device, which is now another rank's."""
+    on_another_device(monkeypatch)
+    torch.save({"average": torch.tensor([1.5])}, path)
+    assert Reader(trusted).load(path) == {"average": torch.tensor([1.5])}
+    with pytest.raises(AssertionError, match="was loaded onto accelerator:1"):
+        Reader(trusted).load(path, map_location=None)
