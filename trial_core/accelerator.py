@@ -1,14 +1,21 @@
-"""The accelerator that a rank computes on, and its random number generator."""
+"""The accelerator that a rank computes on: its generator, and how its memory reaches the host."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import logging
+from typing import Any, cast
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
 from trial_core.errors import LaunchError
 from trial_core.slots.accelerators import ADVICE
+
+logger = logging.getLogger(__name__)
+
+HOST_BUFFER_BYTES = 256 * 2**20
+"""A power of two: torch rounds pinned memory up to one."""
 
 
 def claim_accelerator(local_rank: int) -> None:
@@ -47,14 +54,40 @@ def _reason() -> str:
     return ""
 
 
+def has_accelerator() -> bool:
+    """Whether this rank computes on an accelerator, not on the CPU."""
+    return bool(get_accelerator().device_name() != "cpu")
+
+
 def accelerator_rng_state() -> Any:
     """The state of this rank's accelerator generator; None on a CPU rank."""
-    accelerator = get_accelerator()
-    return None if accelerator.device_name() == "cpu" else accelerator.get_rng_state()
+    return get_accelerator().get_rng_state() if has_accelerator() else None
 
 
 def restore_accelerator_rng(state: Any) -> None:
     """Restore `accelerator_rng_state`. Does nothing on a CPU rank."""
-    accelerator = get_accelerator()
-    if accelerator.device_name() != "cpu":
-        accelerator.set_rng_state(state)
+    if has_accelerator():
+        get_accelerator().set_rng_state(state)
+
+
+def is_on_accelerator(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory is that of this rank's accelerator."""
+    return has_accelerator() and bool(get_accelerator().on_accelerator(tensor))
+
+
+@functools.cache
+def host_buffer() -> torch.Tensor:
+    """Pinned bytes on the host, through which memory of the accelerator is copied. One per process.
+
+    Pageable where the host's memory cannot be pinned: copies are slower, and as correct.
+    """
+    buffer = torch.empty(HOST_BUFFER_BYTES, dtype=torch.uint8)
+    try:
+        return cast(torch.Tensor, get_accelerator().pin_memory(buffer))
+    except RuntimeError as error:
+        logger.warning(
+            "cannot pin %d MiB of host memory, so snapshots take longer: %s; raise the limit of "
+            "locked memory (ulimit -l) or of the container's memory",
+            HOST_BUFFER_BYTES // 2**20, error,
+        )  # fmt: skip
+        return buffer
