@@ -67,8 +67,12 @@ class SnapshotCheckpointEngine(TorchCheckpointEngine):
             )
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Read one shard of a fetched and verified checkpoint."""
-        return self.reader.load(Path(path), map_location)
+        """Read one shard of a fetched and verified checkpoint.
+
+        Tensors stay in the file until they are used: DeepSpeed reads model states twice, and copies
+        what it needs.
+        """
+        return self.reader.load(Path(path), map_location, mapped=True)
 
     def commit(self, info: Any) -> bool:
         """Nothing to do: writing the manifest commits the checkpoint."""
