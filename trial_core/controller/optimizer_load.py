@@ -1,6 +1,6 @@
 """Loads an optimizer's state into the tensors that it has.
 
-`Optimizer.load_state_dict` replaces all tensors. On the device the old ones are there until the last
+`Optimizer.load_state_dict` replaces all tensors. On the device the old ones remain until the last
 new one is, which doubles the state; on the CPU the new ones are those that were read, which may be
 maps of a checkpoint's file.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def _with_own_tensors(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
     parameters = [group["params"] for group in optimizer.param_groups]
     if list(map(len, numbers)) != list(map(len, parameters)):
         return None  # torch refuses it
-    owners = dict(zip(sum(numbers, []), sum(parameters, []), strict=True))
+    owners = dict(zip(chain(*numbers), chain(*parameters), strict=True))
     state = {
         number: _filled(optimizer.state.get(owners[number], {}), saved, owners[number].device)
         if number in owners and isinstance(saved, Mapping)

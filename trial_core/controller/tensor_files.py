@@ -60,7 +60,7 @@ class _FilledFile:
         if storage is None or found_bytes != skipped_bytes:
             raise CheckpointError(
                 f"torch {torch.__version__} left room for {skipped_bytes} bytes of a tensor, and "
-                f"the next one has {found_bytes}; install a version of torch that trialflow supports"
+                f"the next one has {found_bytes}; install a torch that trialflow supports"
             )
         for piece in _pieces(storage):
             self._file.write(piece)
@@ -70,11 +70,13 @@ def _pieces(storage: torch.UntypedStorage) -> Iterator[memoryview]:
     """The bytes of a storage on the host. A piece is valid until the next one is asked for."""
     content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     if not is_on_accelerator(content):
-        yield memoryview(content.cpu().numpy())
+        yield content.cpu().numpy().data
         return
-    for piece in content.split(host_buffer().numel()):
-        on_host = host_buffer()[: piece.numel()].copy_(piece)  # waits for the device
-        yield memoryview(on_host.numpy())
+    buffer = host_buffer()
+    for start in range(0, content.numel(), buffer.numel()):
+        piece = content[start : start + buffer.numel()]
+        on_host = buffer[: piece.numel()].copy_(piece)  # waits for the device
+        yield on_host.numpy().data
 
 
 def _pickle_that_lists(storages: list[torch.UntypedStorage]) -> Any:
@@ -87,7 +89,7 @@ def _pickle_that_lists(storages: list[torch.UntypedStorage]) -> Any:
         def __init_subclass__(cls) -> None:
             identified = cls.persistent_id
 
-            def persistent_id(self: Pickler, value: Any) -> Any:
+            def persistent_id(self: pickle.Pickler, value: Any) -> Any:
                 found = identified(self, value)
                 if found is not None and int(found[2]) == len(storages):
                     storages.append(getattr(value, "_untyped_storage", value))

@@ -13,13 +13,18 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from trial_core.accelerator import accelerator_rng_state, restore_accelerator_rng
+from trial_core.accelerator import (
+    accelerator_rng_state,
+    has_accelerator,
+    restore_accelerator_rng,
+)
 from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.controller.optimizer_load import optimizers_loaded_in_place
 from trial_core.controller.safe_load import Reader
 from trial_core.deepspeed.checkpoint_engine import (
     CHECKPOINT_CLASSES,
+    saves_in_memory,
     snapshot_checkpoint_engines,
 )
 from trial_core.deepspeed.context import DeepSpeedTrialContext
@@ -154,6 +159,14 @@ class DeepSpeedTrialEngine:
 
     def read_hook_state(self, folder: Path, reader: Reader) -> dict[str, Any]:
         return {}
+
+    @property
+    def rehearses_save(self) -> bool:
+        return (
+            has_accelerator()
+            and not _overrides(self._trial, "save")
+            and all(map(saves_in_memory, self._context.models))
+        )
 
     def save(
         self,
