@@ -1,9 +1,11 @@
-"""The accelerator that a rank computes on, and its random number generators."""
+"""The accelerator that a rank computes on: its generators, and how its memory reaches the host."""
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -11,6 +13,11 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rn
 
 from trial_core.errors import LaunchError
 from trial_core.slots.accelerators import ADVICE, KIND_VARIABLE, count_accelerators
+
+logger = logging.getLogger(__name__)
+
+HOST_BUFFER_BYTES = 256 * 2**20
+"""A power of two: torch rounds pinned memory up to one."""
 
 
 def claim_accelerator(local_rank: int) -> None:
@@ -65,6 +72,11 @@ def _reason() -> str:
     return ""
 
 
+def has_accelerator() -> bool:
+    """Whether this rank computes on an accelerator, not on the CPU."""
+    return bool(get_accelerator().device_name() != "cpu")
+
+
 def accelerator_rng_state() -> dict[str, Any]:
     """The states of this rank's generators on its accelerator; empty on most CPU ranks.
 
@@ -73,17 +85,39 @@ def accelerator_rng_state() -> dict[str, Any]:
     generator takes one of them for a region of a model, such as dropout that differs between
     model-parallel ranks.
     """
-    accelerator, tracked = get_accelerator(), get_cuda_rng_tracker().get_states()
+    tracked = get_cuda_rng_tracker().get_states()
     states: dict[str, Any] = {"tracked": tracked} if tracked else {}
-    if accelerator.device_name() != "cpu":
-        states["accelerator"] = accelerator.get_rng_state()
+    if has_accelerator():
+        states["accelerator"] = get_accelerator().get_rng_state()
     return states
 
 
 def restore_accelerator_rng(states: Mapping[str, Any]) -> None:
     """Restore those of `states` that `accelerator_rng_state` names and this rank can have."""
-    accelerator = get_accelerator()
     if "tracked" in states:
         get_cuda_rng_tracker().set_states(dict(states["tracked"]))
-    if "accelerator" in states and accelerator.device_name() != "cpu":
-        accelerator.set_rng_state(states["accelerator"])
+    if "accelerator" in states and has_accelerator():
+        get_accelerator().set_rng_state(states["accelerator"])
+
+
+def is_on_accelerator(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory is that of this rank's accelerator."""
+    return has_accelerator() and bool(get_accelerator().on_accelerator(tensor))
+
+
+@functools.cache
+def host_buffer() -> torch.Tensor:
+    """Pinned bytes on the host, through which memory of the accelerator is copied. One per process.
+
+    Pageable where the host's memory cannot be pinned: copies are slower, and as correct.
+    """
+    buffer = torch.empty(HOST_BUFFER_BYTES, dtype=torch.uint8)
+    try:
+        return cast(torch.Tensor, get_accelerator().pin_memory(buffer))
+    except RuntimeError as error:
+        logger.warning(
+            "cannot pin %d MiB of host memory, so snapshots take longer: %s; raise the limit of "
+            "locked memory (ulimit -l) or of the container's memory",
+            HOST_BUFFER_BYTES // 2**20, error,
+        )  # fmt: skip
+        return buffer

@@ -263,6 +263,7 @@ class Controller:
             self._distributed,
             self._progress(BatchesTrained),
             self._stop_barrier,
+            self._trial.snapshots.rehearse,
             self._request_stop,
             self._wants_batch_metrics,
         )

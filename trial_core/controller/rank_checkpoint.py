@@ -7,6 +7,7 @@ uploads the folder. The folder is kept until the driver has committed the manife
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -48,6 +49,27 @@ class Snapshots(CheckpointFiles):
         self._memory_gib = settings.get("memory_gib_per_rank")
         self._reader = Reader(bool(settings.get("trusted")), engine.checkpoint_classes)
         self._memory: MemoryFiles | None = None
+        self._is_rehearsed = False
+
+    def rehearse(self) -> None:
+        """Allocate what snapshots need, before the first one. Collective: every rank calls this.
+
+        Pinning memory and the first use of each page take seconds. A first snapshot that a stop
+        asks for would take them from the time until the process is killed. How much a snapshot
+        needs is known by writing one. It is thrown away, and its memory is kept.
+        """
+        engine = self._engine
+        if self._is_rehearsed or not engine.rehearses_save:
+            return
+        self._is_rehearsed = True
+        folder, memory = self.staging("rehearsal"), self._memory_files()
+        folder.mkdir(parents=True, exist_ok=True)
+        memory.begin(is_rehearsal=True)
+        engine.save(folder, memory, self._reader, engine.hook_state())
+        memory.end()
+        shutil.rmtree(folder)
+        with contextlib.suppress(OSError):  # it still holds other ranks' folders
+            folder.parent.rmdir()
 
     def stage(
         self, uuid: str, batches_trained: int, training_data: Mapping[str, Any] | None
@@ -114,7 +136,7 @@ class Snapshots(CheckpointFiles):
         restore_callbacks(state, engine.callbacks)
 
     def _memory_files(self) -> MemoryFiles:
-        # Created by the first snapshot: only then is known how much memory training leaves free.
+        # Not created before training: only then is known how much memory it leaves free.
         if self._memory is None:
             limit = default_limit_bytes(self._distributed.local_size)
             given = self._memory_gib

@@ -6,6 +6,7 @@ One train-workload, with every hook inside it::
         on_training_epoch_start(epoch_idx)      if an epoch begins with this batch
         trial.train_batch(...)                  once per micro-batch, or once with pipelines
         on_training_epoch_end(epoch_idx)        if an epoch ends with this batch
+        allocate memory for snapshots           after the run's first batch, see Snapshots.rehearse
     average the metrics over batches and ranks  the workload's only collective of ours, and its
                                                 only wait for the accelerator
     (on_training_workload_end(avg_metrics, batch_metrics) is the next stage)
@@ -70,6 +71,7 @@ def train_batches(
     distributed: DistributedContext,
     progress: ProgressReporter,
     stop_barrier: StopBarrier,
+    on_first_batch: Callable[[], None],
     on_stop_requested: Callable[[], None],
     wants_batch_metrics: bool,
 ) -> TrainOutcome:
@@ -77,6 +79,7 @@ def train_batches(
 
     Args:
         stop_barrier: may end the workload early, after the same batch on every rank.
+        on_first_batch: called after the workload's first batch. May be collective.
         on_stop_requested: called after each batch while this rank's trial requests a stop.
         wants_batch_metrics: whether a callback of any rank gets them; the same on every rank.
     """
@@ -97,6 +100,8 @@ def train_batches(
         info.batches_trained = batch_idx + 1
         info.instruments.batch_ended()
         progress.report(info.batches_trained)
+        if info.batches_trained == first_batch + 1:
+            on_first_batch()
         if info.stop_requested:
             on_stop_requested()
     if info.batches_trained == first_batch:

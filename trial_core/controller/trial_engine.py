@@ -55,6 +55,14 @@ class TrialEngine(Protocol):
     chief_hooks: frozenset[str]
 
     @property
+    def rehearses_save(self) -> bool:
+        """Whether `save` can be tried, and should be, because the first one takes longer.
+
+        It runs no code of the trial, writes memory files only, and copies from an accelerator. The
+        same on every rank.
+        """
+
+    @property
     def checkpoint_classes(self) -> Sequence[Any]:
         """Classes besides plain data that the shards hold, all of them safe to construct."""
 

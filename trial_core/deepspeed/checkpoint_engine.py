@@ -67,8 +67,12 @@ class SnapshotCheckpointEngine(TorchCheckpointEngine):
             )
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Read one shard of a fetched and verified checkpoint."""
-        return self.reader.load(Path(path), map_location)
+        """Read one shard of a fetched and verified checkpoint.
+
+        Tensors stay in the file until they are used: DeepSpeed reads model states twice, and copies
+        what it needs.
+        """
+        return self.reader.load(Path(path), map_location, mapped=True)
 
     def commit(self, info: Any) -> bool:
         """Nothing to do: writing the manifest commits the checkpoint."""
@@ -85,6 +89,16 @@ def reader_of(engine: DeepSpeedEngine) -> Reader:
     )
 
 
+def saves_in_memory(engine: DeepSpeedEngine) -> bool:
+    """Whether a snapshot of the engine writes no files on disk, except small ones."""
+    return _writes_with_torch(engine) and not engine.zero_nvme_offload_optimizer()
+
+
+def _writes_with_torch(engine: DeepSpeedEngine) -> bool:
+    """Whether the engine's DeepSpeed configuration chooses no other checkpoint writer."""
+    return type(engine.checkpoint_engine) is TorchCheckpointEngine
+
+
 @contextmanager
 def snapshot_checkpoint_engines(
     engines: Sequence[DeepSpeedEngine],
@@ -99,7 +113,7 @@ def snapshot_checkpoint_engines(
     """
     replacements = (
         SnapshotCheckpointEngine(folder, memory_files, reader)
-        if type(engine.checkpoint_engine) is TorchCheckpointEngine
+        if _writes_with_torch(engine)
         else engine.checkpoint_engine
         for engine in engines
     )

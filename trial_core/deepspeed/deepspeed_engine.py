@@ -10,14 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from trial_core.accelerator import accelerator_rng_state, restore_accelerator_rng
+from trial_core.accelerator import (
+    accelerator_rng_state,
+    has_accelerator,
+    restore_accelerator_rng,
+)
 from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.resume_point import Restore
+from trial_core.controller.optimizer_load import optimizers_loaded_in_place
 from trial_core.controller.safe_load import Reader
 from trial_core.deepspeed.checkpoint_engine import (
     CHECKPOINT_CLASSES,
+    saves_in_memory,
     snapshot_checkpoint_engines,
 )
 from trial_core.deepspeed.context import DeepSpeedTrialContext
@@ -153,6 +160,14 @@ class DeepSpeedTrialEngine:
     def read_hook_state(self, folder: Path, reader: Reader) -> dict[str, Any]:
         return {}
 
+    @property
+    def rehearses_save(self) -> bool:
+        return (
+            has_accelerator()
+            and not _overrides(self._trial, "save")
+            and all(map(saves_in_memory, self._context.models))
+        )
+
     def save(
         self,
         folder: Path,
@@ -170,6 +185,7 @@ class DeepSpeedTrialEngine:
         engines = self._context.models
         with ExitStack() as stack:
             stack.enter_context(snapshot_checkpoint_engines(engines, folder, reader=reader))
+            stack.enter_context(optimizers_loaded_in_place(_base_optimizers(engines)))
             if reshape:
                 _require_default_format(self._trial)
                 folder = stack.enter_context(resharded(engines, folder, reader.load_mapped))
@@ -210,6 +226,13 @@ class DeepSpeedTrialEngine:
             if isinstance(engine, PipelineEngine):
                 forget_pipeline(engine)
         forget_zero_3_models()
+
+
+def _base_optimizers(engines: Sequence[DeepSpeedEngine]) -> Iterator[torch.optim.Optimizer]:
+    """The optimizers that DeepSpeed has wrapped."""
+    for engine in engines:
+        if isinstance(engine.basic_optimizer, torch.optim.Optimizer):
+            yield engine.basic_optimizer
 
 
 def _require_default_format(trial: DeepSpeedTrial) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import GatheredParameters
 
 from trial_core.deepspeed.checkpoint_engine import reader_of
-from trial_core.deepspeed.export.engine_weights import export_weights
+from trial_core.deepspeed.export.engine_weights import SavedWeight, saved_weights
 from trial_core.errors import CheckpointError, TrialError
 
 _ZERO3_MODEL_STATES = re.compile(r"zero_pp_rank_.*_model_states\.pt")
@@ -35,12 +37,13 @@ def load_engine(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
 def load_weights(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
     """Load only an engine's weights; optimizer and schedule stay as they are.
 
-    The checkpoint may be of another number of data-parallel ranks, or another ZeRO stage. Under
-    ZeRO-3 every rank temporarily holds the whole model in host memory. Collective: every rank calls
-    this.
+    The checkpoint may be of another number of data-parallel ranks, or another ZeRO stage. The
+    module is loaded part by part: under ZeRO-3, the device and the first rank's host memory hold no
+    more than the weights of one part beside the rank's own. Collective: every rank calls this.
 
     Raises:
         TrialError: DeepSpeed found no weights of that tag.
+        CheckpointError: they are those of another model.
     """
     if not _has_model_states(folder, tag):
         raise _not_found("weights", tag, folder, "load_weights")
@@ -57,16 +60,15 @@ def load_weights(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
             raise _not_found("weights", tag, folder, "load_weights")
         return
     # DeepSpeed's own loading needs a shard for each present rank, and reads the tag saved last.
-    weights = export_weights(folder, int(tag.removeprefix("model")), reader=reader_of(engine))
+    # Under ZeRO-3 it also has the whole model on every device, and in every rank's host memory.
+    weights = saved_weights(folder, int(tag.removeprefix("model")), reader=reader_of(engine))
     if not engine.zero_optimization_partition_weights():
-        engine.load_module_state_dict(checkpoint={"module": weights}, custom_load_fn=_load_module)
+        load_by_parts(engine.module, weights)
         if hasattr(engine.optimizer, "refresh_fp32_params"):
             engine.optimizer.refresh_fp32_params()
         return
     engine.optimizer.checkpoint_event_prologue()
-    engine.load_module_state_dict(
-        checkpoint={"module": weights}, custom_load_fn=_load_module, fetch_z3_params=True
-    )
+    load_by_parts(engine.module, weights)
     engine.optimizer._restore_from_bit16_weights()
     engine.optimizer.checkpoint_event_epilogue()
 
@@ -90,6 +92,49 @@ def _module_options(engine: DeepSpeedEngine) -> dict[str, Any]:
     return {"custom_load_fn": _load_module}
 
 
+def load_by_parts(module: torch.nn.Module, weights: Mapping[str, SavedWeight]) -> None:
+    """Load a module's weights, each submodule's own after the other's.
+
+    ZeRO-3's parameters are gathered for that. The first rank of those that share them reads them;
+    the others receive them. Collective: every rank calls this.
+
+    Raises:
+        CheckpointError: the weights are those of another model; on every rank, before any is read.
+    """
+    own = _state_tensors(module)
+    _require_same_model(module, own, weights)
+    saved = {id(tensor): weights[name] for name, tensor in own.items() if name in weights}
+    for part in module.modules():
+        parameters = list(part.parameters(recurse=False))
+        with GatheredParameters(parameters, modifier_rank=0):
+            for tensor in (*parameters, *part.buffers(recurse=False)):
+                if id(tensor) in saved and _is_read_here(tensor):
+                    tensor.data.copy_(saved[id(tensor)].read())
+
+
+def _is_read_here(tensor: torch.Tensor) -> bool:
+    """Whether this rank reads a weight, not another one that sends it."""
+    sharing = getattr(tensor, "ds_process_group", None)  # under ZeRO-3
+    return sharing is None or dist.get_rank(group=sharing) == 0
+
+
+def _state_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a module by their names in its ``state_dict``.
+
+    Raises:
+        CheckpointError: a hook of the module's puts other tensors into its ``state_dict``.
+    """
+    state = module.state_dict(keep_vars=True).items()
+    found = {name: value for name, value in state if isinstance(value, torch.Tensor)}
+    own = {id(each) for each in (*module.parameters(), *module.buffers())}
+    if others := [name for name, tensor in found.items() if id(tensor) not in own]:
+        raise CheckpointError(
+            f"the model's state_dict has tensors that are not its own: {_listed(others)}; "
+            "load the weights in a load_weights method of the trial"
+        )
+    return found
+
+
 def _load_module(src: Mapping[str, Any], dst: torch.nn.Module) -> None:
     """Load a module's state, from which all frozen parameters may be missing.
 
@@ -97,13 +142,42 @@ def _load_module(src: Mapping[str, Any], dst: torch.nn.Module) -> None:
         CheckpointError: another parameter is missing, or there is one too many.
     """
     result = dst.load_state_dict(src, strict=False)
-    missing, frozen = set(result.missing_keys), _frozen(dst)
+    _require_same_names(dst, set(result.missing_keys), result.unexpected_keys)
+
+
+def _require_same_model(
+    module: torch.nn.Module, own: Mapping[str, torch.Tensor], weights: Mapping[str, SavedWeight]
+) -> None:
+    """Check the names and shapes of saved weights.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    _require_same_names(module, own.keys() - weights.keys(), weights.keys() - own.keys())
+    shapes = {name: getattr(each, "ds_shape", each.shape) for name, each in own.items()}
+    for name, weight in weights.items():
+        if weight.shape != shapes[name]:
+            raise CheckpointError(
+                f"the weights {name} have the shape {tuple(weight.shape)} in the checkpoint, and "
+                f"{tuple(shapes[name])} in the model; load the weights of the same model"
+            )
+
+
+def _require_same_names(
+    module: torch.nn.Module, missing: Set[str], unexpected: Collection[str]
+) -> None:
+    """Check that a checkpoint lacks nothing but, perhaps, all of the frozen parameters.
+
+    Raises:
+        CheckpointError: names what else differs.
+    """
+    frozen = _frozen(module)
     if frozen <= missing:
-        missing -= frozen
-    if missing or result.unexpected_keys:
+        missing = missing - frozen
+    if missing or unexpected:
         raise CheckpointError(
             "the checkpoint was saved by another model; missing in the checkpoint: "
-            f"{_listed(missing)}; not in the model: {_listed(result.unexpected_keys)}"
+            f"{_listed(missing)}; not in the model: {_listed(unexpected)}"
         )
 
 

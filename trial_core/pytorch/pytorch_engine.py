@@ -8,7 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trial_core.accelerator import accelerator_rng_state, restore_accelerator_rng
+from trial_core.accelerator import (
+    accelerator_rng_state,
+    has_accelerator,
+    restore_accelerator_rng,
+)
 from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.controller.rank_state import STATE_FOLDER
@@ -131,6 +135,10 @@ class PyTorchTrialEngine:
 
     def read_hook_state(self, folder: Path, reader: Reader) -> dict[str, Any]:
         return read_state(folder, reader, (MODELS, OPTIMIZERS), self._context)
+
+    @property
+    def rehearses_save(self) -> bool:
+        return has_accelerator()
 
     def save(
         self,

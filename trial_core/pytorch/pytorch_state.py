@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from trial_core.controller.optimizer_load import optimizers_loaded_in_place
 from trial_core.controller.safe_load import Reader
 from trial_core.controller.safe_save import readable
 from trial_core.controller.tensor_files import write_tensors
@@ -130,7 +131,8 @@ def load_state(context: PyTorchTrialContext, state: Mapping[str, Any]) -> None:
         for target, saved in _pairs(key, targets, state):
             require_joined(saved)
             try:
-                target.load_state_dict(saved)
+                with optimizers_loaded_in_place(context.optimizers):
+                    target.load_state_dict(saved)
             except (ValueError, KeyError) as error:
                 raise CheckpointError(
                     f"the checkpoint does not fit the trial: its {key} is refused by "

@@ -43,10 +43,16 @@ class MemoryFiles:
         self._limit_bytes = limit_bytes if hasattr(os, "memfd_create") else 0
         self._files: dict[str, MemoryFile] = {}
         self._written: set[str] = set()
+        self._is_rehearsal = False
 
-    def begin(self) -> None:
-        """Begin a snapshot. The previous one must no longer be read."""
+    def begin(self, is_rehearsal: bool = False) -> None:
+        """Begin a snapshot. The previous one must no longer be read.
+
+        Args:
+            is_rehearsal: keep the memory, not the files: what does not fit is not written to disk.
+        """
         self._written.clear()
+        self._is_rehearsal = is_rehearsal
 
     def end(self) -> None:
         """End a snapshot: free the memory of files that it did not write."""
@@ -69,8 +75,9 @@ class MemoryFiles:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
+        on_disk = Path(os.devnull) if self._is_rehearsal else path
         if self._limit_bytes == 0:
-            with open(path, "wb") as file:
+            with open(on_disk, "wb") as file:
                 write(file)
             return
         # Not setdefault: it would open another file each time.
@@ -78,7 +85,7 @@ class MemoryFiles:
         if memory_file is None:
             memory_file = self._files[name] = MemoryFile(name, self._has_room)
         memory_file.begin()
-        with _SpillingFile(memory_file, path) as spilling:
+        with _SpillingFile(memory_file, on_disk) as spilling:
             write(spilling)  # type: ignore[arg-type]  # as much of a file as torch.save needs
         if spilling.is_on_disk:
             self._files.pop(name).close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import uuid as uuids
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from trial_core.distributed import DistributedContext
 from trial_core.errors import CheckpointError, StorageError
 from trial_core.messages import PersistCheckpoint, Persisted, SaveCheckpoint, Saved
 from trial_core.slots.slot_group import SlotGroup
-from trial_core.transfer.memory_files import is_memory_file
+from trial_core.transfer.memory_files import MemoryFiles, is_memory_file
 
 Warm = Callable[[int], SlotGroup]
 
@@ -107,6 +108,28 @@ def snapshots(folder: Path, rank: int = 0, ranks: int = 1, **settings: Any) -> S
     )
     engine: Any = SimpleNamespace(checkpoint_classes=())
     return Snapshots(engine, folder, CheckpointStore(str(folder / "store")), distributed, settings)
+
+
+@pytest.mark.parametrize("rehearses", [True, False])
+def test_a_snapshot_is_rehearsed_once(tmp_path: Path, rehearses: bool) -> None:
+    """The first real one writes into the same memory, and nothing is left in the staging folder."""
+    ours, links = snapshots(tmp_path), []
+
+    def save(folder: Path, memory: MemoryFiles, *others: Any) -> None:
+        memory.write(folder, "shard", lambda file: file.write(b"x" * 100))
+        links.append(os.readlink(folder / "shard"))
+
+    ours._engine = SimpleNamespace(
+        rehearses_save=rehearses, save=save, hook_state=dict, callbacks={},
+        accelerator_rng_state=lambda: None,
+    )  # type: ignore[assignment]  # fmt: skip
+    for _ in range(2):
+        ours.rehearse()
+    assert len(links) == rehearses
+    assert not list(tmp_path.glob("staging/*"))
+    ours.stage("new", 1, None)
+    assert len(set(links)) == 1
+    ours.close()
 
 
 def staged(folder: Path, uuid: str, rank: int) -> Path:

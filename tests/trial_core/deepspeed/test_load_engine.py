@@ -13,8 +13,8 @@ import torch
 
 from tests.support.slots import drive, toy_config
 from tests.trial_core.deepspeed.resuming import saved_again
-from trial_core.deepspeed.export.engine_weights import export_weights
-from trial_core.deepspeed.load_engine import load_engine
+from trial_core.deepspeed.export.engine_weights import SavedWeight, export_weights
+from trial_core.deepspeed.load_engine import load_by_parts, load_engine
 from trial_core.errors import CheckpointError
 from trial_core.slots.slot_group import SlotGroup
 
@@ -85,3 +85,55 @@ def test_weights_of_another_model_are_refused(tmp_path: Path, layers: int, messa
     with pytest.raises(CheckpointError) as refusal:
         load_engine(engine, tmp_path, "model0")
     assert str(refusal.value) == f"the checkpoint was saved by another model; {message}"
+
+
+def saved(shapes: dict[str, tuple[int, ...]]) -> dict[str, SavedWeight]:
+    return {
+        name: SavedWeight(torch.Size(shape), lambda shape=shape: torch.full(shape, 7.0))
+        for name, shape in shapes.items()
+    }
+
+
+def test_weights_are_found_by_the_names_of_the_state_dict() -> None:
+    """Wrappers, such as those of activation checkpointing, rename their entries with hooks."""
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.BatchNorm1d(3, affine=False)))
+
+    def rename(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name in list(state):
+            state[name.replace("0.0.", "inner.")] = state.pop(name)
+
+    model.register_state_dict_post_hook(rename)
+    load_by_parts(
+        model,
+        saved(
+            {
+                "inner.running_mean": (3,),
+                "inner.running_var": (3,),
+                "inner.num_batches_tracked": (),
+            }
+        ),
+    )
+    assert [each.flatten().unique().tolist() for each in model.buffers()] == [[7.0]] * 3
+
+
+def test_weights_of_another_shape_are_refused_before_any_is_read() -> None:
+    """So all ranks refuse them, and none waits for another."""
+    model = torch.nn.Linear(2, 3)
+    before = model.weight.clone()
+    with pytest.raises(
+        CheckpointError, match=r"bias have the shape \(5,\) in the .* \(3,\) in the model"
+    ):
+        load_by_parts(model, saved({"weight": (3, 2), "bias": (5,)}))
+    assert torch.equal(model.weight, before)
+
+
+def test_entries_that_a_hook_makes_are_refused() -> None:
+    """They would silently not be loaded."""
+    model = torch.nn.Linear(2, 3)
+
+    def replace(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state["weight"] = state["weight"] * 2
+
+    model.register_state_dict_post_hook(replace)
+    with pytest.raises(CheckpointError, match=r"not its own: weight; load .*load_weights"):
+        load_by_parts(model, saved({"weight": (3, 2), "bias": (3,)}))

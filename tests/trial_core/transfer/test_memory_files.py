@@ -117,6 +117,26 @@ def test_a_limit_of_0_writes_all_files_to_disk(
     memory.close()
 
 
+@pytest.mark.parametrize("limit_bytes", [LIMIT_BYTES, 0])
+def test_a_rehearsal_keeps_memory_and_writes_nothing_to_disk(
+    tmp_path: Path, limit_bytes: int
+) -> None:
+    """The next snapshot finds the memory that it needs; a file that does not fit costs no disk."""
+    memory, files = MemoryFiles(limit_bytes), {"fits": b"x" * 600, "over": b"y" * LIMIT_BYTES}
+    memory.begin(is_rehearsal=True)
+    for name, content in files.items():
+        memory.write(tmp_path / "rehearsal", name, writer_of(content))
+    memory.end()
+    rehearsed = [path.name for path in (tmp_path / "rehearsal").iterdir() if not path.is_symlink()]
+    snapshot(memory, tmp_path / "first", files)
+    assert rehearsed == []
+    assert (tmp_path / "first" / "over").read_bytes() == files["over"]
+    links = [tmp_path / folder / "fits" for folder in ("rehearsal", "first")]
+    if limit_bytes:
+        assert os.readlink(links[0]) == os.readlink(links[1])
+    memory.close()
+
+
 @pytest.mark.parametrize("size", [LIMIT_BYTES, LIMIT_BYTES + 1], ids=["in memory", "on disk"])
 def test_snapshots_leak_no_file_descriptors(tmp_path: Path, size: int) -> None:
     """A run saves many checkpoints, and a process may open only so many files."""

@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+import torch
 
 from trial_core.controller.safe_load import Reader
 from trial_core.deepspeed.checkpoint_engine import CHECKPOINT_CLASSES
@@ -23,7 +27,6 @@ from trial_core.export.weights import (
     Precision,
     Weights,
     copied,
-    copied_all,
     first_names,
     has_16bit_weights,
     target_type,
@@ -35,13 +38,36 @@ _LAYER = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")
 _logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, eq=False)  # tied names have the same one
+class SavedWeight:
+    """A weight in a checkpoint's files.
+
+    Attributes:
+        shape: of the whole tensor.
+        read: the whole tensor: contiguous, on the CPU, in its own memory.
+    """
+
+    shape: torch.Size
+    read: Callable[[], torch.Tensor]
+
+
 def export_weights(
     folder: Path, engine: int = 0, dtype: Precision = "fp32", reader: Reader | None = None
 ) -> Weights:
     """The weights and persistent buffers of one engine, by the names of its ``state_dict``.
 
     All tensors are contiguous, on the CPU, and own their memory; tied names map to one tensor.
-    Called by one process; needs no other ranks.
+    Called by one process; needs no other ranks. Arguments and errors: see `saved_weights`.
+    """
+    saved = saved_weights(folder, engine, dtype, reader)
+    tensors = {weight: weight.read() for weight in dict.fromkeys(saved.values())}
+    return {name: tensors[weight] for name, weight in saved.items()}
+
+
+def saved_weights(
+    folder: Path, engine: int = 0, dtype: Precision = "fp32", reader: Reader | None = None
+) -> dict[str, SavedWeight]:
+    """As `export_weights`, but a weight takes memory only when it is read.
 
     Args:
         folder: a checkpoint's verified files, at least those of tag ``model{engine}``.
@@ -82,7 +108,7 @@ def export_weights(
     buffers = set(state.get("buffer_names") or ())
     shared = state.get("shared_params") or {}
     first_name = first_names(module, shared)
-    weights: Weights = {}
+    weights: dict[str, SavedWeight] = {}
     for name, saved in module.items():
         if first_name[name] != name:
             weights[name] = weights[first_name[name]]
@@ -95,10 +121,10 @@ def export_weights(
                 "ZeRO 0 to 2"
             )
         if master is None:
-            weights[name] = copied(saved, dtype)
+            weights[name] = SavedWeight(saved.shape, partial(copied, saved, dtype))
         else:
             target = target_type(master.dtypes[MASTER], saved.dtype, dtype)
-            weights[name] = master.full_tensor(MASTER, target)
+            weights[name] = SavedWeight(master.shape, partial(master.full_tensor, MASTER, target))
     return weights
 
 
@@ -114,7 +140,9 @@ def _model_states(files: list[Path], folder: Path, engine: int) -> Path:
     return next(iter(states))
 
 
-def _pipeline_weights(files: list[Path], engine: int, dtype: Precision, reader: Reader) -> Weights:
+def _pipeline_weights(
+    files: list[Path], engine: int, dtype: Precision, reader: Reader
+) -> dict[str, SavedWeight]:
     """A pipeline's weights, from one file for each layer.
 
     Names are those of a ``torch.nn.Sequential`` of the layers: ``0.weight``. DeepSpeed does not
@@ -131,7 +159,11 @@ def _pipeline_weights(files: list[Path], engine: int, dtype: Precision, reader: 
             f"engine {engine} is a pipeline trained in 16 bits; export cannot consolidate its fp32 "
             "weights, which are in the optimizer state of every stage. Export with --dtype 16bit"
         )
-    return copied_all(module, dtype)
+    first_name, weights = first_names(module, {}), dict[str, SavedWeight]()
+    for name, saved in module.items():
+        tie = weights.get(first_name[name])
+        weights[name] = tie or SavedWeight(saved.shape, partial(copied, saved, dtype))
+    return weights
 
 
 def _refuse_model_parallel(parts: Set[str | None], engine: int) -> None:

@@ -1,0 +1,116 @@
+"""An accelerator of DeepSpeed's own abstraction, whose memory is that of the CPU.
+
+trialflow and DeepSpeed take their branches for devices, and the fake counts what these cost.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trial_core import accelerator
+
+
+class FakeAccelerator(CPU_Accelerator):
+    """All tensors are on the device, except those that `pin_memory` returned.
+
+    Attributes:
+        pinned_bytes: the host memory pinned so far.
+        can_pin: whether more can be pinned.
+        rng: its generator's state.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pinned_bytes = 0
+        self.can_pin = True
+        self.rng = torch.zeros(1, dtype=torch.uint8)
+        self._pinned: set[int] = set()
+
+    def device_name(self, device_index: int | None = None) -> str:
+        # Not "cpu", by which CPU ranks are known; but a device that torch knows.
+        return "cpu:0" if device_index is None else "cpu"
+
+    def device_count(self) -> int:
+        return 1
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        return self.rng
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        self.rng = new_state
+
+    def pin_memory(self, tensor: torch.Tensor, *options: Any, **more: Any) -> torch.Tensor:
+        if not self.can_pin:
+            raise RuntimeError("CUDA error: out of memory")
+        self.pinned_bytes += tensor.nbytes
+        self._pinned.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() not in self._pinned
+
+
+class Memory(TorchDispatchMode):
+    """Inside the block, counts the memory that torch's operators allocate.
+
+    Attributes:
+        bytes: allocated in the block and not freed yet.
+        peak_bytes: the most at any time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.peak_bytes = 0
+        self._counted: set[int] = set()
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        known = {each.data_ptr() for each in _storages((arguments, options))} | self._counted
+        result = operator(*arguments, **(options or {}))
+        for storage in _storages(result):
+            if storage.nbytes() and storage.data_ptr() not in known:
+                self._allocated(storage)
+        return result
+
+    def _allocated(self, storage: torch.UntypedStorage) -> None:
+        address, count = storage.data_ptr(), storage.nbytes()
+        self._counted.add(address)
+        self.bytes += count
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+        weakref.finalize(storage, self._freed, address, count)
+
+    def _freed(self, address: int, count: int) -> None:
+        self._counted.discard(address)
+        self.bytes -= count
+
+
+def _storages(value: Any) -> list[torch.UntypedStorage]:
+    found = []
+    for each in torch.utils._pytree.tree_leaves(value):
+        if isinstance(each, torch.Tensor) and each.device.type != "meta":
+            found.append(each.untyped_storage())
+        elif isinstance(each, torch.UntypedStorage):
+            found.append(each)
+    return found
+
+
+@contextmanager
+def fake_accelerator() -> Iterator[FakeAccelerator]:
+    """Inside the block, this process computes on a fake accelerator."""
+    before, fake = get_accelerator(), FakeAccelerator()
+    set_accelerator(fake)
+    accelerator.host_buffer.cache_clear()
+    try:
+        yield fake
+    finally:
+        set_accelerator(before)
+        accelerator.host_buffer.cache_clear()

@@ -1,0 +1,83 @@
+"""Optimizers are restored into the tensors that they have."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.fake_accelerator import Memory
+from trial_core.controller.optimizer_load import optimizers_loaded_in_place
+from trial_core.controller.safe_load import Reader
+
+WIDTH = 1000
+
+
+def optimizer(steps: int, seed: int = 0) -> torch.optim.Adam:
+    """Of three parameters, one without gradients; trained for some steps."""
+    generator = torch.Generator().manual_seed(seed)
+    parameters = [torch.nn.Parameter(torch.zeros(WIDTH)) for _ in range(3)]
+    groups: list[Any] = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.1}]
+    adam = torch.optim.Adam(groups, lr=0.01 * (seed + 1))
+    for _ in range(steps):
+        for parameter in parameters[1:]:
+            parameter.grad = torch.randn(WIDTH, generator=generator)
+        adam.step()
+    return adam
+
+
+def load(target: torch.optim.Optimizer, state: Any) -> None:
+    with optimizers_loaded_in_place([target]):
+        target.load_state_dict(state)
+
+
+def flat(adam: torch.optim.Adam) -> dict[Any, Any]:
+    state: Any = adam.state_dict()
+    entries = {(n, key): v for n, each in state["state"].items() for key, v in each.items()}
+    return {**entries, "groups": state["param_groups"]}
+
+
+@pytest.mark.parametrize("steps", [0, 3], ids=["without state", "with state"])
+def test_the_state_is_that_of_a_usual_load(steps: int) -> None:
+    """Values, learning rates, and the entries that an optimizer without state lacks."""
+    saved, expected = optimizer(5, seed=1).state_dict(), optimizer(steps)
+    expected.load_state_dict(copy.deepcopy(saved))
+    seen = optimizer(steps)
+    load(seen, saved)
+    torch.testing.assert_close(flat(seen), flat(expected), rtol=0, atol=0)
+
+
+def test_a_load_does_not_double_the_state() -> None:
+    """Not even for one tensor: moments that DeepSpeed has linked to stay where they are."""
+    saved, target = optimizer(5, seed=1).state_dict(), optimizer(3)
+    before = {id(value) for key, value in flat(target).items() if key != "groups"}
+    with Memory() as memory:
+        load(target, saved)
+    assert memory.peak_bytes == 0
+    assert {id(value) for key, value in flat(target).items() if key != "groups"} == before
+
+
+def test_no_tensor_remains_in_the_file(tmp_path: Path) -> None:
+    """The file is deleted; a map would keep its space until the rank ends."""
+    torch.save(optimizer(5, seed=1).state_dict(), tmp_path / "state.pt")
+    targets = [optimizer(0), optimizer(3)]
+    for target in targets:
+        load(target, Reader().load_mapped(tmp_path / "state.pt"))
+    expected = [copy.deepcopy(flat(target)) for target in targets]
+    with (tmp_path / "state.pt").open("r+b") as file:  # a map would change with it
+        file.write(b"\0" * (tmp_path / "state.pt").stat().st_size)
+    seen = [flat(target) for target in targets]
+    torch.testing.assert_close(seen, expected, rtol=0, atol=0)
+
+
+def test_a_state_of_other_groups_is_refused() -> None:
+    """By torch, before any value changes."""
+    saved, target = optimizer(5, seed=1).state_dict(), optimizer(3)
+    saved["param_groups"].pop()
+    before = copy.deepcopy(flat(target))
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        load(target, saved)
+    torch.testing.assert_close(flat(target), before, rtol=0, atol=0)
