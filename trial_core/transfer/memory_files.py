@@ -28,7 +28,12 @@ _MEMORY_FILE_PATH = re.compile(r"/proc/\d+/fd/\d+")
 CGROUPS = Path("/sys/fs/cgroup")
 _CGROUP_VERSIONS = (
     ("memory.max", "memory.current", "memory.stat", ""),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_",
+    ),
 )
 """Of version 2 and 1: the files of limit, usage and statistics, and the prefix of sums in them."""
 

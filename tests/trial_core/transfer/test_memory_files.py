@@ -184,7 +184,12 @@ def test_no_free_memory_is_logged(
 
 
 V2 = ("memory.max", "memory.current", "memory.stat", "")
-V1 = ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_")
+V1 = (
+    "memory/memory.limit_in_bytes",
+    "memory/memory.usage_in_bytes",
+    "memory/memory.stat",
+    "total_",
+)
 
 
 @pytest.mark.parametrize("version", [V1, V2], ids=["v1", "v2"])
