@@ -20,9 +20,8 @@ import uuid
 from collections import defaultdict
 
 from benchmarks import loop
-from benchmarks.checkpoint import by_rank
+from benchmarks.checkpoint import BYTES_PER_LAYER, by_rank
 from benchmarks.figures import conclude
-from benchmarks.gpu_trial import BYTES_PER_LAYER
 from benchmarks.pytorch_loop import figures_of_pytorch, measure_pytorch, pytorch_case
 from benchmarks.ranks import built, case_name, launched
 from trial_core.checkpoint.store import CheckpointStore

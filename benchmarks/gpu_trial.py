@@ -18,8 +18,7 @@ from trial_core.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext
 from trial_core.pytorch import DataLoader, Reducer
 
 WIDTH = 1024
-BYTES_PER_LAYER = 16 * (WIDTH * WIDTH + WIDTH)
-"""Weights, gradients and Adam's moments in fp32, over all ranks."""
+"""As in `benchmarks.checkpoint`: 16 bytes of state per parameter, over all ranks."""
 
 
 class StateTrial(DeepSpeedTrial):
