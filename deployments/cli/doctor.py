@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -22,10 +23,12 @@ from trialflow.deployments.cli.experiment_options import ConfigFile, Storage, op
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.store import CheckpointStore
+    from trial_core.slots.accelerators import Accelerators
 
 NEEDED = ("trialflow", "torch", "deepspeed", "prefect", "fsspec")
 OLDEST_PYTHON = (3, 10)
 FOR_OPERATORS = "for optimizers that DeepSpeed compiles: all but those of torch (torch_adam: true)"
+ACCELERATOR_CHECK = (sys.executable, "-m", "trial_core.deepspeed.accelerator_check")
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -80,7 +83,7 @@ def examine(config: Path | None, storage: str | None) -> Iterator[Check]:
     yield installed("s3fs", or_else="warn", advice="pip install s3fs, for s3:// storage")
     yield compiler()
     yield ninja()
-    yield accelerators()
+    yield from accelerators()
     yield from stored(config, storage)
     yield prefect_server()
 
@@ -120,21 +123,49 @@ def ninja() -> Check:
     return Check("ninja", "warn", "not found", f"pip install ninja {FOR_OPERATORS}")
 
 
-def accelerators() -> Check:
-    """Report what slots would train on."""
-    from trial_core.slots.accelerators import torch_problem, visible_accelerators
+def accelerators() -> Iterator[Check]:
+    """Report what slots would train on, and check it in a process like a rank's."""
+    from trial_core.slots.accelerators import NVIDIA, torch_problem, visible_accelerators
 
     try:
         visible = visible_accelerators(os.environ)
     except TrialflowError as error:
-        return Check("accelerators", "fail", str(error))
+        yield Check("accelerators", "fail", str(error))
+        return
     if not visible.devices:
-        return Check("accelerators", "ok", "none: slots are CPU processes")
+        yield Check("accelerators", "ok", "none: slots are CPU processes")
+        return
     found = f"{text_format.plural(len(visible.devices), 'accelerator')} ({visible.kind})"
     problem = torch_problem()
     if problem is not None:
-        return Check("accelerators", "fail", found, problem)
-    return Check("accelerators", "ok", found)
+        yield Check("accelerators", "fail", found, problem)
+        return
+    problem, nvcc = _problems_of_ranks(visible)
+    yield Check("accelerators", "fail" if problem else "ok", found, problem or "")
+    if nvcc is not None:
+        yield Check("nvcc", "warn", nvcc, f"needed {FOR_OPERATORS}")
+    elif visible.kind == NVIDIA and problem is None:
+        yield Check("nvcc", "ok", "of the same CUDA as torch")
+
+
+def _problems_of_ranks(visible: Accelerators) -> tuple[str | None, str | None]:
+    """Why ranks cannot use the accelerators, and why they cannot compile operators for them."""
+    from trial_core.slots.accelerators import KIND_VARIABLE, PROBE_TIMEOUT_SECONDS
+
+    try:
+        done = subprocess.run(
+            [*ACCELERATOR_CHECK, str(len(visible.devices))],
+            env={**os.environ, KIND_VARIABLE: visible.kind},
+            capture_output=True, text=True, timeout=PROBE_TIMEOUT_SECONDS, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        return str(error), None
+    lines = done.stdout.splitlines()
+    if done.returncode != 0 or len(lines) < 2:
+        last = done.stderr.strip().splitlines()[-1:] or ["without a message"]
+        return f"a process like a rank's ended with code {done.returncode}: {last[0]}", None
+    # Libraries may print before.
+    return json.loads(lines[-2]), json.loads(lines[-1])
 
 
 def stored(config: Path | None, storage: str | None) -> Iterator[Check]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.figures import Estimate, conclude
+from benchmarks.gpu import STATE_TARGETS
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,6 +32,32 @@ def test_the_loop_benchmark_ends_with_one_line_of_json() -> None:
     assert outcome["targets"].keys() == {"ratio_small_1_rank", ours}
     assert {"ratio_small_1_rank", "added_us_tiny_1_rank", ours} <= outcome["figures"].keys()
     assert all(value != 0 for value in outcome["figures"].values())
+
+
+def test_the_gpu_benchmark_refuses_a_machine_without_one() -> None:
+    """One plain line, instead of figures of the CPU."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu"], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"}, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("benchmarks.gpu measures accelerators, and this machine has none")
+
+
+@pytest.mark.long
+@pytest.mark.slots
+def test_the_gpu_benchmark_ends_with_one_line_of_json() -> None:
+    """A short run, on CPU ranks, has a figure for every target."""
+    command = "-m benchmarks.gpu --on-cpu --pairs 1 --batches 2 --state-mib 16 --turns 1"
+    printed = subprocess.run(
+        [sys.executable, *command.split()], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+    outcome = json.loads(printed.splitlines()[-1])
+    assert outcome.keys() == {"figures", "targets", "holds"}
+    loops = {"ratio_small_2_ranks", "trialflow_pytorch_small_2_ranks"}
+    assert outcome["targets"].keys() == loops | STATE_TARGETS.keys() <= outcome["figures"].keys()
+    assert all(value > 0 for name, value in outcome["figures"].items() if name != "pinned_gib")
 
 
 @pytest.mark.parametrize(("median_ms", "holds"), [(5.0, True), (5.1, False)])

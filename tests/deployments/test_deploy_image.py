@@ -6,12 +6,14 @@ import fnmatch
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch._appdirs import user_cache_dir
 
 try:
     import tomllib
@@ -22,11 +24,8 @@ ROOT = Path(__file__).parents[2]
 # The folder of the Python that runs the tests may not be on the path.
 HADOLINT = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 # The instructions of the Dockerfile: keyword and arguments.
-LINES = [
-    line.split(maxsplit=1)
-    for line in (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
-    if line and not line.startswith("#")
-]
+TEXT = re.sub(r"^ *#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
+LINES = [line.split(maxsplit=1) for line in TEXT.replace("\\\n", " ").splitlines() if line]
 
 
 def instructions(keyword: str) -> list[str]:
@@ -65,6 +64,30 @@ def test_the_image_installs_the_tested_versions() -> None:
     installs = [run for run in instructions("RUN") if "pip install" in run]
     assert installs
     assert all("-c constraints.txt" in run for run in installs)
+
+
+def test_base_image_and_torch_are_of_the_same_cuda() -> None:
+    """One argument chooses both, and the build fails if nvcc does not fit torch."""
+    assert instructions("ARG")[0] == "TORCH=cpu"
+    assert "TORCH_INDEX=https://download.pytorch.org/whl/${TORCH}" in instructions("ARG")
+    *bases, chosen = instructions("FROM")
+    assert chosen == "${TORCH}"
+    pattern = r"nvidia/cuda:(\d+)\.(\d)\.\d-devel-\S+ AS cu(\d+)"
+    cuda = [re.fullmatch(pattern, base) for base in bases]
+    versions = [match.groups() for match in cuda if match is not None]
+    assert [major + minor for major, minor, _ in versions] == [name for *_, name in versions]
+    assert {name for *_, name in versions} == {"126", "130"}
+    assert instructions("RUN")[-1].endswith('nvcc_problem as problem; sys.exit(problem())"')
+
+
+def test_the_image_has_a_folder_for_compiled_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one where torch looks, which belongs to the image's user: so does a volume there."""
+    home, folder = "/home/trialflow", "/home/trialflow/.cache/torch_extensions"
+    (install,) = (run for run in instructions("RUN") if "install --directory" in run)
+    assert f"--owner=trialflow --group=trialflow {home}/.cache {folder}" in install
+    monkeypatch.setenv("HOME", home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert user_cache_dir(appname="torch_extensions") == folder
 
 
 def test_the_build_context_has_what_is_copied() -> None:

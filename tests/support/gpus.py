@@ -15,17 +15,27 @@ def uuid(index: int) -> str:
 
 
 def fake_gpus(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, count: int, torch_build: str = ""
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    torch_build: str = "",
+    mig_instances: int = 0,
 ) -> Path:
     """Give this machine GPUs, a driver, and a torch for them. Returns the program.
 
     Args:
         folder: where the fake program and the driver's device go.
         torch_build: the local version of torch; empty: as on PyPI.
+        mig_instances: on each GPU.
     """
     tool = folder / "gpus" / "nvidia-smi"
     tool.parent.mkdir()
-    lines = [f"echo 'GPU {index}: Some GPU (UUID: {uuid(index)})'" for index in range(count)]
+    lines = []
+    for index in range(count):
+        lines.append(f"echo 'GPU {index}: Some GPU (UUID: {uuid(index)})'")
+        for number in range(mig_instances):
+            found = f"MIG-{index}{number}"
+            lines.append(f"echo '  MIG 3g.40gb     Device  {number}: (UUID: {found})'")
     tool.write_text("\n".join(["#!/bin/sh", *lines]))
     tool.chmod(0o755)
     driver = folder / "gpus" / "nvidiactl"

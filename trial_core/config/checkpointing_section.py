@@ -25,8 +25,9 @@ class CheckpointingConfig(Section):
         allow_inf_nan=False,
         title="Memory for snapshots",
         description="GiB of host memory per rank for a snapshot that is being uploaded. Files that "
-        "do not fit are staged on local disk; with 0, all files are. Default: half of the "
-        "machine's free memory, divided among its ranks.",
+        "do not fit are staged on local disk; with 0, all files are. Default: the ranks of a "
+        "machine share half of the memory that is free at their first snapshot; each takes what it "
+        "needs.",
     )
     when_busy: Literal["wait", "skip"] = Field(
         default="wait",

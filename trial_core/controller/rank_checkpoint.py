@@ -26,7 +26,7 @@ from trial_core.controller.reshard_rank_state import RankRemap, read_remapped_st
 from trial_core.controller.safe_load import Reader
 from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
-from trial_core.transfer.memory_files import GIB, MemoryFiles, default_limit_bytes
+from trial_core.transfer.memory_files import GIB, MemoryFiles, free_bytes
 
 
 class Snapshots(CheckpointFiles):
@@ -138,9 +138,13 @@ class Snapshots(CheckpointFiles):
     def _memory_files(self) -> MemoryFiles:
         # Not created before training: only then is known how much memory it leaves free.
         if self._memory is None:
-            limit = default_limit_bytes(self._distributed.local_size)
-            given = self._memory_gib
-            self._memory = MemoryFiles(limit if given is None else int(given * GIB))
+            if self._memory_gib is not None:
+                self._memory = MemoryFiles(int(self._memory_gib * GIB))
+            else:
+                # Measured once, before any rank writes. The ranks share what exceeds it: rank 0
+                # usually needs more, because it saves the model.
+                reserve = int(self._distributed.broadcast_local(free_bytes() // 2))
+                self._memory = MemoryFiles(None, reserve)
         return self._memory
 
 

@@ -27,6 +27,7 @@ import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.git_version_info import installed_ops
+from deepspeed.ops.op_builder.builder import MissingCUDAException, installed_cuda_version
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,24 @@ def op_being_built() -> str | None:
         "(once in this environment, usually 1 to 4 minutes; optimizers with "
         '"torch_adam": true need none)'
     )
+
+
+def nvcc_problem() -> str | None:
+    """Why DeepSpeed's operators cannot be compiled for CUDA; None: they can, or need not.
+
+    DeepSpeed refuses an nvcc of another major version, and from CUDA 13 of another minor one.
+    """
+    if torch.version.cuda is None:
+        return None
+    needed = ".".join(torch.version.cuda.split(".")[:2])
+    built = f"torch {torch.__version__} is built for CUDA {needed}"
+    try:
+        found = ".".join(map(str, installed_cuda_version()))
+    except MissingCUDAException as error:
+        return f"no nvcc: {error}; {built}, install the toolkit of that version"
+    if found == needed:
+        return None
+    return f"nvcc is of CUDA {found}, but {built}: install that toolkit, or torch for CUDA {found}"
 
 
 def _prefer_own_ninja() -> None:

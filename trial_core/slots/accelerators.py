@@ -15,9 +15,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 
 from trial_core.errors import LaunchError
@@ -107,7 +106,10 @@ def visible_accelerators(environment: Mapping[str, str]) -> Accelerators:
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     devices = [str(index) for index in range(len(gpus))]
     if chosen is not None:
-        devices = _visible(chosen, len(gpus))
+        devices = _visible(chosen, list(gpus))
+    # CUDA shows a process one MIG instance, and beside it no whole GPU.
+    instances = [each for uuid in _uuids(devices, gpus).values() for each in gpus.get(uuid, ())]
+    devices = instances[:1] or devices
     return Accelerators(NVIDIA, "CUDA_VISIBLE_DEVICES", tuple(devices)) if devices else CPU_ONLY
 
 
@@ -164,20 +166,15 @@ def available_cores() -> int:
 
 
 def device_uuids(accelerators: Accelerators) -> dict[str, str]:
-    """The UUIDs of NVIDIA GPUs that are given by index or by the beginning of their UUID.
+    """The UUIDs of NVIDIA's devices that are given by index or by the beginning of their UUID.
 
     Other devices keep their name.
 
     Raises:
         LaunchError: see `visible_accelerators`.
     """
-    gpus = _nvidia_gpus() if accelerators.kind == NVIDIA else []
-    by_index = {str(index): uuid for index, uuid in enumerate(gpus)}
-    return {
-        device: by_index.get(device)
-        or next((uuid for uuid in gpus if device and uuid.startswith(device)), device)
-        for device in accelerators.devices
-    }
+    gpus = _nvidia_gpus() if accelerators.kind == NVIDIA else {}
+    return _uuids(accelerators.devices, gpus)
 
 
 def _torch_build() -> str:
@@ -228,8 +225,8 @@ def _probe(environment: tuple[tuple[str, str], ...]) -> Accelerators:
     return Accelerators(kind, variable, tuple(names[: int(count)]))
 
 
-def _nvidia_gpus() -> list[str]:
-    """The UUIDs of the NVIDIA GPUs, in the order of their index.
+def _nvidia_gpus() -> dict[str, list[str]]:
+    """The UUIDs of the NVIDIA GPUs, in the order of their index, each with its MIG instances'.
 
     Raises:
         LaunchError: this process may use the NVIDIA driver, but ``nvidia-smi`` is missing or fails.
@@ -237,7 +234,7 @@ def _nvidia_gpus() -> list[str]:
     has_driver = NVIDIA_DEVICE.exists()
     if shutil.which("nvidia-smi") is None:
         if not has_driver:
-            return []
+            return {}
         raise LaunchError(_uncountable("nvidia-smi is not on PATH"))
     try:
         done = subprocess.run(
@@ -248,14 +245,18 @@ def _nvidia_gpus() -> list[str]:
         raise LaunchError(_uncountable(str(error))) from error
     if done.returncode != 0:
         if not has_driver:  # the tool without a driver, as in an image for GPUs
-            return []
+            return {}
         raise LaunchError(_uncountable(_last_line(done.stdout + done.stderr)))
-    lines = [line for line in done.stdout.splitlines() if line.startswith("GPU ")]
-    return [
+    gpus: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
         # GPU 0: NVIDIA H100 (UUID: GPU-8f2a0c11-…)
-        line.partition("(UUID: ")[2].rstrip().removesuffix(")") or str(index)
-        for index, line in enumerate(lines)
-    ]
+        #   MIG 3g.40gb     Device  0: (UUID: MIG-c7384736-…)
+        uuid = line.partition("(UUID: ")[2].rstrip().removesuffix(")")
+        if line.startswith("GPU "):
+            gpus[uuid or str(len(gpus))] = []
+        elif line.split()[:1] == ["MIG"] and gpus:
+            gpus[next(reversed(gpus))].append(uuid)
+    return gpus
 
 
 def _uncountable(why: str) -> str:
@@ -267,20 +268,40 @@ def _last_line(text: str) -> str:
     return lines[-1] if lines else "it ended without a message"
 
 
-def _visible(chosen: str, present: int) -> list[str]:
-    """The devices of ``CUDA_VISIBLE_DEVICES`` that CUDA uses: those before the first wrong one.
+def _visible(chosen: str, gpus: list[str]) -> list[str]:
+    """The devices of ``CUDA_VISIBLE_DEVICES`` that torch sees, as in `torch.cuda.device_count`.
 
-    Of MIG instances a process uses one.
+    They end before the first that does not exist, or is an index among UUIDs or the reverse. There
+    are none if one is repeated. Of MIG instances a process uses one.
+
+    Args:
+        gpus: the UUIDs of all GPUs.
     """
     entries = [entry.strip() for entry in chosen.split(",")]
-    devices = list(takewhile(lambda entry: _may_exist(entry, present), entries))
-    if devices and devices[0].startswith("MIG-"):
-        return devices[:1]
-    return [each for each in devices if not each.startswith("MIG-")][:present]
+    if entries[0].startswith("MIG-"):
+        return entries[:1] if gpus else []
+    found: dict[str, int] = {}
+    for entry in entries:
+        if entry.isdecimal() and entries[0].isdecimal():
+            matching = [index for index in range(len(gpus)) if index == int(entry)]
+        elif entry.startswith("GPU-") and entries[0].startswith("GPU-"):
+            matching = [index for index, uuid in enumerate(gpus) if uuid.startswith(entry)]
+        else:
+            break
+        if len(matching) != 1:
+            break
+        if matching[0] in found.values():
+            return []
+        found[entry] = matching[0]
+    return list(found)
 
 
-def _may_exist(device: str, present: int) -> bool:
-    """Whether `device` is an index below `present`, or a device's UUID."""
-    if device.isdecimal():
-        return int(device) < present
-    return bool(present) and device.startswith(("GPU-", "MIG-"))
+def _uuids(devices: Iterable[str], gpus: Mapping[str, list[str]]) -> dict[str, str]:
+    """The UUID of each device that `gpus` has by that index or beginning; else the device."""
+    by_index = {str(index): uuid for index, uuid in enumerate(gpus)}
+    known = [*gpus, *(instance for instances in gpus.values() for instance in instances)]
+    return {
+        device: by_index.get(device)
+        or next((uuid for uuid in known if device and uuid.startswith(device)), device)
+        for device in devices
+    }

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from trial_core.errors import LaunchError
 from trial_core.slots.accelerators import KIND_VARIABLE, available_cores, visible_accelerators
+from trial_core.slots.device_locks import inherited_locks
 from trial_core.slots.watchdog import Watchdog
 from trial_core.slots.watchdog_main import kill_sessions
 
@@ -155,6 +156,7 @@ def launch_ranks(
     """
     base = rank_environment(world_size, environment)
     base["TRIALFLOW_CHANNEL"] = address
+    locks = inherited_locks(base)
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
         # Bound here, so that no other process can take the port, and other machines cannot connect.
@@ -166,7 +168,9 @@ def launch_ranks(
                 if rank == 0:
                     own[STORE_SOCKET_VARIABLE] = str(store.fileno())
                 inherited = [store.fileno()] if rank == 0 else []
-                process = _start({**base, **own}, working_dir, log_path, secret, inherited)
+                process = _start(
+                    {**base, **own}, working_dir, log_path, secret, [*inherited, *locks]
+                )
                 ranks.append(RankProcess(rank, process, log_path, watchdog, on_exit))
     except OSError as error:
         raise LaunchError(f"cannot start rank {len(ranks)} in {working_dir}: {error}") from error

@@ -25,10 +25,17 @@ GROWTH_BYTES = 64 * 2**20
 """How much longer than needed a growing file is made. Unwritten bytes take no memory."""
 
 _MEMORY_FILE_PATH = re.compile(r"/proc/\d+/fd/\d+")
-_CGROUP_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+CGROUPS = Path("/sys/fs/cgroup")
+_CGROUP_VERSIONS = (
+    ("memory.max", "memory.current", "memory.stat", ""),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_",
+    ),
 )
+"""Of version 2 and 1: the files of limit, usage and statistics, and the prefix of sums in them."""
 
 
 class MemoryFiles:
@@ -36,11 +43,14 @@ class MemoryFiles:
 
     Args:
         limit_bytes: the most memory of all files together. A file that does not fit is written to
-            disk; 0 writes all files to disk.
+            disk; 0 writes all files to disk. None: see `reserve_bytes`.
+        reserve_bytes: without a limit, the memory of the machine that stays free.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int | None, reserve_bytes: int = 0) -> None:
         self._limit_bytes = limit_bytes if hasattr(os, "memfd_create") else 0
+        self._reserve_bytes = reserve_bytes
+        self._granted_bytes = 0
         self._files: dict[str, MemoryFile] = {}
         self._written: set[str] = set()
         self._is_rehearsal = False
@@ -53,6 +63,7 @@ class MemoryFiles:
         """
         self._written.clear()
         self._is_rehearsal = is_rehearsal
+        self._granted_bytes = 0
 
     def end(self) -> None:
         """End a snapshot: free the memory of files that it did not write."""
@@ -90,10 +101,9 @@ class MemoryFiles:
         if spilling.is_on_disk:
             self._files.pop(name).close()
             logger.warning(
-                "%s does not fit into this rank's limit of %.1f GiB for snapshots in memory: it is "
-                "staged on disk, which blocks training for longer; raise "
-                "checkpointing.memory_gib_per_rank",
-                name, self._limit_bytes / GIB,
+                "%s does not fit into %s: it is staged on disk, which blocks training for longer; "
+                "raise checkpointing.memory_gib_per_rank",
+                name, self._describe_limit(),
             )  # fmt: skip
         else:
             memory_file.end()
@@ -101,8 +111,26 @@ class MemoryFiles:
             path.symlink_to(memory_file.path)
 
     def _has_room(self, more_bytes: int) -> bool:
-        kept_bytes = sum(file.kept_bytes for file in self._files.values())
-        return more_bytes <= 0 or kept_bytes + more_bytes <= self._limit_bytes
+        if more_bytes <= 0:
+            return True
+        needed_bytes = sum(file.kept_bytes for file in self._files.values()) + more_bytes
+        if self._limit_bytes is not None:
+            return needed_bytes <= self._limit_bytes
+        if needed_bytes > self._granted_bytes:
+            spare_bytes = free_bytes() - self._reserve_bytes
+            if more_bytes > spare_bytes:
+                return False
+            # Some more, so that not every write has to look at the machine's memory.
+            self._granted_bytes = needed_bytes + min(GROWTH_BYTES, spare_bytes - more_bytes)
+        return True
+
+    def _describe_limit(self) -> str:
+        if self._limit_bytes is not None:
+            return f"this rank's limit of {self._limit_bytes / GIB:.1f} GiB for snapshots in memory"
+        return (
+            f"the machine's free memory ({free_bytes() / GIB:.1f} GiB, of which "
+            f"{self._reserve_bytes / GIB:.1f} GiB stay free)"
+        )
 
 
 class _SpillingFile:
@@ -212,12 +240,21 @@ def is_memory_file(path: Path) -> bool:
     return path.is_symlink() and _MEMORY_FILE_PATH.fullmatch(os.readlink(path)) is not None
 
 
-def default_limit_bytes(ranks: int) -> int:
-    """Half of this machine's free memory, divided among its `ranks`."""
+def free_bytes() -> int:
+    """The memory that can still be taken on this machine, or in this container.
+
+    Page cache counts as free. In a container, too, it fills with what the run reads, up to the
+    container's limit, and the kernel drops it when memory is needed.
+    """
     free = psutil.virtual_memory().available
-    for limit, used in _CGROUP_FILES:
+    for limit, usage, statistics, prefix in _CGROUP_VERSIONS:
         try:
-            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
+            used = int((CGROUPS / usage).read_text())
+            lines = (CGROUPS / statistics).read_text().splitlines()
+            # Not `file` or `cache`, which count files in memory, too.
+            cached = [f"{prefix}{name}" for name in ("active_file", "inactive_file")]
+            used -= sum(int(line.split()[1]) for line in lines if line.split()[0] in cached)
+            free = min(free, int((CGROUPS / limit).read_text()) - used)
         except (OSError, ValueError):  # no such cgroup, or no limit ("max")
             continue
-    return max(0, free // 2 // ranks)
+    return max(0, free)

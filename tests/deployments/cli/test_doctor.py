@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-import trial_core.slots.accelerators
 from tests.support.cli import trialflow, write_experiment
 from tests.support.faults.s3 import faulty_s3
 from tests.support.gpus import fake_gpus
@@ -103,10 +103,58 @@ def test_accelerators_that_torch_cannot_use(
 ) -> None:
     """GPUs with a CPU build of torch fail the check."""
     tool = fake_gpus(tmp_path, monkeypatch, 2, torch_build="cpu")
-    assert doctor.accelerators().status == "fail"
-    assert "computes on the CPU only" in str(doctor.accelerators())
-    monkeypatch.setattr(trial_core.slots.accelerators, "_torch_build", lambda: "cu130")
-    assert str(doctor.accelerators()) == "ok    accelerators 2 accelerators (cuda)"
+    (check,) = doctor.accelerators()
+    assert check.status == "fail"
+    assert "computes on the CPU only" in str(check)
     tool.unlink()
-    assert doctor.accelerators().status == "fail"
-    assert "nvidia-smi is not on PATH" in str(doctor.accelerators())
+    (check,) = doctor.accelerators()
+    assert check.status == "fail"
+    assert "nvidia-smi is not on PATH" in str(check)
+
+
+OLD_DRIVER = "this rank should train on cuda device 1, but torch finds none: driver is too old"
+WRONG_NVCC = "nvcc is of CUDA 12.8, but torch is built for CUDA 13.0"
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        (
+            "import os, sys; print('a library says hello');"
+            "assert (sys.argv[1], os.environ['DS_ACCELERATOR']) == ('2', 'cuda');"
+            "print('null'); print('null')",
+            ["ok    accelerators 2 accelerators (cuda)", "ok    nvcc         of the same CUDA"],
+        ),
+        (
+            f"print('\"{OLD_DRIVER}\"'); print('null')",
+            [f"fail  accelerators 2 accelerators (cuda): {OLD_DRIVER}"],
+        ),
+        (
+            f"print('null'); print('\"{WRONG_NVCC}\"')",
+            ["ok    accelerators 2 accel", f"warn  nvcc         {WRONG_NVCC}: needed for optim"],
+        ),
+        (
+            "raise SystemExit('libcudart.so.13: cannot open shared object file')",
+            ["fail  accelerators 2 accelerators (cuda): a process like a rank's ended with code 1: "
+             "libcudart.so.13: cannot"],
+        ),
+    ],
+    ids=["fine", "old driver", "other nvcc", "broken torch"],
+)  # fmt: skip
+def test_what_a_rank_would_find(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, expected: list[str]
+) -> None:
+    """GPUs are counted, and a process like a rank's tries to use them, before any training."""
+    fake_gpus(tmp_path, monkeypatch, 2, torch_build="cu130")
+    monkeypatch.setattr(doctor, "ACCELERATOR_CHECK", (sys.executable, "-c", script))
+    found = [str(check) for check in doctor.accelerators()]
+    assert [line[: len(start)] for line, start in zip(found, expected, strict=True)] == expected
+
+
+@pytest.mark.long
+def test_the_check_of_accelerators_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With the installed torch, in a separate process: it has no support for the GPUs."""
+    fake_gpus(tmp_path, monkeypatch, 2, torch_build="cu130")
+    (check,) = doctor.accelerators()
+    assert check.status == "fail"
+    assert "this rank should train on cuda device 1, but torch" in str(check)

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.slots import Driven, drive, toy_config
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.controller import rank_checkpoint
 from trial_core.controller.rank_checkpoint import Snapshots
 from trial_core.controller.rank_state import write_rank_state
 from trial_core.controller.safe_load import Reader
@@ -21,7 +22,7 @@ from trial_core.distributed import DistributedContext
 from trial_core.errors import CheckpointError, StorageError
 from trial_core.messages import PersistCheckpoint, Persisted, SaveCheckpoint, Saved
 from trial_core.slots.slot_group import SlotGroup
-from trial_core.transfer.memory_files import MemoryFiles, is_memory_file
+from trial_core.transfer.memory_files import GIB, MemoryFiles, is_memory_file
 
 Warm = Callable[[int], SlotGroup]
 
@@ -99,6 +100,23 @@ def test_only_the_newest_checkpoint_is_kept_on_disk(warm_slots: Warm, tmp_path: 
     kept = [path.name for path in (tmp_path / "run" / "kept").iterdir()]
     assert kept == run.checkpoints[-1:]
     assert not any((tmp_path / "run" / "staging").rglob("*.pt"))
+
+
+def test_the_ranks_of_a_machine_leave_the_same_memory_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of what its first rank has measured: a later rank would see less. A limit needs none."""
+    reserves: list[tuple[int | None, int]] = []
+
+    def memory_files(limit_bytes: int | None, reserve_bytes: int = 0) -> None:
+        reserves.append((limit_bytes, reserve_bytes))
+
+    monkeypatch.setattr(rank_checkpoint, "MemoryFiles", memory_files)
+    monkeypatch.setattr(rank_checkpoint, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(DistributedContext, "broadcast_local", lambda self, measured: measured + 3)
+    snapshots(tmp_path, 1, 2)._memory_files()
+    snapshots(tmp_path, 1, 2, memory_gib_per_rank=2)._memory_files()
+    assert reserves == [(None, 503), (2 * GIB, 0)]
 
 
 def snapshots(folder: Path, rank: int = 0, ranks: int = 1, **settings: Any) -> Snapshots:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from torch.utils.file_baton import FileBaton
 
 from tests.support.slots import build, lines, toy_config
@@ -184,3 +186,27 @@ def test_without_a_lock_no_process_is_examined(
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "none"))
     monkeypatch.setattr("psutil.process_iter", lambda: pytest.fail("examined processes"))
     clear_interrupted_builds()
+
+
+@pytest.mark.parametrize(
+    ("nvcc", "problem"),
+    [
+        ("13.0", None),
+        ("12.8", r"nvcc is of CUDA 12\.8, but torch .* CUDA 13\.0: install that toolkit, or torch"),
+        (None, r"no nvcc: .*/bin/nvcc, .* is built for CUDA 13\.0, install the toolkit of that"),
+    ],
+)
+def test_nvcc_must_be_of_torchs_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nvcc: str | None, problem: str | None
+) -> None:
+    """DeepSpeed refuses another one only when training begins. A torch for others needs none."""
+    tool = tmp_path / "bin" / "nvcc"
+    tool.parent.mkdir()
+    if nvcc is not None:
+        tool.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {nvcc}, V{nvcc}.48\n")
+        tool.chmod(0o755)
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", str(tmp_path))
+    assert op_builds.nvcc_problem() is None
+    monkeypatch.setattr(torch.version, "cuda", "13.0.1")
+    found = op_builds.nvcc_problem()
+    assert found is None if problem is None else re.match(problem, str(found))

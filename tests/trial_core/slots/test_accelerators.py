@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from trial_core.slots.accelerators import (
     resolve_slot_count,
     visible_accelerators,
 )
+from trial_core.slots.device_locks import DESCRIPTORS_VARIABLE
 
 
 @pytest.fixture
@@ -42,22 +44,39 @@ def test_gpus_are_counted() -> None:
         ("0,1", 2),
         ("1", 1),
         (" 1 , 0 ", 2),
-        ("GPU-8f2a,GPU-77c1", 2),
+        ("GPU-0000,GPU-1111", 2),
+        ("GPU-00,GPU-2222,GPU-11", 1),
         ("MIG-8f2a,MIG-77c1", 1),
-        ("GPU-8f2a,MIG-77c1", 1),
+        ("GPU-0000,MIG-77c1", 1),
         ("0,1,2", 2),
         ("0,7,1", 1),
         ("1,-1,0", 1),
-        ("0,GPU-a,GPU-b", 2),
+        ("0,GPU-1111", 1),
+        ("GPU-0000,1", 1),
+        ("1,0,1", 0),
+        ("GPU-0000,GPU-00", 0),
         ("-1", 0),
         ("NoDevFiles", 0),
         ("", 0),
     ],
 )
 def test_visible_devices_limit_the_count(devices: str, count: int) -> None:
-    """As in CUDA: only devices before the first that does not exist, no more than exist, and one
-    MIG instance."""
+    """As in torch: only devices before the first that does not exist or is named in another way,
+    none if one is repeated, and one MIG instance."""
     assert count_accelerators({"CUDA_VISIBLE_DEVICES": devices}) == count
+
+
+def test_a_process_has_one_mig_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA shows no more, whatever the number of GPUs and instances. It has one name, so runs that
+    name its GPU and runs that name the instance take turns."""
+    fake_gpus(tmp_path, monkeypatch, 2, mig_instances=3)
+    assert visible_accelerators({}).devices == ("MIG-00",)
+    by_gpu = visible_accelerators({"CUDA_VISIBLE_DEVICES": "1"})
+    assert by_gpu.devices == ("MIG-10",)
+    by_beginning = Accelerators("cuda", "CUDA_VISIBLE_DEVICES", ("MIG-1",))
+    assert [*device_uuids(by_beginning).values()] == [*device_uuids(by_gpu).values()] == ["MIG-10"]
+    with pytest.raises(LaunchError, match="has 1 accelerator; ask for at most 1"):
+        resolve_slot_count(2, {})
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -181,6 +200,27 @@ def test_a_device_has_one_name() -> None:
     names = ("1", uuid(1), uuid(1)[:6], "7", "MIG-a")
     found = device_uuids(Accelerators("cuda", "CUDA_VISIBLE_DEVICES", names))
     assert [*found.values()] == [uuid(1), uuid(1), uuid(1), "7", "MIG-a"]
+
+
+def test_ranks_inherit_the_locks_of_their_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device stays locked until the last of them has ended."""
+    inherited: list[int] = []
+
+    def start(*arguments: Any) -> None:
+        inherited.extend(arguments[-1])
+        raise OSError("no process is needed")
+
+    monkeypatch.setattr(launcher, "_start", start)
+    no_watchdog: Any = object()
+    with pytest.raises(LaunchError):
+        launcher.launch_ranks(
+            2, address="", secret=b"", log_dir=tmp_path, working_dir=tmp_path,
+            environment={"DS_ACCELERATOR": "cpu", DESCRIPTORS_VARIABLE: "71,72"},
+            watchdog=no_watchdog, on_exit=lambda rank, code: None, ranks=[],
+        )  # fmt: skip
+    assert inherited[1:] == [71, 72], "the first is the store's socket"
 
 
 @pytest.mark.usefixtures("two_gpus")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,14 @@ import pytest
 
 from tests.support.gpus import fake_gpus, uuid
 from trial_core.errors import LaunchError
-from trial_core.slots.device_locks import LOCKS_VARIABLE, reserve_devices
+from trial_core.slots.device_locks import (
+    LOCKS_VARIABLE,
+    _close,
+    _lock,
+    inherited_locks,
+    reserve_devices,
+)
+from trial_core.slots.slot_group import SlotGroup
 
 RESERVE_ONE = """
 import os, sys
@@ -18,6 +27,21 @@ from trial_core.slots.device_locks import reserve_devices
 with reserve_devices(1, os.environ, lambda: None) as variables:
     print(variables["CUDA_VISIBLE_DEVICES"], flush=True)
     sys.stdin.read()
+"""
+
+RANK = """
+import os, subprocess, sys
+from trial_core.slots.device_locks import DESCRIPTORS_VARIABLE, keep_inherited_locks
+keep_inherited_locks()
+assert DESCRIPTORS_VARIABLE not in os.environ
+program = subprocess.Popen(["sleep", "60"], close_fds=False, stdout=subprocess.DEVNULL)
+worker = os.fork()
+if worker == 0:
+    os.close(1)
+    import time
+    time.sleep(60)
+print(program.pid, worker, flush=True)
+sys.stdin.read()
 """
 
 
@@ -64,7 +88,7 @@ def test_reserved_devices_are_free_after_the_block(
         first.__exit__(None, None, None)
 
     with reserve_devices(2, {"PATH": "/"}, when_waiting=end_first) as variables:
-        assert variables == {"CUDA_VISIBLE_DEVICES": "0,1"}
+        assert variables["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
 def test_a_device_is_locked_once_under_all_its_names(
@@ -72,12 +96,55 @@ def test_a_device_is_locked_once_under_all_its_names(
 ) -> None:
     """Another run names it by its UUID."""
     monkeypatch.setenv(LOCKS_VARIABLE, str(tmp_path / "locks"))
-    by_uuid = {"CUDA_VISIBLE_DEVICES": f"{uuid(1)},0"}
+    by_uuid = {"CUDA_VISIBLE_DEVICES": f"{uuid(1)},{uuid(0)}"}
     with (
         reserve_devices(1, {"CUDA_VISIBLE_DEVICES": "1"}, lambda: None),
         reserve_devices(1, by_uuid, lambda: None) as variables,
     ):
-        assert variables == {"CUDA_VISIBLE_DEVICES": "0"}
+        assert variables["CUDA_VISIBLE_DEVICES"] == uuid(0)
+
+
+def test_a_device_is_locked_until_its_ranks_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that outlives its driver has memory there. Programs that it has started, and workers
+    that it has forked, have none: they keep no lock."""
+    monkeypatch.setenv(LOCKS_VARIABLE, str(tmp_path / "locks"))
+    with reserve_devices(1, os.environ, lambda: None) as variables:
+        rank = subprocess.Popen(
+            [sys.executable, "-c", RANK], env={**os.environ, **variables},
+            pass_fds=inherited_locks(variables),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    assert rank.stdout is not None
+    children = [int(pid) for pid in rank.stdout.readline().split()]
+    try:
+        assert _lock(uuid(0)) is None
+        rank.communicate()
+        assert rank.returncode == 0
+        lock = _lock(uuid(0))
+        assert lock is not None
+        _close([lock])
+    finally:
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.long
+@pytest.mark.slots
+def test_a_slot_groups_ranks_keep_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real rank, on whose device no other run trains until it has ended."""
+    monkeypatch.setenv(LOCKS_VARIABLE, str(tmp_path / "locks"))
+    with reserve_devices(1, os.environ, lambda: None) as variables:
+        slots = SlotGroup(1, working_dir=tmp_path, log_dir=tmp_path, environment=variables)
+    with slots:
+        assert _lock(uuid(0)) is None
+        (descriptor,) = inherited_locks(variables)
+        flags = Path(f"/proc/{slots.pids[0]}/fdinfo/{descriptor}").read_text().split()[3]
+        assert int(flags, 8) & os.O_CLOEXEC, "its children would keep the lock, too"
+    lock = _lock(uuid(0))
+    assert lock is not None
+    _close([lock])
 
 
 def test_an_unusable_folder_of_locks_is_an_error(

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+import psutil
 import pytest
 
+from trial_core.transfer import memory_files
 from trial_core.transfer.memory_files import (
     GROWTH_BYTES,
     MemoryFiles,
-    default_limit_bytes,
+    free_bytes,
     is_memory_file,
 )
 from trial_core.transfer.staging import staged_files
@@ -163,9 +165,77 @@ def test_the_memory_of_files_that_are_no_longer_saved_is_freed(tmp_path: Path) -
     memory.close()
 
 
-def test_the_default_limit_is_half_of_the_free_memory() -> None:
-    """All ranks of a machine together take no more."""
-    import psutil
+def test_ranks_take_what_they_need_of_the_free_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two ranks of a machine that must leave 500 of 1000 bytes free. What one takes is not free for
+    the other, and a snapshot's memory is taken once, also if other processes then take the rest."""
+    ranks = [MemoryFiles(None, reserve_bytes=500) for _ in range(2)]
+    others = 0
 
-    free = psutil.virtual_memory().total
-    assert 0 < 4 * default_limit_bytes(4) <= free / 2
+    def free() -> int:
+        return 1000 - others - sum(f.kept_bytes for rank in ranks for f in rank._files.values())
+
+    monkeypatch.setattr(memory_files, "free_bytes", free)
+    snapshot(ranks[0], tmp_path / "0", {"model": b"m" * 400})
+    snapshot(ranks[1], tmp_path / "1", {"small": b"s" * 100, "large": b"l" * 101})
+    assert [path.name for path in sorted(tmp_path.rglob("*")) if is_memory_file(path)] == [
+        "model", "small"
+    ]  # fmt: skip
+    assert "large does not fit into the machine's free memory" in caplog.text
+    assert "checkpointing.memory_gib_per_rank" in caplog.text
+    others = 500
+    snapshot(ranks[0], tmp_path / "2", {"model": b"n" * 400})
+    assert (tmp_path / "2" / "model").read_bytes() == b"n" * 400
+    assert is_memory_file(tmp_path / "2" / "model")
+    for rank in ranks:
+        rank.close()
+
+
+def test_no_free_memory_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The user did not ask for snapshots on disk."""
+    monkeypatch.setattr(memory_files, "free_bytes", lambda: 0)
+    snapshot(memory := MemoryFiles(None), tmp_path, {"a": b"12"})
+    assert (tmp_path / "a").read_bytes() == b"12"
+    assert "a does not fit into the machine's free memory (0.0 GiB" in caplog.text
+    memory.close()
+
+
+V2 = ("memory.max", "memory.current", "memory.stat", "")
+V1 = (
+    "memory/memory.limit_in_bytes",
+    "memory/memory.usage_in_bytes",
+    "memory/memory.stat",
+    "total_",
+)
+
+
+@pytest.mark.parametrize("version", [V1, V2], ids=["v1", "v2"])
+def test_page_cache_of_a_container_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: tuple[str, str, str, str]
+) -> None:
+    """The cache of files on disk. Snapshots in memory, which `file` also counts, are not."""
+    monkeypatch.setattr(memory_files, "CGROUPS", tmp_path)
+    (tmp_path / "memory").mkdir()
+    limit, usage, statistics, prefix = version
+    (tmp_path / limit).write_text("1000\n")
+    (tmp_path / usage).write_text("990\n")
+    (tmp_path / statistics).write_text(
+        f"anon 90\nfile 900\n{prefix}inactive_file 300\n{prefix}active_file 400\n"
+    )
+    assert free_bytes() == 710
+
+
+def test_without_a_container_the_machines_memory_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No cgroup has a limit, or there is none."""
+    available = psutil.virtual_memory()._replace(available=12345)
+    monkeypatch.setattr(memory_files.psutil, "virtual_memory", lambda: available)
+    monkeypatch.setattr(memory_files, "CGROUPS", tmp_path)
+    assert free_bytes() == 12345
+    for name, text in zip(V2, ("max", "7", "inactive_file 1\n"), strict=False):
+        (tmp_path / name).write_text(text)
+    assert free_bytes() == 12345
