@@ -82,9 +82,10 @@ def evaluate(
 
     Args:
         config: the experiment: its trial, validation data, slots and checkpoint storage.
-        checkpoint: the checkpoint's uuid, the first characters of it, or a version in the registry:
-            ``champion:MODEL``, ``previous:MODEL`` or ``MODEL:VERSION``. Default: the newest
-            undamaged checkpoint of the experiment's newest trial.
+        checkpoint: the checkpoint's uuid, or the first characters of it; ``best`` or ``latest`` of
+            the experiment's newest trial, ``best:TRIAL`` or ``latest:TRIAL``; or a version in the
+            registry: ``champion:MODEL``, ``previous:MODEL`` or ``MODEL:VERSION``. Default: the
+            newest undamaged checkpoint of the experiment's newest trial.
 
     Raises:
         ConfigError: the experiment names a Core API script.
@@ -133,7 +134,8 @@ def evaluate_checkpoint(
         unique: makes the names of this run's folder and claim unique.
         devices: environment variables that give the ranks this run's accelerators.
     """
-    store = CheckpointStore(config.checkpoint_storage.url, config.checkpoint_storage.options)
+    storage = config.checkpoint_storage
+    store = CheckpointStore(storage.url, storage.options, config.name)
     store.check_clock()  # others would ignore the claim of a run with a wrong clock
     candidates = _candidates(store, config.name, checkpoint)
     name = trial_id(f"{config.name} evaluation", unique)

@@ -59,7 +59,7 @@ from trialflow.tasks.report.artifact import ReportArtifact
 from trialflow.tasks.train_workload import train_workload
 from trialflow.tasks.trial_run import TrialRun
 from trialflow.tasks.upload_run_files import upload_run_files
-from trialflow.tasks.validate import name_metrics, report_validation, validate
+from trialflow.tasks.validate import check_metrics, report_validation, validate
 
 
 @flow(name="train", flow_run_name=train_name, validate_parameters=True)
@@ -290,7 +290,7 @@ class TrainStages:
             self._run.can_save = True
 
     def metric_names(self) -> list[str] | None:
-        return name_metrics(self._run)
+        return check_metrics(self._run)
 
     @property
     def may_add_metrics(self) -> bool:

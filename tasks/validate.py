@@ -1,4 +1,7 @@
-"""validate: validates on the whole set, each rank on its shard. name-metrics precedes training."""
+"""validate: validates on the whole set, each rank on its shard. check-metrics: one batch, before.
+
+The names of the metrics are learnt from it, so that a missing searcher metric is found in time.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ from trial_core.text_format import metrics_line
 from trialflow.tasks.trial_run import TrialRun
 
 
-@task(name="name-metrics", task_run_name="name-metrics", cache_policy=NO_CACHE)
-def name_metrics(run: TrialRun) -> list[str] | None:
+@task(name="check-metrics", task_run_name="check-metrics", cache_policy=NO_CACHE)
+def check_metrics(run: TrialRun) -> list[str] | None:
     """The names of the validation metrics; None if one batch does not tell them."""
-    with run.stage("name-metrics", ""):
+    with run.stage("check-metrics", ""):
         stall_seconds = run.config.stopping.idle_timeout_seconds
         results = run.slots.request(NameMetrics(), MetricsNamed, stall_seconds=stall_seconds)
     return results[0].names

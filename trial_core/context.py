@@ -13,7 +13,12 @@ from typing_extensions import Self
 
 from trial_core.cluster_info import experiment_number, trial_number
 from trial_core.config.determined import hyperparameters
-from trial_core.config.error_text import error_lines, format_value
+from trial_core.config.error_text import (
+    closest_match,
+    did_you_mean,
+    error_lines,
+    format_value,
+)
 from trial_core.config.search_ranges import draw
 from trial_core.distributed import DistributedContext
 from trial_core.errors import ConfigError, TrialError, TrialTypeError, TrialValueError
@@ -123,9 +128,17 @@ class TrialContext:
             known = ", ".join(sorted(hparams)) or "none"
             raise TrialValueError(
                 f'the trial asks for hyperparameter "{name}", which the experiment does not set; '
-                f"it sets: {known}"
+                f"it sets: {known}{self._hparam_hint(name, list(hparams))}"
             )
         return copy.deepcopy(hparams[name])
+
+    def _hparam_hint(self, name: str, known: list[str]) -> str:
+        """What may be misspelt: the name, or a script's section ``hyperparameters``."""
+        if known:
+            return did_you_mean(name, known)
+        section, names = "hyperparameters", list(map(str, self._info.experiment))
+        near = closest_match(section, [each for each in names if each != section])
+        return f'; did you mean "{section}", where exp_conf has "{near}"?' if near else ""
 
     def get_trial_id(self) -> int:
         """A number that identifies this trial, from the hexadecimal end of its id."""

@@ -20,8 +20,9 @@ DEFAULT_EXPERIMENT = Path("experiment.yaml")
 """The experiment of commands that are not given one."""
 
 CHECKPOINT = (
-    "The checkpoint: its uuid or the first characters of it, or a version in the registry: "
-    "champion:MODEL, previous:MODEL or MODEL:VERSION, for example champion:gpt."
+    "The checkpoint: its uuid or the first characters of it; best (by searcher.metric) or latest "
+    "of the experiment's newest trial, best:TRIAL or latest:TRIAL of another; or a version in the "
+    "registry: champion:MODEL, previous:MODEL or MODEL:VERSION, for example champion:gpt."
 )
 
 Experiment = Annotated[Path, Parameter(help="The experiment file (YAML).")]

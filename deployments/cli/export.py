@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from trial_core import text_format
-from trial_core.errors import CheckpointError, CheckpointNotFound, ConfigError
+from trial_core.errors import CheckpointError, ConfigError
 from trialflow.deployments.cli.experiment_options import (
     CHECKPOINT,
     ConfigFile,
@@ -64,7 +64,10 @@ def export(
     to: Annotated[Path, Parameter(help="The file to write: .safetensors, .pt or .bin.")],
     trial: Annotated[
         str | None,
-        Parameter(help="Instead of a checkpoint: export this trial's newest one. Default: none."),
+        Parameter(
+            help="Without a checkpoint: export this trial's latest one; with best: its best. "
+            "Default: none."
+        ),
     ] = None,
     engine: Annotated[
         int,
@@ -94,16 +97,14 @@ def export(
     or the file of --config allows more. The folder for temporary files (TMPDIR) needs space for the
     part of the checkpoint that is read.
 
-    For example: trialflow export champion:gpt --to model.safetensors
+    For example: trialflow export best --to model.safetensors
     """
+    from trial_core.models.checkpoint_reference import open_checkpoint
+
     _check_target(to, force)
-    if (checkpoint is None) == (trial is None):
-        raise ConfigError(
-            "expected either a checkpoint (its uuid, or champion:MODEL) or --trial, got "
-            + ("neither" if trial is None else "both")
-        )
+    reference = _reference(checkpoint, trial)
     store = open_store(config, storage)
-    manifest = _find(store, checkpoint, trial)
+    manifest = open_checkpoint(store, reference)
     request = ExportRequest(manifest, engine, dtype, trusted or _is_trusted(config))
     count, size_bytes = _export(store, request, to, force)
     if json_:
@@ -131,15 +132,20 @@ def _check_target(to: Path, force: bool) -> None:
         raise ConfigError(f"--to {to} exists already; add --force to replace it")
 
 
-def _find(store: CheckpointStore, checkpoint: str | None, trial: str | None) -> Manifest:
-    from trial_core.models.checkpoint_reference import open_checkpoint
+def _reference(checkpoint: str | None, trial: str | None) -> str:
+    """What to export, as a reference.
 
-    if checkpoint is not None:
-        return open_checkpoint(store, checkpoint)
-    manifest = store.newest(trial or "")
-    if manifest is None:
-        raise CheckpointNotFound(f"trial {trial!r} has no checkpoint in {store.url}")
-    return manifest
+    Raises:
+        ConfigError: nothing is named, or a trial beside a checkpoint that is named without it.
+    """
+    if trial is not None and checkpoint in (None, "best", "latest"):
+        return f"{checkpoint or 'latest'}:{trial}"
+    if checkpoint is None or trial is not None:
+        raise ConfigError(
+            "expected either a checkpoint (best, its uuid, or champion:MODEL) or --trial, got "
+            + ("neither" if checkpoint is None else "both")
+        )
+    return checkpoint
 
 
 def _files_of(manifest: Manifest, engine: int) -> list[FileEntry]:
@@ -192,16 +198,18 @@ def _export(
     from trial_core.transfer.fetch import fetch_files
 
     entries = _files_of(request.manifest, request.engine)
-    # First check that the file can be written: fetching may take hours.
+    # First check that the file can be written: fetching may take hours. Nothing is created yet.
     errors = ErrorTranslator(str(to))
     with errors.translated("write"):
-        to.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=to.parent).close()
+        there = next(folder for folder in to.absolute().parents if folder.exists())
+        tempfile.TemporaryFile(dir=there).close()
     with tempfile.TemporaryDirectory(prefix="trialflow-export-") as folder:
         fetch_files(store, request.manifest.uuid, entries, Path(folder))
         # Copied to the target: safetensors makes files that only their owner can read.
         weights_file = Path(folder) / f"weights{to.suffix}"
         count = _convert(Path(folder), request, weights_file)
+        with errors.translated("write"):
+            to.parent.mkdir(parents=True, exist_ok=True)
         with (
             errors.translated("write"),
             atomic_file(to, is_durable=True, is_new=not force) as file,

@@ -73,8 +73,7 @@ class FlowRun(Generic[Result]):
         from trialflow.flows.server.embedded_server import is_unauthorized, prefect_api
         from trialflow.flows.server.prefect_server import PrefectServerError
 
-        self._display.waiting_for("starting Prefect")
-        with self._display, prefect_api() as api:
+        with self._display, prefect_api(waiting_for=self._display.waiting_for) as api:
             import httpx
             from prefect.exceptions import Abort, CancelledRun, Pause
 
@@ -91,8 +90,9 @@ class FlowRun(Generic[Result]):
             except httpx.HTTPError as error:  # in this process only Prefect's client raises these
                 if is_unauthorized(error):
                     raise PrefectServerError(
-                        f"the Prefect server at {api.api_url} was started again with another "
-                        "password, so it does not learn how this run ended"
+                        f"the Prefect server at {api.api_url} was started again, with another "
+                        "password, while this run was on it: its page does not show how the run "
+                        "ended. Checkpoints are not affected"
                     ) from error
                 log = f"; its log: {api.server_log}" if api.server_log else ""
                 raise PrefectServerError(

@@ -13,6 +13,8 @@ from cyclopts import Parameter
 from trial_core.errors import ConfigError
 
 Template = Literal["pytorch", "deepspeed", "hf"]
+IGNORED = ("trialflow-runs/", "__pycache__/")
+"""What a run writes into the folder: its own files and checkpoints, and Python's."""
 NEEDS = {"hf": "transformers"}
 """Packages that a template imports and trialflow does not install. `trialflow[NAME]` does."""
 
@@ -30,7 +32,8 @@ def init(
 ) -> int:
     """Write a small working trial, to begin from.
 
-    The trial, its experiment and, with DeepSpeed, DeepSpeed's config. No file is ever overwritten.
+    The trial, its experiment and, with DeepSpeed, DeepSpeed's config; and a .gitignore for what a
+    run writes, unless there is one. No file is ever overwritten.
     """
     texts = template_files(template)
     existing = [name for name in texts if (folder / name).exists()]
@@ -39,6 +42,8 @@ def init(
             f"{folder.absolute()} has {', '.join(existing)} already, and init overwrites "
             f"nothing: give another folder, such as trialflow init {template} my-trial"
         )
+    if not (folder / ".gitignore").exists():
+        texts = {".gitignore": "".join(f"{name}\n" for name in IGNORED), **texts}
     _write(folder, texts)
     print(f"wrote {', '.join(texts)} in {folder.absolute()}")
     print("next:")

@@ -77,8 +77,11 @@ class Display(RunStatus):
         samples = f" of {text_format.plural(batch_samples, 'sample')}" if batch_samples else ""
         resumed = f", continuing from batch {begins_at}" if begins_at else ""
         self.say(f"trial {trial}{length}{samples}{resumed}")
-        if total_batches and begins_at >= total_batches:
-            self.say("nothing is left to train: set a greater searcher.max_length to continue")
+        if not self.had_batches_left:
+            self.say(
+                f"nothing is left to train: it is already at {begins_at} of "
+                f"{text_format.plural(total_batches, 'batch')}"
+            )
 
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
         self.say(

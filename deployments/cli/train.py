@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from trial_core import text_format
-from trial_core.errors import ConfigError, Stopped
+from trial_core.errors import CheckpointError, ConfigError, Stopped
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
     DEFAULT_EXPERIMENT,
@@ -24,8 +24,10 @@ from trialflow.deployments.cli.experiment_options import (
 from trialflow.deployments.cli.flow_run import FlowRun, StateHook
 from trialflow.deployments.cli.json_result import JsonResult
 from trialflow.deployments.cli.run_display import Display, PlainLines, display_for_stdout
+from trialflow.deployments.cli.tables import SHORT_UUID
 
 if TYPE_CHECKING:
+    from trial_core.checkpoint.manifest import Manifest
     from trial_core.checkpoint.store import CheckpointStore
     from trialflow.flows.train import TrialResult
 
@@ -114,7 +116,11 @@ def train(
         resume_option = "--resume" if trial is None else f"--resume --trial {trial}"
         if run.result is not None:
             outcome.completed(run.result)
-            summary = _summary(run.result, time.monotonic() - began, run.later_ui, resume_option)
+            summary = _summary(
+                run.result, time.monotonic() - began, run.later_ui, resume_option,
+                best=_other_best(store, run.result),
+                end=None if display.had_batches_left else display.total_batches,
+            )  # fmt: skip
             print("\n".join(summary), file=outcome.stream, flush=True)
             return exit_code
         if run.failure is not None:
@@ -182,29 +188,73 @@ def _page_written_at(trial: str) -> int | None:
     return page.stat().st_mtime_ns if page.exists() else None
 
 
+def _other_best(store: CheckpointStore, result: TrialResult) -> Manifest | None:
+    """The trial's best checkpoint, if it is another one than the last."""
+    from trial_core.retention.policy import best_of_trial
+
+    try:
+        best = best_of_trial(store.list(result.trial))
+    except CheckpointError as error:  # the run has ended well: its summary must appear
+        console.warning(f"the best checkpoint is not known: {error}")
+        return None
+    return None if best is None or best.uuid == result.checkpoint_uuid else best
+
+
 def _summary(
-    result: TrialResult, seconds: float, later_ui: str | None, resume_option: str
+    result: TrialResult,
+    seconds: float,
+    later_ui: str | None,
+    resume_option: str,
+    best: Manifest | None = None,
+    end: int | None = None,
 ) -> list[str]:
-    why = result.stop_reason or "as the trial asked"
-    how = f"stopped early, {why}," if result.stopped_early else "completed"
-    batches = text_format.plural(result.batches_trained, "batch")
+    """The lines that end a run's output.
+
+    Args:
+        best: the trial's best checkpoint, if it is another one than the last.
+        end: the maximum length in batches, if the trial had reached it before.
+    """
+    trained = result.batches_trained
+    if end is not None:
+        ending = f"is already at {trained} of {text_format.plural(end, 'batch')}"
+        longer = f"{resume_option} --set searcher.max_length.batches={2 * trained}, for example"
+        continue_with: str | None = f"{longer}; without --resume a new trial begins"
+    else:
+        why = result.stop_reason or "as the trial asked"
+        how = f"stopped early, {why}," if result.stopped_early else "completed"
+        ending = f"{how} after {text_format.plural(trained, 'batch')}"
+        continue_with = resume_option if result.stop_reason else None
     at = result.validated_at
-    when = "" if at in (None, result.batches_trained) else f" (validated at batch {at})"
+    when = "" if at in (None, trained) else f" (validated at batch {at})"
     facts = [  # pairs, not a dict: a metric may be called "report"
         *(
             (text_format.clean(name), text_format.one_line(text_format.number(value)) + when)
             for name, value in result.validation_metrics.items()
         ),
         ("checkpoint", result.checkpoint_url),
-        ("continue with", resume_option if result.stop_reason else None),
+        ("best", best and _described(best)),
+        ("continue with", continue_with),
         ("report", result.report_path),
         ("HTML report", str(page) if (page := _report_page(result.trial)).exists() else None),
-        ("logs", result.run_dir and str(Path(result.run_dir, "logs"))),
+        ("logs", result.run_dir and _logs(Path(result.run_dir))),
         ("UI", later_ui),
     ]
     shown = [(name, fact) for name, fact in facts if fact is not None]
     width = max(len(name) for name, _ in shown)
     return [
-        f"{result.trial} {how} after {batches} ({text_format.duration(seconds)})",
+        f"{result.trial} {ending} ({text_format.duration(seconds)})",
         *(f"  {name:<{width}}  {fact}" for name, fact in shown),
     ]
+
+
+def _described(checkpoint: Manifest) -> str:
+    """A checkpoint in one line: its uuid, its batch and its metrics."""
+    metrics = text_format.metrics_line(checkpoint.metrics["validation"])
+    at = checkpoint.progress.batches_trained
+    return f"{checkpoint.uuid[:SHORT_UUID]}, at batch {at}: {metrics}"
+
+
+def _logs(run_dir: Path) -> str | None:
+    """The folder of the ranks' logs; None if no rank has written anything."""
+    folder = run_dir / "logs"
+    return str(folder) if any(file.stat().st_size for file in folder.glob("*.log")) else None

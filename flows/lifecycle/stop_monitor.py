@@ -42,6 +42,7 @@ from trialflow.flows.lifecycle.flow_run_state import set_state
 from trialflow.flows.lifecycle.requeue import has_queue, requeue
 from trialflow.flows.lifecycle.server_outage import ServerOutage, reports_kept
 from trialflow.flows.lifecycle.stop_signals import Interrupted, StopSignals
+from trialflow.flows.server.embedded_server import is_unauthorized
 from trialflow.tasks.report.artifact import forget_unsent, send_unsent
 
 T = TypeVar("T")
@@ -163,12 +164,17 @@ class StopMonitor:
         return result if state is None else state
 
     def await_server(self) -> None:
-        """Wait until the server answers, within the limits of outage and stop."""
+        """Wait until the server answers, within the limits of outage and stop.
+
+        A server that refuses this run's password was started again, and will refuse it for good.
+        """
         has_logged = False
         while not (self._outage.is_too_long or self._stopping.has_expired):
             try:
                 self._read_run()
-            except _NO_ANSWER:
+            except _NO_ANSWER as error:
+                if is_unauthorized(error):
+                    return
                 if not has_logged:
                     self._logger.warning("waiting for the server, to report to it")
                 has_logged = True

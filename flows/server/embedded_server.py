@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +66,9 @@ class PrefectApi:
 
 
 @contextmanager
-def prefect_api(server_log: Path | None = None) -> Iterator[PrefectApi]:
+def prefect_api(
+    server_log: Path | None = None, waiting_for: Callable[[str], None] = lambda what: None
+) -> Iterator[PrefectApi]:
     """Provide a Prefect API for the flows of the block.
 
     It is the configured server's; else that of the `trialflow up` that runs with this PREFECT_HOME;
@@ -79,6 +81,7 @@ def prefect_api(server_log: Path | None = None) -> Iterator[PrefectApi]:
     Args:
         server_log: the file that the embedded server's log is appended to; default in
             PREFECT_HOME.
+        waiting_for: called with a text for people that says which server is used or started.
 
     Raises:
         PrefectServerError: the user's server does not answer, or the embedded one did not start.
@@ -90,12 +93,15 @@ def prefect_api(server_log: Path | None = None) -> Iterator[PrefectApi]:
     with using_server_of_up() as login:
         settings = get_current_settings()
         if settings.api.url:
+            whose = "server of `trialflow up`" if login else "configured Prefect server"
+            waiting_for(f"connecting to the {whose}")
             if problem := configured_api_problem():
                 raise PrefectServerError(problem)
             yield PrefectApi(settings.api.url, settings.ui_url, login=login)
             return
     log_path = server_log or settings.home / "trialflow-server.log"
     timeout_seconds = settings.server.ephemeral.startup_timeout_seconds
+    waiting_for("starting a Prefect server for this run")
     with (
         PrefectServerProcess(log_path, timeout_seconds, settings=SERVICES_OFF) as server,
         restarting(server),

@@ -152,9 +152,9 @@ def test_only_this_user_reaches_the_server(tmp_path: Path) -> None:
             assert password not in " ".join(psutil.Process(pid).cmdline())
 
         home = isolated(tmp_path / "prefect")
-        exports = re.findall(r"^  (export .+)$", running.log.read_text(), re.MULTILINE)
+        variables = re.findall(r"^  (PREFECT_API_.+\\\n)", running.log.read_text(), re.MULTILINE)
         listed = subprocess.run(
-            ["bash", "-ec", "\n".join([*exports, f"{sys.executable} -m prefect deployment ls"])],
+            ["bash", "-ec", f"{''.join(variables)} {sys.executable} -m prefect deployment ls"],
             env=environment_in(tmp_path, home), text=True, capture_output=True, check=False,
         )  # fmt: skip
         assert "train/train" in listed.stdout, listed.stderr

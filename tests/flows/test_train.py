@@ -71,7 +71,7 @@ def test_the_stages_of_a_run(
         "callbacks on_trial_startup @0",
         "build-loaders @0",
         "callbacks on_training_start @0",
-        "name-metrics",
+        "check-metrics",
         "train-workload [0→10]",
         "callbacks on_training_workload_end @10",
         "validate @10",

@@ -20,6 +20,7 @@ from trialflow.flows.server.prefect_settings import environment
 UNAVAILABLE = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 4\r\nConnection: close\r\n\r\nbusy"
 )
+UNAUTHORIZED = b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 class Wire:

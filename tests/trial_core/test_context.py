@@ -17,7 +17,12 @@ from tests.support.slots import TOY
 from trial_core.context import RunInfo, TrialContext
 from trial_core.deepspeed import DeepSpeedTrialContext, ModelParallelUnit
 from trial_core.distributed import DistributedContext
-from trial_core.errors import ConfigError, InvalidExperimentException, TrialError
+from trial_core.errors import (
+    ConfigError,
+    InvalidExperimentException,
+    TrialError,
+    TrialValueError,
+)
 from trial_core.run.instruments import Instruments
 from trial_core.units import EpochLength
 
@@ -103,6 +108,25 @@ def test_a_stop_can_be_requested_and_withdrawn(context: TrialContext) -> None:
     assert context.get_stop_requested() is True
     context.set_stop_requested(False)
     assert context.get_stop_requested() is False
+
+
+@pytest.mark.parametrize(
+    ("experiment", "ends"),
+    [
+        ({"hyperparameters": {"lr": 1}}, "it sets: lr"),
+        ({"hyperparameters": {"widht": 1}}, 'it sets: widht; did you mean "widht"?'),
+        (
+            {"hyperparameters": {}, "hyperparametres": {"width": 1}},
+            'it sets: none; did you mean "hyperparameters", where exp_conf has "hyperparametres"?',
+        ),
+    ],
+)
+def test_a_hyperparameter_that_may_be_misspelt(experiment: dict[str, Any], ends: str) -> None:
+    """The error names what is similar: a hyperparameter, or a script's whole section."""
+    context = TrialContext(RunInfo("toy-1", experiment), single_rank())
+    with pytest.raises(TrialValueError) as refused:
+        context.get_hparam("width")
+    assert str(refused.value).endswith(ends)
 
 
 def unit() -> ModelParallelUnit:

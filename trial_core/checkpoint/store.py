@@ -59,13 +59,14 @@ class CheckpointStore:
         Args:
             url: fsspec URL, or a local path.
             options: of fsspec's file system: endpoint, credentials, …
-            experiment: the name of the experiment whose checkpoints an error lists first.
+            experiment: the name of the experiment that a reference such as ``best`` means, and
+                whose checkpoints an error lists first; empty: none.
 
         Raises:
             StorageError: the URL is invalid, or a package for it is not installed.
         """
         self.storage = open_storage(url, dict(options or {}))
-        self._experiment = experiment
+        self.experiment = experiment
 
     @classmethod
     def from_spec(cls, spec: StorageSpec) -> CheckpointStore:
@@ -359,7 +360,7 @@ class CheckpointStore:
     def _shown(self, names: _Names) -> str:
         """A few names, for an error message: the experiment's first, then others; newest first."""
         written = self.storage.objects(layout.MANIFESTS)
-        own = slug(self._experiment) if self._experiment else ""
+        own = slug(self.experiment) if self.experiment else ""
 
         def order(name: layout.ManifestName) -> tuple[bool, datetime, int]:
             found = written.get(name.key)

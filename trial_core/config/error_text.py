@@ -69,6 +69,21 @@ def warn_of_new_hyperparameter(section: str, name: str, names: Sequence[str]) ->
     )
 
 
+class UnitWarning(ExperimentWarning):
+    """A length or a period is a number without its unit."""
+
+
+def warn_of_missing_unit(path: str, batches: int) -> None:
+    """Warn of a number that may have been meant in epochs."""
+    warnings.warn_explicit(
+        f"{path}: {batches} has no unit and counts batches; to say so, write {{batches: {batches}}}"
+        f", or else {{epochs: {batches}}}",
+        UnitWarning,
+        filename="<experiment>",
+        lineno=1,
+    )
+
+
 def format_value(value: object) -> str:
     """A value for an error message: short, and without the contents of a collection."""
     if value is None:

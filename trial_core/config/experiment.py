@@ -16,7 +16,12 @@ from trial_core.config import determined
 from trial_core.config.checkpoint_storage import StorageConfig
 from trial_core.config.checkpointing_section import CheckpointingConfig
 from trial_core.config.command import is_command
-from trial_core.config.error_text import error_lines, format_value, validation_error
+from trial_core.config.error_text import (
+    error_lines,
+    format_value,
+    validation_error,
+    warn_of_missing_unit,
+)
 from trial_core.config.lengths import OPEN_END, Period
 from trial_core.config.parsing import override, read_mapping, warn_of_new_hyperparameters
 from trial_core.config.retraining_section import RetrainingConfig
@@ -31,6 +36,7 @@ from trial_core.config.sections import (
 )
 from trial_core.config.stopping_section import StoppingConfig
 from trial_core.config.values import (
+    MAX_COUNT,
     Count,
     Flag,
     PlainMapping,
@@ -84,6 +90,23 @@ def _ignored_fields(section: type[Section], data: Any) -> dict[str, Any]:
         if isinstance(annotation, type) and issubclass(annotation, Section):
             found[name] = _ignored_fields(annotation, data.get(name)) or None
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _warn_of_missing_units(given: Mapping[str, Any]) -> None:
+    """Warn of each length and period that is a number: it might be meant in epochs.
+
+    A Core API script counts its own steps, as in Determined.
+    """
+    searcher = given["searcher"]
+    lengths = (
+        {"searcher.max_length": searcher.get("max_length")} if isinstance(searcher, Mapping) else {}
+    )
+    lengths |= {
+        name: given.get(name) for name in ("min_validation_period", "min_checkpoint_period")
+    }
+    for path, value in lengths.items():
+        if type(value) is int and 0 < value <= MAX_COUNT:
+            warn_of_missing_unit(path, value)
 
 
 class ExperimentConfig(Section):
@@ -197,7 +220,9 @@ class ExperimentConfig(Section):
         given.setdefault("searcher", {})
         searcher = given["searcher"]
         has_no_length = isinstance(searcher, Mapping) and searcher.get("max_length") is None
-        if has_no_length and determined.is_script(given.get("entrypoint")):
+        if not determined.is_script(given.get("entrypoint")):
+            _warn_of_missing_units(given)
+        elif has_no_length:
             given["searcher"] = {**searcher, "max_length": OPEN_END}
         if given.get("name") in (None, ""):
             code = given.get("code")

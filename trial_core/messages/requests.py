@@ -174,7 +174,7 @@ class Trained(Result):
 class NameMetrics(Request):
     """Find the names of the validation metrics, without a validation."""
 
-    stage: ClassVar[str] = "name-metrics"
+    stage: ClassVar[str] = "check-metrics"
 
 
 class MetricsNamed(Result):

@@ -1,19 +1,27 @@
-"""References to checkpoints: a uuid, or an alias or a version of a model in the registry.
+"""References to checkpoints: a uuid, a trial's best or latest one, or a model's in the registry.
 
-``champion:gpt``, ``previous:gpt`` and ``gpt:7``. Neither uuids nor models have colons.
+``best`` and ``latest`` are of the newest trial of the store's experiment; ``best:gpt-4f0c21aa`` and
+``latest:gpt-4f0c21aa`` name the trial. ``champion:gpt``, ``previous:gpt`` and ``gpt:7`` are of a
+model. Neither uuids, trials nor models have colons, and no uuid begins with such a word.
 """
 
 from __future__ import annotations
 
 import re
 
+from trial_core.checkpoint.layout import checked_trial
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound, ModelNotFound
 from trial_core.models.records import Version
 from trial_core.models.registry import Registry
+from trial_core.retention.policy import best_of_trial
 
-FORMS = "a uuid or its first characters, champion:MODEL, previous:MODEL or MODEL:VERSION"
+FORMS = (
+    "a uuid or its first characters, best, latest, best:TRIAL, latest:TRIAL, champion:MODEL, "
+    "previous:MODEL or MODEL:VERSION"
+)
+OF_TRIAL = ("best", "latest")
 _VERSION = re.compile(r"[0-9]{1,18}")
 
 
@@ -33,10 +41,14 @@ def referenced_uuid(store: CheckpointStore, reference: str) -> str:
     """The uuid that a reference names. A uuid, or the beginning of one, stands for itself.
 
     Raises:
-        CheckpointNotFound: the reference has another form, or the checkpoint was deleted.
+        CheckpointNotFound: the reference has another form, or there is no such checkpoint.
+        CheckpointError: no trial may have that id.
         ModelNotFound: there is no such model, alias or version.
         RegistryError: no model may have that name.
     """
+    first, _, trial = reference.partition(":")
+    if first in OF_TRIAL:
+        return _of_trial(store, first, trial or _newest_trial(store, first)).uuid
     if ":" not in reference:
         return reference
     version = _version(Registry(store), reference)
@@ -45,6 +57,39 @@ def referenced_uuid(store: CheckpointStore, reference: str) -> str:
             f"checkpoint {version.checkpoint} of {version} was deleted from {store.url}"
         )
     return version.checkpoint
+
+
+def _newest_trial(store: CheckpointStore, which: str) -> str:
+    """The trial that ``best`` and ``latest`` mean: the newest of the store's experiment."""
+    if not store.experiment:
+        raise CheckpointNotFound(
+            f"{which!r} does not say of which experiment: name its file with --config, or name the "
+            f"trial, {which}:TRIAL"
+        )
+    trial = store.newest_trial(store.experiment)
+    if trial is None:
+        raise CheckpointNotFound(
+            f"{which!r}: no checkpoint in {store.url} is of experiment {store.experiment!r}"
+        )
+    return trial
+
+
+def _of_trial(store: CheckpointStore, which: str, trial: str) -> Manifest:
+    """A trial's best or latest checkpoint."""
+    checked_trial(trial)
+    if which == "latest":
+        found = store.newest(trial)
+    else:
+        found = best_of_trial(manifests := store.list(trial))
+        if found is None and manifests:
+            raise CheckpointNotFound(
+                f"no checkpoint of trial {trial} is its best: none was saved at a batch whose "
+                "validation reported searcher.metric as a number; `trialflow checkpoints list` "
+                f"shows them, and latest:{trial} is the one with the most batches"
+            )
+    if found is None:
+        raise CheckpointNotFound(f"trial {trial!r} has no checkpoint in {store.url}")
+    return found
 
 
 def _version(registry: Registry, reference: str) -> Version:

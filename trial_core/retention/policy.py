@@ -120,6 +120,28 @@ def own_metric(manifest: Manifest, metric: str) -> float | None:
     return value if isinstance(value, (int, float)) and not math.isnan(value) else None
 
 
+def best_of_trial(manifests: Collection[Manifest]) -> Manifest | None:
+    """A trial's best checkpoint, by the searcher metric that its newest checkpoint names.
+
+    The same one as the policy keeps as the best of its trial.
+
+    Args:
+        manifests: all checkpoints of the trial.
+
+    Returns:
+        None if no checkpoint has that metric of its own batch, or none names a metric.
+    """
+    newest = max(manifests, key=_resume_order, default=None)
+    searcher = newest.config.get("searcher") if newest is not None else None
+    if not isinstance(searcher, Mapping) or not isinstance(searcher.get("metric"), str):
+        return None  # saved by an earlier version
+    policy = RetentionPolicy(
+        metric=searcher["metric"],
+        smaller_is_better=searcher.get("smaller_is_better") is not False,
+    )
+    return next(iter(_best_first(manifests, policy)), None)
+
+
 class _Standings:
     """Each checkpoint's place, from 1, in every order that a rule counts by."""
 

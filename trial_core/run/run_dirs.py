@@ -6,7 +6,7 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import filelock
@@ -53,9 +53,10 @@ def trial_id(name: str, unique: str) -> str:
 def locked_run_dir(trial: str, timeout_seconds: float = 0.0) -> Iterator[Path]:
     """The folder of `trial` on this machine, locked for the length of the block.
 
-    Deletes the files that the ranks of an earlier process left there. The kernel frees the lock
-    when this process ends, also while a forked child lives on. On a file
-    system without locks there is no lock.
+    Deletes the files that the ranks of an earlier process left there; at the end, also a folder
+    that holds nothing but the lock, as that of a refused run. The kernel frees the lock when this
+    process ends, also while a forked child lives on. On a file system without locks there is no
+    lock.
 
     Args:
         timeout_seconds: how long to wait for another process that holds the lock.
@@ -68,13 +69,16 @@ def locked_run_dir(trial: str, timeout_seconds: float = 0.0) -> Iterator[Path]:
     path = run_dir / LOCK
     lock = filelock.FileLock(path, thread_local=False, fallback_to_soft=False)
     with _explaining_errors(run_dir):
-        run_dir.mkdir(parents=True, exist_ok=True)
-        path.touch()
+        _make_lock_file(path)
     try:
-        lock.acquire(timeout=timeout_seconds, poll_interval=POLL_SECONDS)
+        try:
+            lock.acquire(timeout=timeout_seconds, poll_interval=POLL_SECONDS)
+        except FileNotFoundError:  # a run that was refused has just deleted the folder
+            _make_lock_file(path)
+            lock.acquire(timeout=timeout_seconds, poll_interval=POLL_SECONDS)
         path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
     except filelock.Timeout:
-        holder = path.read_text(errors="replace") or "another process"
+        holder = (path.exists() and path.read_text(errors="replace")) or "another process"
         raise TrialflowError(
             f"trial {trial} is being trained by {holder}; wait until that process has ended, stop "
             "it, or train another trial"
@@ -85,7 +89,25 @@ def locked_run_dir(trial: str, timeout_seconds: float = 0.0) -> Iterator[Path]:
         clear_rank_files(run_dir)
         yield run_dir
     finally:
+        if lock.is_locked:
+            _delete_if_unused(path)
         lock.release()
+
+
+def _make_lock_file(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+
+
+def _delete_if_unused(path: Path) -> None:
+    """Delete the lock file and its folder if nothing else is there. Only the holder calls this.
+
+    A process that waits for the lock notices that its file is gone, and makes another one.
+    """
+    with suppress(OSError):
+        if os.listdir(path.parent) == [path.name]:
+            path.unlink()
+            path.parent.rmdir()
 
 
 def prepare_run_dir(trial: str) -> Path:

@@ -131,6 +131,11 @@ class RunStatus(Observer):
     # ------------------------------------------------------------------------ derived status
 
     @property
+    def had_batches_left(self) -> bool:
+        """Whether the run began before the trial's maximum length, or that is unknown."""
+        return not self.total_batches or self._begins_at < self.total_batches or self.has_trained
+
+    @property
     def stage(self) -> Stage:
         """The current stage: the one that began last, an upload only if there is no other."""
         stages = list(self._running.values())

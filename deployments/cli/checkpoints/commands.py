@@ -46,17 +46,19 @@ def list_(
     storage: Storage = None,
     json_: AsJson = False,
 ) -> int:
-    """List checkpoints, oldest first."""
+    """List checkpoints, oldest first. A trial's best one, by its searcher.metric, is marked."""
     from trial_core.models.registry import Registry
     from trial_core.retention.pins import pins
 
     store = open_store(config, storage)
     manifests = store.list(trial)
+    best = _best_of_trials(manifests)
     pinned, held = pins(store), Registry(store).held()
     if json_:
         shown = [
             {
                 **summary(store, manifest),
+                "is_best": manifest.uuid in best,
                 "is_pinned": manifest.uuid in pinned,
                 "held_by": [asdict(each) for each in held.get(manifest.uuid, [])],
             }
@@ -70,7 +72,7 @@ def list_(
         kept = {uuid: ["pinned"] for uuid in pinned}
         for uuid, versions in held.items():
             kept.setdefault(uuid, []).extend(map(_short_name, versions))
-        _print_table(manifests, kept)
+        _print_table(manifests, kept, best)
     return 0
 
 
@@ -202,10 +204,24 @@ def _short_name(held: HeldVersion) -> str:
     return f"{held.model} v{held.version}{alias}"
 
 
-def _print_table(manifests: list[Manifest], kept: dict[str, list[str]]) -> None:
+def _best_of_trials(manifests: list[Manifest]) -> set[str]:
+    """The uuids of the best checkpoints, one of each trial that has one.
+
+    Args:
+        manifests: all checkpoints of each of their trials.
+    """
+    from trial_core.retention.policy import best_of_trial
+
+    trials: dict[str, list[Manifest]] = {}
+    for manifest in manifests:
+        trials.setdefault(manifest.trial, []).append(manifest)
+    return {best.uuid for each in trials.values() if (best := best_of_trial(each)) is not None}
+
+
+def _print_table(manifests: list[Manifest], kept: dict[str, list[str]], best: set[str]) -> None:
     length = shortest_unique([manifest.uuid for manifest in manifests])
     has_kept = any(manifest.uuid in kept for manifest in manifests)
-    columns = ["uuid", "trial", "batches", "saved", "size"]
+    columns = ["uuid", "trial", "batches", "saved", "size", *(["best"] if best else [])]
     rows = []
     for manifest in manifests:
         cells = [
@@ -215,6 +231,8 @@ def _print_table(manifests: list[Manifest], kept: dict[str, list[str]]) -> None:
             local_time(manifest.created_at),
             text_format.size(manifest.total_bytes),
         ]
+        if best:
+            cells.append("best" if manifest.uuid in best else "")
         if has_kept:
             cells.append(", ".join(kept.get(manifest.uuid, [])))
         rows.append([*cells, _validation(manifest)])

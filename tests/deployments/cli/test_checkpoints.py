@@ -50,6 +50,33 @@ def test_list_as_json(
     assert json.loads(capsys.readouterr().out) == [second]
 
 
+def test_the_best_of_each_trial_is_marked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the trial's searcher metric, in the table and in JSON."""
+    store = CheckpointStore(str(tmp_path / "storage"))
+    for trial, config in (
+        ("a-1", {"searcher": {"metric": "loss", "smaller_is_better": True}}),
+        ("b-1", {"searcher": {"metric": "accuracy", "smaller_is_better": False}}),
+    ):
+        for batches, value in ((7, 0.5), (11, 0.25), (13, 0.375)):
+            store.commit(
+                new_manifest(
+                    batches, trial=trial, progress=Progress(batches, validated_at=batches),
+                    metrics={"validation": {"loss": value, "accuracy": value}}, config=config,
+                )
+            )  # fmt: skip
+    assert run(tmp_path, "list") == 0
+    header, _, *rows = capsys.readouterr().out.splitlines()
+    assert header.split()[-2:] == ["best", "validation"]
+    marked = [row.split()[1:3] for row in rows if " best " in row]
+    assert sorted(marked) == [["a-1", "11"], ["b-1", "7"]]
+    assert run(tmp_path, "list", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    best = [(each["trial"], each["batches_trained"]) for each in shown if each["is_best"]]
+    assert sorted(best) == [("a-1", 11), ("b-1", 7)]
+
+
 @pytest.fixture
 def stopped(tmp_path: Path) -> Manifest:
     """A checkpoint at batch 60 of a run that validated last at batch 40."""

@@ -18,6 +18,7 @@ from tests.support.slots import drive, toy_config
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.models.registry import Registry
+from trial_core.run.sequencer import Progress
 from trial_core.slots.slot_group import SlotGroup
 from trialflow.deployments.cli.main import main
 
@@ -28,6 +29,10 @@ entrypoint: any:Any
 searcher: {name: single, metric: loss, max_length: {batches: 1}}
 checkpointing: {trusted: true}
 """
+BEST = {
+    "config": {"searcher": {"metric": "loss"}},
+    "progress": Progress(3, validated_at=3),
+}
 WEIGHTS = {"0.weight": (16, 2), "0.bias": (16,), "3.weight": (2, 16), "3.bias": (2,)}
 
 
@@ -41,7 +46,8 @@ def folder(
     run = drive(warm_slots(2), config, folder, persist=True)
     uuid = run.checkpoints[-1]
     store = CheckpointStore(config.checkpoint_storage.url)
-    store.commit(new_manifest(3, uuid=uuid, trial="toy-0000beef", files=run.files[uuid]))
+    known = {"uuid": uuid, "trial": "toy-0000beef", "experiment": "any"}
+    store.commit(new_manifest(3, files=run.files[uuid], **BEST, **known))
     return folder
 
 
@@ -108,11 +114,17 @@ def test_an_existing_file_is_replaced_only_with_force(
     ("arguments", "message"),
     [
         ("0123 --to x.pt", "no checkpoint in file://"),
-        ("--to x.pt", "checkpoint (its uuid, or champion:MODEL) or --trial, got neither"),
+        (
+            "--to x.pt",
+            "checkpoint (best, its uuid, or champion:MODEL) or --trial, got neither",
+        ),
         (
             "0123 --trial t --to x.pt",
-            "checkpoint (its uuid, or champion:MODEL) or --trial, got both",
+            "checkpoint (best, its uuid, or champion:MODEL) or --trial, got both",
         ),
+        ("--trial toy-0000beef --to new/sub/x.pt --engine 1", "for engine 1"),
+        ("--trial toy-0000beef --to new/sub/x.pt --dtype 16bit", "was trained in fp32"),
+        ("--trial toy-0000beef --to file/sub/x.pt", "cannot write"),
         ("--trial toy --to x.pt", "trial 'toy' has no checkpoint in file://"),
         ("--trial toy-0000beef --to x.onnx", "expected a name that ends in .safetensors, .pt, .bi"),
         ("--trial toy-0000beef --to file/x.pt", "cannot write"),
@@ -150,6 +162,18 @@ def test_a_champion_is_exported(
     registry.register("toy", manifest, metric=None, smaller_is_better=True, value=None)
     registry.promote("toy", 1)
     assert run(folder, "champion:toy", "--to", str(tmp_path / "model.pt"), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["uuid"] == manifest.uuid
+
+
+@pytest.mark.parametrize("arguments", ["best --config any.yaml", "best --trial toy-0000beef"])
+def test_the_best_checkpoint_is_exported(
+    folder: Path, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], arguments: str,
+) -> None:  # fmt: skip
+    """Of the newest trial of an experiment, or of a named trial."""
+    monkeypatch.chdir(tmp_path)
+    Path("any.yaml").write_text(EXPERIMENT)
+    assert run(folder, *arguments.split(), "--to", "model.pt", "--json") == 0
     assert json.loads(capsys.readouterr().out)["uuid"] == manifest.uuid
 
 

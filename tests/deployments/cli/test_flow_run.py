@@ -6,7 +6,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from trialflow.deployments.cli.run_display import PlainLines
 from trialflow.flows.server import embedded_server
 from trialflow.flows.server.server_login import ServerLogin
 
+Waiting = Callable[[str], None]
 LOGIN = ServerLogin("me:secret", Path("/file"))
 API = embedded_server.PrefectApi("http://server/api", "http://server", Path("/server.log"), LOGIN)
 
@@ -35,7 +36,8 @@ def run(monkeypatch: pytest.MonkeyPatch, out: io.StringIO) -> FlowRun[str]:
     """A flow run with a fake Prefect server."""
 
     @contextmanager
-    def prefect_api() -> Iterator[embedded_server.PrefectApi]:
+    def prefect_api(waiting_for: Waiting) -> Iterator[embedded_server.PrefectApi]:
+        waiting_for("starting a server")
         yield API
 
     monkeypatch.setattr(embedded_server, "prefect_api", prefect_api)
@@ -55,6 +57,7 @@ def test_a_flow_that_returns(run: FlowRun[str], out: io.StringIO) -> None:
     assert run.later_ui.startswith("prefect server start, then http://127.0.0.1:4200/")
     page = "http://server/v2/runs/flow-run/1234"
     assert f"watch it at {page} (password: in /file)\n" in out.getvalue()
+    assert out.getvalue().startswith("starting a server…\n")
 
 
 def test_the_link_on_a_terminal(
@@ -93,7 +96,7 @@ def test_a_signal_while_the_server_ends(run: FlowRun[str], monkeypatch: pytest.M
     """The flow has returned and the command is stopped: no result, as the exit code says."""
 
     @contextmanager
-    def prefect_api() -> Iterator[embedded_server.PrefectApi]:
+    def prefect_api(waiting_for: Waiting) -> Iterator[embedded_server.PrefectApi]:
         yield API
         raise KeyboardInterrupt
 
@@ -113,7 +116,7 @@ def test_a_signal_while_the_server_ends(run: FlowRun[str], monkeypatch: pytest.M
                 response=httpx.Response(httpx.codes.UNAUTHORIZED),
             ),
             embedded_server.PrefectServerError,
-            "http://server/api was started again with another password, so it does not learn how",
+            "http://server/api was started again, with another password, while this run was on it",
         ),
         (
             httpx.ConnectError("refused"),

@@ -12,11 +12,13 @@ from tests.support.cli import ROOT, trialflow
 from tests.support.prefect import PrefectServer
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import load_config
+from trial_core.run.run_dirs import home_folder
 from trialflow.deployments.cli import init
 from trialflow.deployments.cli.main import main
 
 FILES = ["experiment.yaml", "my_trial.py"]
 WITH_DEEPSPEED = ["ds_config.json", *FILES]
+GITIGNORE = ".gitignore"
 TEMPLATES = {"pytorch": FILES, "deepspeed": WITH_DEEPSPEED, "hf": WITH_DEEPSPEED}
 
 
@@ -52,7 +54,8 @@ def test_a_new_trial_learns(
 def test_an_experiment_that_was_written_is_valid(tmp_path: Path, template: str) -> None:
     """The trial reads each of its hyperparameters, and no other; its comment may become a field."""
     assert main(["init", template, str(tmp_path / "mine")]) == 0
-    assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == TEMPLATES[template]
+    written = sorted(path.name for path in (tmp_path / "mine").iterdir())
+    assert written == [GITIGNORE, *TEMPLATES[template]]
     experiment, trial = (tmp_path / "mine" / name for name in FILES)
     config, text = load_config(experiment), trial.read_text()
     read = re.findall(r'context\.get_hparam\("(\w+)"\)', text)
@@ -82,6 +85,20 @@ def test_the_next_commands(
         "next:",
         "  trialflow train experiment.yaml",
     ]
+
+
+def test_what_a_run_writes_is_ignored_by_git(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of runs; a .gitignore that exists stays as it is, and refuses nothing."""
+    monkeypatch.delenv("TRIALFLOW_HOME")
+    assert main(["init", "pytorch", str(tmp_path / "new")]) == 0
+    ignored = (tmp_path / "new" / GITIGNORE).read_text().splitlines()
+    assert f"{home_folder().name}/" in ignored
+    (tmp_path / GITIGNORE).write_text("own")
+    assert main(["init", "pytorch", str(tmp_path)]) == 0
+    assert (tmp_path / GITIGNORE).read_text() == "own"
+    assert (tmp_path / "my_trial.py").exists()
 
 
 def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -175,7 +175,7 @@ def test_promote_a_checkpoint(
 ) -> None:
     """It is registered once, with the metric of the experiment."""
     path = write_experiment(
-        tmp_path, searcher={"metric": "val_loss", "max_length": 8},
+        tmp_path, searcher={"metric": "val_loss", "max_length": {"batches": 8}},
         checkpoint_storage=str(tmp_path / "storage"),
     )  # fmt: skip
     for _ in range(2):

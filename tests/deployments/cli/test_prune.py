@@ -69,7 +69,7 @@ def test_rules_of_an_experiment(
     history: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rules, metric and direction come from `--config`; options and `--set` override them."""
-    searcher = {"metric": "loss", "smaller_is_better": False, "max_length": 8}
+    searcher = {"metric": "loss", "smaller_is_better": False, "max_length": {"batches": 8}}
     path = write_experiment(tmp_path, searcher=searcher, checkpoint_storage={"save_trial_best": 2})
     config = ("--config", str(path))
     assert run(tmp_path, "prune", *config, "--save-trial-latest", "0", "--yes") == 0

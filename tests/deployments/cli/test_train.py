@@ -30,8 +30,9 @@ from tests.support.slots import lines as seen
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import ConfigError, StorageError
+from trial_core.run.sequencer import Progress
 from trialflow.deployments.cli import train as command
-from trialflow.deployments.cli.train import _summary, train
+from trialflow.deployments.cli.train import _other_best, _summary, train
 from trialflow.flows import train as flow_module
 from trialflow.flows.lifecycle.stop_signals import SAME_REQUEST_SECONDS
 from trialflow.flows.train import TrialResult
@@ -83,6 +84,64 @@ def test_the_summary_names_the_batch_of_an_earlier_validation() -> None:
     )
     ended = replace(stopped, validated_at=60)
     assert _summary(ended, 1.0, None, "--resume")[1] == "  loss           0.25"
+
+
+def test_the_summary_names_the_best_checkpoint_if_it_is_not_the_last(tmp_path: Path) -> None:
+    """By the searcher metric. The last one is already shown with its metrics."""
+    store, config = CheckpointStore(str(tmp_path)), {"searcher": {"metric": "loss"}}
+    saved = [
+        new_manifest(
+            batches, progress=Progress(batches, validated_at=batches), config=config,
+            metrics={"validation": {"loss": loss}},
+        )
+        for batches, loss in ((40, 0.125), (60, 0.25))
+    ]  # fmt: skip
+    for manifest in saved:
+        store.commit(manifest)
+    ended = TrialResult(saved[0].trial, 60, False, checkpoint_uuid=saved[1].uuid)
+    best = _other_best(store, ended)
+    assert best is not None
+    summary = _summary(ended, 1.0, None, "--resume", best)
+    assert f"  best  {saved[0].uuid[:8]}, at batch 40: loss 0.125" in summary
+    assert _other_best(store, replace(ended, checkpoint_uuid=saved[0].uuid)) is None
+
+
+def test_the_summary_without_a_storage_that_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run has ended well: a warning takes the place of the line."""
+
+    def fail(*arguments: object) -> None:
+        raise StorageError("it is away")
+
+    store = CheckpointStore(str(tmp_path))
+    monkeypatch.setattr(store, "list", fail)
+    assert _other_best(store, TrialResult("toy-1", 60, False)) is None
+    assert "the best checkpoint is not known: it is away" in capsys.readouterr().err
+
+
+def test_the_summary_of_a_trial_that_was_at_its_end() -> None:
+    """It says how to train on, which a completed run does not need."""
+    result = TrialResult("toy-1", 100, False)
+    first, second = _summary(result, 1.0, None, "--resume", end=90)
+    assert first == "toy-1 is already at 100 of 90 batches (1.0 s)"
+    assert second.split(maxsplit=2)[2].startswith("--resume --set searcher.max_length.batches=200")
+    assert _summary(replace(result, report_path="/r"), 1.0, None, "--resume") == [
+        "toy-1 completed after 100 batches (1.0 s)",
+        "  report  /r",
+    ]
+
+
+def test_the_summary_names_the_logs_that_have_content(tmp_path: Path) -> None:
+    """Ranks that write nothing leave empty files."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.log").touch()
+    log = tmp_path / "logs" / "rank-1.log"
+    log.touch()
+    result = TrialResult("toy-1", 100, False, run_dir=str(tmp_path), report_path="/r")
+    assert not any("logs" in line for line in _summary(result, 1.0, None, "--resume"))
+    log.write_text("a warning")
+    assert f"  logs    {tmp_path}/logs" in _summary(result, 1.0, None, "--resume")
 
 
 @pytest.mark.long

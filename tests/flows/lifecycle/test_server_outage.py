@@ -25,7 +25,7 @@ from tests.support.flow import stages, train
 from tests.support.prefect import ROOT, PrefectServer, isolated
 from tests.support.slots import toy_config
 from tests.support.waiting import until
-from tests.support.wire import UNAVAILABLE, Wire, mend_at_the_end
+from tests.support.wire import UNAUTHORIZED, UNAVAILABLE, Wire, mend_at_the_end
 from trial_core.config import ExperimentConfig
 from trial_core.run.stop_requests import StopHandler
 from trialflow.flows.lifecycle.server_outage import ServerOutage
@@ -123,6 +123,19 @@ def test_a_server_that_is_away_too_long_ends_the_run(stage: Stage, wire: Wire) -
     flush()
     assert isinstance(result, Abort)
     assert reasons == [("server lost (it has not answered for 0.3 s)", None)]
+
+
+def test_a_server_that_was_started_again_with_another_password(stage: Stage, wire: Wire) -> None:
+    """The run is not stopped, and its end does not wait for the server: it refuses for good."""
+
+    def train_on(flow_run: UUID, stopping: StopHandler) -> None:
+        wire.cut(UNAUTHORIZED)
+        assert not stopping.wait(0.5)  # several polls
+
+    stage.act = train_on
+    stage.set_stopping(server_outage_seconds=60)  # not 3600: an end that waits is then seen
+    with pytest.raises(httpx.HTTPStatusError, match="401"):
+        stage.train()
 
 
 @pytest.mark.long

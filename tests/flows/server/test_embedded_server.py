@@ -206,9 +206,11 @@ def test_a_configured_server_is_used(prefect_server: PrefectServer, tmp_path: Pa
     (tmp_path / "profiles.toml").write_text(
         f'active = "mine"\n[profiles.mine]\nPREFECT_API_URL = "{prefect_server.api_url}"\n'
     )
-    with environment(isolated(tmp_path)), prefect_api() as api:
+    said: list[str] = []
+    with environment(isolated(tmp_path)), prefect_api(waiting_for=said.append) as api:
         assert (api.api_url, api.is_embedded) == (prefect_server.api_url, False)
         assert servers_of(os.getpid()) == []
+    assert said == ["connecting to the configured Prefect server"]
 
 
 def test_the_server_of_a_running_up_is_used(prefect_server: PrefectServer, tmp_path: Path) -> None:
@@ -219,7 +221,9 @@ def test_the_server_of_a_running_up_is_used(prefect_server: PrefectServer, tmp_p
             pass
         store_address(f"{prefect_server.api_url} (password: in {password})")
         password.write_text("me:secret\n")
-        with prefect_api() as api:
+        said: list[str] = []
+        with prefect_api(waiting_for=said.append) as api:
+            assert said == ["connecting to the server of `trialflow up`"]
             assert (api.api_url, api.ui_url) == (prefect_server.api_url, prefect_server.ui_url)
             assert (api.is_of_up, api.is_embedded) == (True, False)
             assert api.login == ServerLogin("me:secret", password)

@@ -166,7 +166,7 @@ def test_one_mistake_is_one_line(fields: dict[str, Any], problem: str) -> None:
 
 def test_a_misspelt_field_is_not_also_missing() -> None:
     """`metrc` for `metric` is one mistake, so one line."""
-    mapping = {"entrypoint": "m:T", "searcher": {"metrc": "loss", "max_length": 5}}
+    mapping = {"entrypoint": "m:T", "searcher": {"metrc": "loss", "max_length": {"batches": 5}}}
     with pytest.raises(ConfigError) as error:
         ExperimentConfig.from_mapping(mapping)
     assert str(error.value) == 'searcher.metrc: unknown field; did you mean "metric"?'

@@ -41,7 +41,7 @@ searcher:
   name: single
   metric: accuracy
   smaller_is_better: false
-  max_length: 100
+  max_length: {batches: 100}
   max_trials: 1
   source_trial_id: null
 checkpoint_storage: {type: shared_fs, host_path: /mnt, storage_path: ckpt, save_trial_best: 2}
@@ -55,7 +55,7 @@ entrypoint:
 
 
 def experiment(**fields: Any) -> ExperimentConfig:
-    searcher = {"metric": "loss", "max_length": 100}
+    searcher = {"metric": "loss", "max_length": {"batches": 100}}
     mapping = {"entrypoint": "model_def:MyTrial", "searcher": searcher, **fields}
     return ExperimentConfig.from_mapping(mapping)
 
@@ -88,7 +88,7 @@ def test_a_file_of_determined_works_unchanged(tmp_path: Path) -> None:
 
 def test_retention_uses_the_searcher_metric() -> None:
     """Its name and its direction."""
-    searcher = {"metric": "accuracy", "smaller_is_better": False, "max_length": 100}
+    searcher = {"metric": "accuracy", "smaller_is_better": False, "max_length": {"batches": 100}}
     config = experiment(searcher=searcher, checkpoint_storage={"save_trial_best": 2})
     expected = RetentionPolicy(2, 1, 0, metric="accuracy", smaller_is_better=False)
     assert config.retention() == expected

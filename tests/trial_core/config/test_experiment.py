@@ -300,3 +300,32 @@ def test_the_smallest_accuracy_as_the_best_is_doubtful(metric: str, is_doubtful:
         warnings.simplefilter("error")
         searcher["smaller_is_better"] = True
         ExperimentConfig.from_mapping({"entrypoint": "a:B", "searcher": searcher})
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "fields", "path"),
+    [
+        ("a:B", {"searcher": {"max_length": 6}}, "searcher.max_length: 6"),
+        ("a:B", {"min_validation_period": 7}, "min_validation_period: 7"),
+        ("a:B", {"min_checkpoint_period": 8}, "min_checkpoint_period: 8"),
+        ("a:B", {"min_checkpoint_period": 0}, None),  # no period
+        ("python train.py", {"searcher": {"max_length": 6}}, None),  # it counts its own steps
+    ],
+)
+def test_a_length_without_a_unit(entrypoint: str, fields: dict[str, Any], path: str | None) -> None:
+    """It counts batches, and a warning says so: epochs may be meant."""
+    searcher = {"metric": "loss", "max_length": {"batches": 9}, **fields.get("searcher", {})}
+    mapping = {"entrypoint": entrypoint, **fields, "searcher": searcher}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = ExperimentConfig.from_mapping(mapping)
+        # As a parameter of a flow it has its unit.
+        ExperimentConfig.model_validate_json(config.model_dump_json())
+    seen = [str(each.message) for each in caught]
+    assert len(seen) == (path is not None)
+    if path is not None:
+        number = path.split()[-1]
+        assert seen[0].startswith(f"{path} has no unit and counts batches")
+        assert f"write {{batches: {number}}}, or else {{epochs: {number}}}" in seen[0]
+    if "searcher" in fields:
+        assert config.searcher.max_length == Batch(6)

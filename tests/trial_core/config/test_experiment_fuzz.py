@@ -63,7 +63,10 @@ EVERY_FIELD: dict[str, Any] = {
     },
     "environment": {"environment_variables": {"A": "1", "B": 2}},
 }  # fmt: skip
-SHORT = {"entrypoint": "model_def:MyTrial", "searcher": {"metric": "loss", "max_length": 100}}
+SHORT = {
+    "entrypoint": "model_def:MyTrial",
+    "searcher": {"metric": "loss", "max_length": {"batches": 100}},
+}
 FORMS: list[dict[str, Any]] = [
     {"checkpoint_storage": form}
     for form in (

@@ -21,7 +21,7 @@ TASKS = (
     build.build_loaders,
     train_workload.train_workload,
     run_script.run_script,
-    validate.name_metrics,
+    validate.check_metrics,
     validate.validate,
     checkpoint.checkpoint_save,
     checkpoint.checkpoint_upload,

@@ -53,7 +53,7 @@ def test_a_source_trial_gives_its_newest_checkpoint(
     older, newer = (new_manifest(batches, trial="other-0000002a") for batches in (3, 7))
     for manifest in (newer, older, new_manifest(9, trial="another-0000003b")):
         store.commit(manifest)
-    searcher = {"metric": "loss", "max_length": 9, "source_trial_id": source_trial_id}
+    searcher = {"metric": "loss", "max_length": {"batches": 9}, "source_trial_id": source_trial_id}
     config = toy_config(tmp_path, searcher={**searcher, "source_weights_only": True})
     assert resume_points(store, config, TRIAL) == [
         ResumePoint.warm(newer, weights_only=True), ResumePoint.warm(older, weights_only=True)
@@ -73,7 +73,7 @@ def test_an_unknown_source_trial_is_named(
     """The error has the numbers that there are: Determined's own are others."""
     for trial in ("a-0000002a", "b-0000002a"):
         store.commit(new_manifest(3, trial=trial))
-    searcher = {"metric": "loss", "max_length": 9, "source_trial_id": source_trial_id}
+    searcher = {"metric": "loss", "max_length": {"batches": 9}, "source_trial_id": source_trial_id}
     with pytest.raises(CheckpointNotFound, match=message):
         resume_points(store, toy_config(tmp_path, searcher=searcher), None)
 

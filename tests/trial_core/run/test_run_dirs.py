@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,37 @@ def test_files_kept_for_a_restart_are_deleted_at_the_end(home: Path) -> None:
         (home / "kept" / "uuid" / f"rank-{number}").mkdir(parents=True)
     clear_kept(home)
     assert not (home / "kept").exists()
+
+
+def test_a_refused_run_leaves_no_folder(tmp_path: Path) -> None:
+    """A run that writes nothing but its lock deletes it, and a run that waited gets a new one."""
+    with pytest.raises(TrialflowError, match="refused"), locked_run_dir(TRIAL):
+        raise TrialflowError("refused")
+    assert list(tmp_path.iterdir()) == []
+    with locked_run_dir(TRIAL) as run_dir:
+        (run_dir / "report.md").touch()
+    assert sorted(path.name for path in run_dir.iterdir()) == ["lock", "report.md"]
+
+
+def test_a_run_that_waits_for_one_that_is_refused_locks_a_new_file(tmp_path: Path) -> None:
+    """The lock of a deleted file would keep no third run out."""
+    has_lock, begun, done = threading.Event(), threading.Event(), threading.Event()
+
+    def wait_for_it() -> None:
+        begun.set()
+        with locked_run_dir(TRIAL, timeout_seconds=60.0):
+            has_lock.set()
+            done.wait(60.0)
+
+    waiting = threading.Thread(target=wait_for_it)
+    with locked_run_dir(TRIAL):
+        waiting.start()
+        begun.wait(60.0)
+        assert not has_lock.wait(0.05)
+    assert has_lock.wait(60.0)
+    try:
+        with pytest.raises(TrialflowError, match="being trained by process"), locked_run_dir(TRIAL):
+            pass
+    finally:
+        done.set()
+        waiting.join()
