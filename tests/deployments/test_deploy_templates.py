@@ -107,7 +107,7 @@ def test_docker_runs_of_a_host_lock_gpus_in_one_place() -> None:
         "Type": "volume", "Source": "trialflow-devices", "Target": template["env"][LOCKS_VARIABLE]
     }  # fmt: skip
     dockerfile = Path(__file__).parents[2].joinpath("Dockerfile").read_text()
-    assert f"mkdir --mode=1777 {mount['Target']}\n" in dockerfile
+    assert f"mkdir --mode=1777 {mount['Target']} " in dockerfile
 
 
 AS_ROOT_OF_THE_HOST = {
