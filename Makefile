@@ -24,11 +24,11 @@ test: $(VENV)/.installed-dev
 	@echo "about 10 minutes on 2 CPU cores"
 	@$(PYTEST) $(ARGS)
 
-# Its variations (engines, storages, ranks, ZeRO stages, faults), in parts of as many tests each: make test-long PART=2/8.
+# Its variations (engines, storages, ranks, ZeRO stages, faults), in parts with as many tests of each folder: make test-long PART=2/8.
 test-long: $(VENV)/.installed-dev
 	@echo "part $(PART) of the long tests; each part takes many minutes"
 	@$(PYTEST) -m long --splits $(lastword $(subst /, ,$(PART))) --group $(firstword $(subst /, ,$(PART))) \
-	  $(ARGS)
+	  --splitting-algorithm least_duration $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

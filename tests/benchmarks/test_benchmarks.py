@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.figures import Estimate, conclude
-from benchmarks.gpu import STATE_TARGETS
+from benchmarks.gpu import STATE_TARGETS, ranks_here
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,14 +33,12 @@ def test_the_loop_benchmark_ends_with_one_line_of_json() -> None:
     assert all(value != 0 for value in outcome["figures"].values())
 
 
-def test_the_gpu_benchmark_refuses_a_machine_without_one() -> None:
+def test_the_gpu_benchmark_refuses_a_machine_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """One plain line, instead of figures of the CPU."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu"], cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"}, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (1, "")
-    (line,) = done.stderr.splitlines()
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    with pytest.raises(SystemExit) as refusal:
+        ranks_here(on_cpu=False)
+    (line,) = str(refusal.value).splitlines()
     assert line.startswith("benchmarks.gpu measures accelerators, and this machine has none")
 
 
