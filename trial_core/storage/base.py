@@ -27,6 +27,7 @@ from trial_core.storage.local_files import changed_during_upload, read_chunks
 from trial_core.storage.parallel import CancelSignal, in_parallel
 from trial_core.storage.storage_errors import (
     ErrorTranslator,
+    is_server_failure,
     service_code,
     storage_exceptions,
 )
@@ -48,9 +49,6 @@ _CREATE_ATTEMPTS = 5
 _DELETE_THREADS = 8
 _SHOWN_KEYS = 3
 
-# Older S3 servers ignore the condition and overwrite. An overloaded server may refuse a single
-# write, and servers do not agree on the error for a key that exists: so several writes are tried.
-_PROBE_WRITES = 3
 _CONDITIONAL_PROTOCOLS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 """Protocols whose fsspec file systems send the condition with the write. The others look first and
 write then, which a probe without a second writer cannot detect."""
@@ -333,15 +331,19 @@ class Storage:
         key = f"{PROBES}/{uuid.uuid4()}"
         self.create(key, b"first")
         try:
-            return all(self._refuses_to_create(key) for _ in range(_PROBE_WRITES))
+            return self._refuses_to_create(key)
         finally:
             self.remove(key)
 
     def _refuses_to_create(self, key: str) -> bool:
-        try:
-            self.create(key, b"second")
-        except FileExistsError:
-            return True
+        path = self._path(key)
+        with self._errors.translated(f"write {key} in"):
+            try:
+                self._create(path, b"second")
+            except storage_exceptions() as error:
+                if is_server_failure(error):
+                    raise
+                return self._read(path) == b"first"
         return False
 
     def _path(self, key: str) -> str:

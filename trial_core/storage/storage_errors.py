@@ -115,6 +115,8 @@ _BY_TYPE: tuple[tuple[type[BaseException], str], ...] = (
 _UNKNOWN = "it failed"
 _OBSTORE_DETAILS = "\n\nDebug source:"  # many lines follow
 _XML_REPLY = re.compile(r"<(\?xml|Error>).*", re.DOTALL)
+_STATUS = ("status_code", "code")
+"""Where errors of Azure and Google have the status of the reply."""
 _CODE_IN_REPLY = re.compile(r"<Code>(\w+)</Code>")
 
 
@@ -137,6 +139,17 @@ def service_code(error: BaseException) -> str | None:
         if reply := _CODE_IN_REPLY.search(str(cause)):  # obstore raises the reply's XML
             return reply[1]
     return None
+
+
+def is_server_failure(error: BaseException) -> bool:
+    """Whether the server failed (status 5xx), which says nothing about what it was asked for."""
+    for cause in _causes(error):
+        response = getattr(cause, "response", None)
+        reply = response.get("ResponseMetadata", {}) if isinstance(response, Mapping) else {}
+        found = [reply.get("HTTPStatusCode"), *(getattr(cause, name, None) for name in _STATUS)]
+        if any(isinstance(status, int) and status >= 500 for status in found):
+            return True
+    return False
 
 
 class ErrorTranslator:

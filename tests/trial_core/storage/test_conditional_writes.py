@@ -7,13 +7,15 @@ import os
 from pathlib import Path
 
 import pytest
+from botocore.exceptions import ClientError
 
 from tests.support.faults.filesystem import planned
 from tests.support.faults.plan import Plan
 from tests.support.faults.s3 import faulty_s3
 from tests.support.s3 import S3Server
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.storage.base import PROBES, Storage
+from trial_core.errors import StorageError
+from trial_core.storage.base import PROBES
 from trial_core.storage.open_storage import open_storage
 
 
@@ -54,23 +56,24 @@ def test_a_server_that_ignores_the_condition_is_recognised(moto_s3: S3Server) ->
         assert storage.sizes(PROBES) == {}
 
 
-def test_a_single_refusal_proves_nothing(
-    moto_s3: S3Server, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("status", [500, 503])
+def test_a_server_that_fails_proves_nothing(
+    moto_s3: S3Server, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
-    """An overloaded server refuses a write too, whether or not it knows conditions."""
-    create, calls = Storage.create, []
+    """It refuses every write, whether or not it knows conditions."""
+    storage = open_storage(moto_s3.new_bucket(), moto_s3.options)
+    reply = {"Error": {"Code": "Failed"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    create = storage._create
 
-    def refusing_once(self: Storage, key: str, data: bytes) -> None:
-        calls.append(data)
-        if len(calls) == 2:
-            raise FileExistsError("SlowDown")
-        create(self, key, data)
+    def failing(path: str, data: bytes) -> None:
+        if data == b"second":
+            raise OSError(errno.EIO, "Failed") from ClientError(reply, "PutObject")
+        create(path, data)
 
-    monkeypatch.setattr(Storage, "create", refusing_once)
-    with faulty_s3(moto_s3) as endpoint:
-        endpoint.ignored = frozenset({"if-none-match"})
-        server = endpoint.server()
-        assert not open_storage(server.new_bucket(), server.options).has_conditional_writes()
+    monkeypatch.setattr(storage, "_create", failing)
+    with pytest.raises(StorageError, match=r"cannot write probes/"):
+        storage.has_conditional_writes()
+    assert storage.sizes(PROBES) == {}
 
 
 def test_a_server_is_probed_once(moto_s3: S3Server) -> None:
