@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+from typing import Any
+
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
@@ -22,6 +26,8 @@ from trial_core.transfer.fetch import fetch_files
 from trial_core.units import EpochLength
 from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
 from trialflow.tasks.trial_run import TrialRun
+
+logger = logging.getLogger(__name__)
 
 
 @task(name="build-trial", task_run_name="build-trial", cache_policy=NO_CACHE)
@@ -44,7 +50,20 @@ def build_trial(run: TrialRun) -> None:
     run.topology = built.topology
     run.versions = built.versions
     run.batch_samples = built.batch_samples
+    _warn_of_another_batch_size(run.config.hyperparameters, built)
     run.logger.info("trial %s on %s", run.trial, _describe(built))
+
+
+def _warn_of_another_batch_size(hyperparameters: Mapping[str, Any], built: TrialBuilt) -> None:
+    """Warn if a batch has not the samples that the hyperparameter ``global_batch_size`` says."""
+    wanted = hyperparameters.get("global_batch_size")
+    if isinstance(wanted, int) and built.batch_samples not in (0, wanted):
+        logger.warning(
+            "hyperparameters.global_batch_size is %d, but a batch on %s has %d samples; choose a "
+            "number that the ranks can share equally",
+            wanted, plural(built.topology.data_parallel_size, "data-parallel rank"),
+            built.batch_samples,
+        )  # fmt: skip
 
 
 def _describe(built: TrialBuilt) -> str:

@@ -119,7 +119,11 @@ def export(
         print(json.dumps(result))
     else:
         names = text_format.plural(count, "name")
-        print(f"checkpoint {manifest.uuid}: {names}, {text_format.size(size_bytes)}, in {to}")
+        at = f"trial {manifest.trial}, batch {manifest.progress.batches_trained}"
+        if validated := manifest.metrics.get("validation"):
+            at += f", {text_format.metrics_line(validated)}"
+        size = text_format.size(size_bytes)
+        print(f"checkpoint {manifest.uuid} ({at}): {names}, {size}, in {to}")
     return 0
 
 

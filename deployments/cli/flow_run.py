@@ -109,7 +109,8 @@ class FlowRun(Generic[Result]):
                 later_page = _page(_newer_ui(DEFAULT_UI), self.flow_run_id)
                 self.later_ui = f"prefect server start, then {later_page}"
             elif api.ui_url:
-                self.later_ui = _page(api.ui_url, self.flow_run_id)
+                ui_url = api.ui_url if api.login is None else _newer_ui(api.ui_url)
+                self.later_ui = _page(ui_url, self.flow_run_id)
             if api.is_of_up:
                 self._display.say(f"on the server of `trialflow up`, {api.api_url}")
             if api.ui_url:

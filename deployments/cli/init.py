@@ -38,9 +38,10 @@ def init(
     texts = template_files(template)
     existing = [name for name in texts if (folder / name).exists()]
     if existing:
+        other = "my-trial" if folder == Path() else f"{folder}-2"
         raise ConfigError(
             f"{folder.absolute()} has {', '.join(existing)} already, and init overwrites "
-            f"nothing: give another folder, such as trialflow init {template} my-trial"
+            f"nothing: give another folder, such as trialflow init {template} {other}"
         )
     if not (folder / ".gitignore").exists():
         texts = {".gitignore": "".join(f"{name}\n" for name in IGNORED), **texts}

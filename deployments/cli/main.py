@@ -99,7 +99,8 @@ def _keep_the_terminal_clean() -> None:
     """Hide libraries' warnings unless -W is given; print characters a terminal lacks as "?"."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
-    logging.getLogger("trial_core").addHandler(console.OWN_WARNINGS)
+    for package in ("trial_core", "trialflow"):
+        logging.getLogger(package).addHandler(console.OWN_WARNINGS)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")

@@ -84,8 +84,9 @@ class Display(RunStatus):
             )
 
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
+        begin = "the beginning" if self.committed_at is None else "the last checkpoint"
         self.say(
-            f"restart {attempt} of at most {max_restarts}, from the last checkpoint: "
+            f"restart {attempt} of at most {max_restarts}, from {begin}: "
             f"{text_format.one_line(reason)}"
         )
         super().restarting(reason, attempt, max_restarts)

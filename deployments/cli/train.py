@@ -132,10 +132,10 @@ def train(
         if display.committed_at is not None:
             console.note(
                 f"the last checkpoint of trial {outcome.trial} is at batch {display.committed_at}; "
-                f"to continue from it, give {resume_option}"
+                f"to continue from it, repeat the command with {resume_option}"
             )
         elif run.stopped_by is not None and continued is not None:
-            console.note(f"to continue trial {continued}, give {resume_option}")
+            console.note(f"to continue trial {continued}, repeat the command with {resume_option}")
         elif run.stopped_by is not None and outcome.trial is not None:
             console.note(
                 f"trial {outcome.trial} has no checkpoint yet, so --resume does not continue it"

@@ -49,14 +49,15 @@ def _can_help(failure: RankFailed | Stalled, run: TrialRun) -> bool:
 def _cause(failure: RankFailed | Stalled, run: TrialRun) -> tuple[object, ...]:
     """Identifies the cause of a failure. A restart does not help against the same cause twice.
 
-    Two causes are equal if the same type of exception was raised at the same batch. Its text may
-    differ, since texts of torch have sizes of memory and process ids. A killed or hung rank equals
+    Two causes are equal if the same type of exception was raised at the same batch. The rank may
+    differ, since often all raise and one is first; the text, since torch's have sizes of memory and
+    process ids. A killed or hung rank equals
     no earlier one: its cause (memory, preemption) is usually outside the trial.
     """
     if isinstance(failure, Stalled) or failure.error_type is None:
         return (failure,)
     trained = failure.batches_trained
     return (
-        failure.rank, failure.error_type, failure.during,
+        failure.error_type, failure.during,
         run.batches_trained if trained is None else trained,
     )  # fmt: skip

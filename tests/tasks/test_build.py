@@ -6,7 +6,7 @@ import pytest
 
 from trial_core.checkpoint.manifest import Topology
 from trial_core.messages import TrialBuilt
-from trialflow.tasks.build import _describe
+from trialflow.tasks.build import _describe, _warn_of_another_batch_size
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,22 @@ def test_the_description_of_a_trial(topology: Topology, samples: int, text: str)
     """Leaves out what the trial does not use, and samples that it does not know."""
     built = TrialBuilt(hooks=[], topology=topology, batch_samples=samples, versions={})
     assert _describe(built) == text
+
+
+@pytest.mark.parametrize(
+    ("hyperparameters", "warns"),
+    [
+        ({"global_batch_size": 49}, True),
+        ({"global_batch_size": 48}, False),
+        ({"global_batch_size": "large"}, False),
+        ({}, False),
+    ],
+)
+def test_a_batch_size_that_ranks_cannot_share_is_warned_of(
+    caplog: pytest.LogCaptureFixture, hyperparameters: dict[str, object], warns: bool
+) -> None:
+    """In the driver, whose warnings the terminal shows."""
+    topology = Topology(world_size=2, data_parallel_size=2)
+    built = TrialBuilt(hooks=[], topology=topology, batch_samples=48, versions={})
+    _warn_of_another_batch_size(hyperparameters, built)
+    assert ("is 49, but a batch on 2 data-parallel ranks has 48 samples" in caplog.text) == warns

@@ -92,9 +92,9 @@ def test_the_newest_checkpoint_of_a_trial_as_a_state_dict(
     assert run(folder, "--trial", "toy-0000beef", "--to", str(target)) == 0
     weights = torch.load(target, weights_only=True)
     assert {name: tensor.shape for name, tensor in weights.items()} == WEIGHTS
-    assert (
-        f"4 names, {target.stat().st_size / 1024:.1f} KiB, in {target}" in capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert f"4 names, {target.stat().st_size / 1024:.1f} KiB, in {target}" in said
+    assert " (trial toy-0000beef, batch " in said
 
 
 def test_an_existing_file_is_replaced_only_with_force(

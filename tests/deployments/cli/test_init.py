@@ -108,6 +108,7 @@ def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["init", "deepspeed", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: {tmp_path} has experiment.yaml already")
+    assert f"such as trialflow init deepspeed {tmp_path}-2" in said
     assert own.read_text() == "name: own"
     assert list(tmp_path.iterdir()) == [own]
 

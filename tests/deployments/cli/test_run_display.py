@@ -143,7 +143,7 @@ def test_plain_lines_hold_no_control_characters() -> None:
     display.restarting("rank 0 raised \x1b]0;title\x07Boom\x1b[1A: twice\nmore", 1, 5)
     assert CONTROL.findall(out.getvalue()) == []
     assert "loss ab" in out.getvalue()
-    assert "rank 0 raised Boom: twice" in out.getvalue()
+    assert "restart 1 of at most 5, from the beginning: rank 0 raised Boom: twice" in out.getvalue()
 
 
 def test_plain_lines_of_a_script() -> None:

@@ -199,7 +199,7 @@ def test_json_of_an_interrupted_run(tmp_path: Path, server: Mapping[str, str]) -
     assert Path(page).is_file()
     assert f"stopped by Ctrl-C after {trained} batches" in said
     saved = f"the last checkpoint of trial {outcome['trial']} is at batch {trained}"
-    assert f"{saved}; to continue from it, give --resume" in said
+    assert f"{saved}; to continue from it, repeat the command with --resume" in said
 
 
 class Terminal:
@@ -317,7 +317,7 @@ def test_a_run_that_is_stopped(
     _, _, end = terminal.text.rpartition("\x1b[?25h")  # the cursor is shown again
     assert message in end
     (trial,) = (path.name for path in tmp_path.glob("home/toy-*"))
-    assert f"the last checkpoint of trial {trial} is at batch 4; to continue from it, give" in end
+    assert f"the last checkpoint of trial {trial} is at batch 4; to continue from it, repeat" in end
     assert "Traceback" not in terminal.text
 
 
@@ -375,7 +375,7 @@ def test_the_trial_that_resume_continues_is_named(
     printed, said = capsys.readouterr()
     assert "continuing trial toy-0000beef, " in (said if is_quiet else printed)
     option = "--resume --trial toy-0000beef" if is_named else "--resume"
-    assert f"to continue trial toy-0000beef, give {option}\n" in said
+    assert f"to continue trial toy-0000beef, repeat the command with {option}\n" in said
     assert printed == "" or not is_quiet
 
 

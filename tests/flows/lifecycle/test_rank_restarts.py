@@ -16,10 +16,13 @@ def killed() -> RankFailed:
 
 
 def raised(
-    message: str = "out of luck", error_type: str = "RuntimeError", at: int | None = None
+    message: str = "out of luck",
+    error_type: str = "RuntimeError",
+    at: int | None = None,
+    rank: int = 1,
 ) -> RankFailed:
     return RankFailed(
-        rank=1, host="here", during="train-workload", error_type=error_type,
+        rank=rank, host="here", during="train-workload", error_type=error_type,
         error_message=message, batches_trained=at,
     )  # fmt: skip
 
@@ -48,12 +51,13 @@ def test_an_exception_before_training_is_not_retried() -> None:
     ("again", "is_granted"),
     [
         (lambda: (raised(), 8), False),
+        (lambda: (raised(rank=0), 8), False),
         (lambda: (raised(), 9), True),
         (lambda: (raised("12.3 MiB are free, process 77 has the rest"), 8), False),
         (lambda: (raised(error_type="KeyError"), 8), True),
         (lambda: (killed(), 8), True),
     ],
-    ids=["same", "at another batch", "another text", "another type", "killed"],
+    ids=["same", "on another rank", "at another batch", "another text", "another type", "killed"],
 )
 def test_a_repeated_exception_is_not_retried(again: Any, is_granted: bool) -> None:
     """The same type of exception at the same batch after a restart ends the run."""
