@@ -140,7 +140,7 @@ def test_hung_ranks_are_detected_with_their_stacks(tmp_path: Path) -> None:
         build(slots, config, tmp_path)
         slots.request(BuildLoaders(batches_trained=0, checkpoint=None), LoadersBuilt)
         slots.request(TrainBatches(until=1), Trained, stall_seconds=TIMEOUT_SECONDS)
-        with pytest.raises(Stalled, match="no batch has ended for 1 s during TrainB") as failure:
+        with pytest.raises(Stalled, match="no batch has ended for 1 s during train-w") as failure:
             slots.request(TrainBatches(until=2), Trained, stall_seconds=1.0)
     stacks = failure.value.stacks
     assert "in _misbehave" in stacks[1]
