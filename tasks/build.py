@@ -55,14 +55,14 @@ def build_trial(run: TrialRun) -> None:
 
 
 def _warn_of_another_batch_size(hyperparameters: Mapping[str, Any], built: TrialBuilt) -> None:
-    """Warn if a batch has not the samples that the hyperparameter ``global_batch_size`` says."""
-    wanted = hyperparameters.get("global_batch_size")
-    if isinstance(wanted, int) and built.batch_samples not in (0, wanted):
+    """Warn if ranks cannot share ``global_batch_size`` equally, and a batch has other samples."""
+    wanted, ranks = hyperparameters.get("global_batch_size"), built.topology.data_parallel_size
+    has_remainder = isinstance(wanted, int) and wanted % ranks != 0
+    if has_remainder and built.batch_samples not in (0, wanted):
         logger.warning(
             "hyperparameters.global_batch_size is %d, but a batch on %s has %d samples; choose a "
             "number that the ranks can share equally",
-            wanted, plural(built.topology.data_parallel_size, "data-parallel rank"),
-            built.batch_samples,
+            wanted, plural(ranks, "data-parallel rank"), built.batch_samples,
         )  # fmt: skip
 
 

@@ -5,28 +5,19 @@ from __future__ import annotations
 import json
 import math
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from benchmarks.figures import Estimate, conclude
 from benchmarks.gpu import STATE_TARGETS, ranks_here
-
-ROOT = Path(__file__).parents[2]
+from tests.benchmarks.outcome import outcome_of
 
 
 @pytest.mark.long
 @pytest.mark.slots
 def test_the_loop_benchmark_ends_with_one_line_of_json() -> None:
     """A short run on a real rank prints figures, targets and whether they hold, last."""
-    command = "-m benchmarks.loop --ranks 1 --models tiny small --pairs 2 --batches 2 --builds 1"
-    printed = subprocess.run(
-        [sys.executable, *command.split()], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
-    ).stdout
-    outcome = json.loads(printed.splitlines()[-1])
-    assert outcome.keys() == {"figures", "targets", "holds"}
+    outcome = outcome_of("loop --ranks 1 --models tiny small --pairs 2 --batches 2 --builds 1")
     ours = "trialflow_pytorch_small_1_rank"
     assert outcome["targets"].keys() == {"ratio_small_1_rank", ours}
     assert {"ratio_small_1_rank", "added_us_tiny_1_rank", ours} <= outcome["figures"].keys()
@@ -46,12 +37,7 @@ def test_the_gpu_benchmark_refuses_a_machine_without_one(monkeypatch: pytest.Mon
 @pytest.mark.slots
 def test_the_gpu_benchmark_ends_with_one_line_of_json() -> None:
     """A short run, on CPU ranks, has a figure for every target."""
-    command = "-m benchmarks.gpu --on-cpu --pairs 1 --batches 2 --state-mib 16 --turns 1"
-    printed = subprocess.run(
-        [sys.executable, *command.split()], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
-    ).stdout
-    outcome = json.loads(printed.splitlines()[-1])
-    assert outcome.keys() == {"figures", "targets", "holds"}
+    outcome = outcome_of("gpu --on-cpu --pairs 1 --batches 2 --state-mib 16 --turns 1")
     loops = {"ratio_small_2_ranks", "trialflow_pytorch_small_2_ranks"}
     assert outcome["targets"].keys() == loops | STATE_TARGETS.keys() <= outcome["figures"].keys()
     assert all(value > 0 for name, value in outcome["figures"].items() if name != "pinned_gib")

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.checkpoint import PEERS, TARGETS, by_rank
+from tests.benchmarks.outcome import outcome_of
 from trial_core.errors import StorageError
 from trial_core.messages import Persisted
-
-ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str) -> dict[str, Any]:
     """A small run; its last line."""
-    printed = subprocess.run(
-        [sys.executable, "-m", "benchmarks.checkpoint", "--turns", "1", *arguments],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    ).stdout
-    outcome: dict[str, Any] = json.loads(printed.splitlines()[-1])
-    assert outcome.keys() == {"figures", "targets", "holds"}
-    return outcome
+    return outcome_of(" ".join(["checkpoint --turns 1", *arguments]))
 
 
 @pytest.mark.long

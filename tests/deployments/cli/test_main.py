@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -77,6 +78,14 @@ def test_help_shows_the_default_of_every_value(
         if re.search(r"\b[dD]efault: |required]|Required unless", entries[name])
     }
     assert entries.keys() - flags - told == set()
+
+
+@pytest.mark.parametrize("module", ["trial_core.run.run_dirs", "trialflow.tasks.build"])
+def test_the_terminal_shows_our_warnings(capsys: pytest.CaptureFixture[str], module: str) -> None:
+    """Those that any module of both packages logs in the driver."""
+    main(["--version"])
+    logging.getLogger(module).warning("a batch has %d samples", 48)
+    assert capsys.readouterr().err == "warning: a batch has 48 samples\n"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
