@@ -129,7 +129,7 @@ def best_of_trial(manifests: Collection[Manifest]) -> Manifest | None:
         manifests: all checkpoints of the trial.
 
     Returns:
-        None if no checkpoint has that metric of its own batch, or none names a metric.
+        None if no checkpoint has that metric at its own batch, or none names a metric.
     """
     newest = max(manifests, key=_resume_order, default=None)
     searcher = newest.config.get("searcher") if newest is not None else None
