@@ -130,7 +130,7 @@ class Run:
         return [
             process
             for process in psutil.Process().children(recursive=True)
-            if "trial_core.slots.rank_main" in _command(process)
+            if "trialflow: rank" in _command(process)
         ]
 
     def cancel(self) -> float:
@@ -146,7 +146,9 @@ class Run:
     def crash(self, kills_driver: bool) -> float:
         """Kill a rank, or the driver; seconds until another batch is trained."""
         ranks = self.ranks()
-        (psutil.Process(ranks[-1].ppid()) if kills_driver else ranks[-1]).kill()
+        fork_server = ranks[-1].parent()
+        driver = fork_server.parent() if kills_driver and fork_server else None
+        (driver or ranks[-1]).kill()
         killed_at = time.time()
         # A batch that all ranks had finished may still be recorded.
         until(lambda: not any(_runs(rank) for rank in ranks), "an end of the ranks")

@@ -44,6 +44,7 @@ from trialflow.flows.lifecycle.stop_monitor import StopMonitor
 from trialflow.flows.train import (
     fetch,
     launch_slots,
+    start_fork_server,
     stopping_ranks,
     takeover_wait_seconds,
 )
@@ -142,13 +143,14 @@ def evaluate_checkpoint(
     with (
         locked_run_dir(name, takeover_wait_seconds(config)) as run_dir,
         claim_run(store, name) as claim,
+        start_fork_server(config) as fork_server,
     ):
         code = None
         if config.environment.code == "from_checkpoint":
             code = fetched_code(store, candidates[0], run_dir)
         run = TrialRun(
             config, name, run_dir, store, current_observer(), stopping, claim, devices=devices,
-            code=code,
+            code=code, fork_server=fork_server,
         )  # fmt: skip
         try:
             with launch_slots(run) as run.slots, stopping_ranks(run):

@@ -38,6 +38,8 @@ from trial_core.run.run_loop import Validation, follow_schedule
 from trial_core.run.sequencer import Progress, Schedule
 from trial_core.run.stop_requests import StopHandler, StopRequest
 from trial_core.slots.accelerators import resolve_slot_count
+from trial_core.slots.fork_server import ForkServer
+from trial_core.slots.rank_main import SCRIPT_MODULES, TRIAL_MODULES
 from trial_core.slots.slot_group import SlotGroup
 from trial_core.transfer.staged_checkpoint import StagedCheckpoint
 from trial_core.transfer.trial_code import code_of_folder
@@ -133,14 +135,16 @@ def train_trial(
             source=config.searcher.source_checkpoint_uuid,
         ) as (claim, fence),
         Report(config, trial, run_dir, current_observer(), store, stopping) as report,
+        start_fork_server(config) as fork_server,
     ):  # fmt: skip
         stored_code = stored_trial_code(config, store, trial, run_dir)
         while True:
             # Again for each launch: the code may have been corrected since.
             code = stored_code or code_of_folder(config.code, store, get_run_logger())
             run = TrialRun(
-                config, trial, run_dir, store, report, stopping, claim, fence, devices, code
-            )
+                config, trial, run_dir, store, report, stopping, claim, fence, devices, code,
+                fork_server,
+            )  # fmt: skip
             sweep_leftovers(run)
             try:
                 # In this order: uploads need the ranks, and end before or (memory://) after them.
@@ -205,6 +209,13 @@ def takeover_wait_seconds(config: ExperimentConfig) -> float:
     return config.stopping.grace_seconds + 2 * POLL_SECONDS
 
 
+def start_fork_server(config: ExperimentConfig) -> ForkServer:
+    """What starts the ranks of a run, again after each restart. It ends with the `with` block."""
+    if not config.resources.preload:
+        return ForkServer()
+    return ForkServer(SCRIPT_MODULES if config.is_script else TRIAL_MODULES)
+
+
 def launch_slots(run: TrialRun) -> SlotGroup:
     """Launch the ranks of `run`. The result is a context manager, which ends them."""
     variables = {**run.config.rank_variables, **run.devices}
@@ -213,6 +224,7 @@ def launch_slots(run: TrialRun) -> SlotGroup:
         working_dir=run.code.folder,
         log_dir=run.run_dir / "logs",
         environment=variables,
+        fork_server=run.fork_server,
         on_batches=run.observer.batches_trained,
         on_log=run.observer.rank_logged,
         on_activity=run.note_activity,

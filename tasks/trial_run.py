@@ -19,6 +19,7 @@ from trial_core.config import ExperimentConfig
 from trial_core.retention.claims import RunClaim
 from trial_core.run.observer import Observer
 from trial_core.run.stop_requests import StopHandler
+from trial_core.slots.fork_server import ForkServer
 from trial_core.slots.slot_group import SlotGroup
 from trial_core.transfer.trial_code import TrialCode
 from trial_core.units import EpochLength
@@ -42,6 +43,7 @@ class TrialRun:
         fence: whether this run may still commit; None if no other run can take over the trial.
         devices: environment variables that give the ranks this run's accelerators.
         code: the trial's code, which the ranks start in and checkpoints name.
+        fork_server: starts the ranks of all launches; None: each launch starts its own.
         metrics: the last ones of each kind.
         script_events: what a Core API script reports, and in the end its results.
         validated: the metrics of the last validation, which may not be reported yet.
@@ -70,6 +72,7 @@ class TrialRun:
         fence: Fence | None = None,
         devices: Mapping[str, str] | None = None,
         code: TrialCode | None = None,
+        fork_server: ForkServer | None = None,
     ) -> None:
         self.config = config
         self.trial = trial
@@ -82,6 +85,7 @@ class TrialRun:
         self.fence = fence
         self.devices = devices or {}
         self.code = code or TrialCode(config.code)
+        self.fork_server = fork_server
         self.logger: Logger | LoggerAdapter[Any] = logging.getLogger(__name__)
         self.script_events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.metrics: dict[str, dict[str, Any]] = {}

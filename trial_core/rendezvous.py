@@ -20,7 +20,7 @@ import socket
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trial_core.distributed import SINGLE_RANK_ENVIRONMENT
-from trial_core.slots.launcher import (
+from trial_core.slots.rank_network import (
     LOOPBACK_ADDRESS,
     STORE_SOCKET_VARIABLE,
     loopback_collectives,

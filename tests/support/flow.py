@@ -114,9 +114,7 @@ def resumption(here: Path, broke_at: int, end: int) -> int:
 
 def ranks() -> set[int]:
     """The rank processes that this process has started, warm groups included."""
-    return {
-        pid for pid in descendants(os.getpid()) if "trial_core.slots.rank_main" in _command(pid)
-    }
+    return {pid for pid in descendants(os.getpid()) if "trialflow: rank" in _command(pid)}
 
 
 def _command(pid: int) -> str:

@@ -146,7 +146,7 @@ class Scene:
 
     def ranks(self) -> list[int]:
         """Its rank processes."""
-        return [pid for pid in self.processes() if "trial_core.slots.rank_main" in command(pid)]
+        return [pid for pid in self.processes() if "trialflow: rank" in command(pid)]
 
     def uploaders(self) -> list[int]:
         """The processes that upload for the ranks."""
@@ -154,8 +154,8 @@ class Scene:
 
     def driver(self) -> int:
         """The process that runs the flow."""
-        (pid,) = {psutil.Process(rank).ppid() for rank in self.ranks()}
-        return pid
+        (fork_server,) = {psutil.Process(rank).ppid() for rank in self.ranks()}
+        return psutil.Process(fork_server).ppid()
 
     def ports(self) -> list[int]:
         """The TCP ports on which its processes listen."""

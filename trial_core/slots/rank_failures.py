@@ -15,7 +15,7 @@ from typing import Any
 
 from trial_core.errors import DeadlineExceeded, RankFailed, Stalled
 from trial_core.messages import Answer, Peer
-from trial_core.slots.launcher import RankProcess
+from trial_core.slots.fork_server import RankProcess
 from trial_core.slots.pending_requests import PendingRequest, PendingRequests
 from trial_core.slots.progress_clock import has_batches
 from trial_core.slots.stacks import log_stacks

@@ -1,7 +1,6 @@
-"""The process of every slot: ``python -m trial_core.slots.rank_main``, started by any launcher.
+"""The process of every slot: forked by a fork server, or ``python -m trial_core.slots.rank_main``.
 
-It joins the driver's channel before it imports torch, so that the driver notices its death from
-the beginning. The main thread is the compute lane: one workload at a time, collectives allowed. A
+The main thread is the compute lane: one workload at a time, collectives allowed. A
 background thread is the I/O lane: no collectives. A rank that loses its driver ends; the watchdog
 kills its children, and the rank if it does not notice.
 
@@ -30,6 +29,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import msgspec
+from setproctitle import setproctitle
 
 from trial_core.config.command import is_command
 from trial_core.errors import SlotsError, TrialflowError
@@ -65,6 +65,11 @@ if TYPE_CHECKING:
     from trial_core.core.script_controller import ScriptController
 
 logger = logging.getLogger(__name__)
+
+TRIAL_MODULES = ("trial_core.controller.controller", "trial_core.entrypoint")
+"""What a trial's ranks import, with PyTorch and DeepSpeed; a fork server can do it for them."""
+SCRIPT_MODULES = ("trial_core.core.script_controller",)
+"""What the ranks of a Core API script import."""
 
 RUNPY = (runpy.__file__, "<frozen runpy>")
 """The files of the frames through which a Core API script is run."""
@@ -158,7 +163,7 @@ class Rank:
             self._controller = self._script_controller() if self._runs_script else self._trials()
         return self._controller
 
-    # Late imports: torch and deepspeed take seconds, and the rank must join first.
+    # Late imports: in a rank without a fork server they take seconds, and it must join first.
 
     def _trials(self) -> Controller:
         with self._announcer.doing("importing PyTorch and DeepSpeed"):
@@ -236,9 +241,18 @@ def ignore_stop_signals() -> None:
     os.register_at_fork(after_in_child=in_child)
 
 
+def show_title(title: str) -> None:
+    """Have ``ps``, ``top`` and ``nvidia-smi`` show what this process is."""
+    # So that it leaves the memory of the environment alone, which ``ps e`` shows.
+    os.environ["SPT_NOENV"] = "1"
+    setproctitle(title)
+    del os.environ["SPT_NOENV"]
+
+
 def main() -> None:
     """Join the driver and serve its requests."""
     rank = int(os.environ["RANK"])
+    show_title(f"trialflow: rank {rank} of {os.environ['WORLD_SIZE']}")
     logging.basicConfig(
         level=logging.INFO,
         format=f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s",

@@ -45,13 +45,14 @@ from trial_core.messages import (
     StopRequested,
     TrialBuilt,
 )
+from trial_core.slots.announcer import Pace
 from trial_core.slots.channel import Channel
-from trial_core.slots.launcher import RankProcess, launch_ranks
+from trial_core.slots.fork_server import ForkServer, RankProcess
+from trial_core.slots.launcher import launch_ranks
 from trial_core.slots.pending_requests import PendingRequest, PendingRequests
 from trial_core.slots.progress_clock import ProgressClock
 from trial_core.slots.rank_failures import RankFailures
 from trial_core.slots.stop_barrier import Position, StopCoordinator
-from trial_core.slots.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class SlotGroup:
         working_dir: the ranks' working directory (the folder of the user's code).
         log_dir: the folder of the ``rank-N.log`` files; None: a temporary folder.
         environment: the experiment's environment variables.
+        fork_server: starts the ranks, and stays for later groups; None: one for this group alone.
         on_batches: called with the number of trained batches, a few times a second.
         on_log: called with new lines of a rank's log, which the rank rate-limits.
         on_activity: called with what rank 0 is doing, if that takes long.
@@ -93,6 +95,7 @@ class SlotGroup:
         working_dir: Path,
         log_dir: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        fork_server: ForkServer | None = None,
         on_batches: Callable[[int], None] = lambda batches: None,
         on_log: Callable[[int, str], None] = lambda rank, line: None,
         on_activity: Callable[[str], None] = lambda text: None,
@@ -119,13 +122,12 @@ class SlotGroup:
             world_size, pause=self._send_pause, resume_until=self._send_resume
         )
         self._ranks: list[RankProcess] = []
-        self._watchdog: Watchdog | None = None
+        self._own_fork_server = None if fork_server else ForkServer()
         self._progress = ProgressClock(self._ranks)
         self._failures = RankFailures(
             world_size, self._ranks, self._peers, self._pending, self.log_dir, self._end_failed
         )
         try:
-            self._watchdog = Watchdog()
             launch_ranks(
                 world_size,
                 address=self._channel.address,
@@ -133,7 +135,7 @@ class SlotGroup:
                 log_dir=self.log_dir,
                 working_dir=working_dir,
                 environment=environment or {},
-                watchdog=self._watchdog,
+                fork_server=fork_server or self._own_fork_server or ForkServer(),
                 on_exit=self._rank_exited,
                 ranks=self._ranks,
             )
@@ -156,11 +158,14 @@ class SlotGroup:
     @property
     def pids(self) -> list[int]:
         """The ranks' process ids, by rank."""
-        return [rank.pid for rank in self._ranks]
+        return [self._peers[rank].pid for rank in sorted(self._peers)]
 
     def _wait_until_joined(self, timeout_seconds: float, should_abort: Callable[[], bool]) -> None:
         deadline = time.monotonic() + timeout_seconds
+        pace = Pace("starting the ranks", time.monotonic())
         while not self._joined_or_failed.wait(POLL_SECONDS) and time.monotonic() < deadline:
+            if (text := pace.due(None, time.monotonic())) is not None:
+                self._on_activity(text)
             if should_abort():
                 raise Stopped("the run was stopped while its ranks were starting")
         if self._failure is not None:
@@ -290,8 +295,8 @@ class SlotGroup:
                     "rank %d (process %d) still runs %g s after SIGKILL",
                     rank.rank, rank.pid, KILL_SECONDS,
                 )  # fmt: skip
-        if self._watchdog is not None:
-            self._watchdog.close()
+        if self._own_fork_server is not None:
+            self._own_fork_server.close()
         self._pending.fail(self._failure or _closed())
         self._channel.close()
         if self._has_temporary_log_dir:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support.gpus import fake_gpus, uuid
 from trial_core.errors import LaunchError
-from trial_core.slots import accelerators, launcher
+from trial_core.slots import accelerators, fork_server, launcher
 from trial_core.slots.accelerators import (
     CPU_ONLY,
     CPU_SLOTS,
@@ -22,6 +23,7 @@ from trial_core.slots.accelerators import (
     visible_accelerators,
 )
 from trial_core.slots.device_locks import DESCRIPTORS_VARIABLE
+from trial_core.slots.fork_server import ForkServer
 
 
 @pytest.fixture
@@ -208,19 +210,20 @@ def test_ranks_inherit_the_locks_of_their_devices(
     """A device stays locked until the last of them has ended."""
     inherited: list[int] = []
 
-    def start(*arguments: Any) -> None:
-        inherited.extend(arguments[-1])
+    def start(command: list[str], *, pass_fds: list[int], **options: Any) -> None:
+        inherited.extend(pass_fds)
         raise OSError("no process is needed")
 
-    monkeypatch.setattr(launcher, "_start", start)
-    no_watchdog: Any = object()
+    monkeypatch.setattr(
+        fork_server, "subprocess", SimpleNamespace(Popen=start, DEVNULL=-3, STDOUT=-2)
+    )
     with pytest.raises(LaunchError):
         launcher.launch_ranks(
             2, address="", secret=b"", log_dir=tmp_path, working_dir=tmp_path,
             environment={"DS_ACCELERATOR": "cpu", DESCRIPTORS_VARIABLE: "71,72"},
-            watchdog=no_watchdog, on_exit=lambda rank, code: None, ranks=[],
+            fork_server=ForkServer(), on_exit=lambda rank, code: None, ranks=[],
         )  # fmt: skip
-    assert inherited[1:] == [71, 72], "the first is the store's socket"
+    assert inherited[1:] == [71, 72], "the first is the control socket"
 
 
 @pytest.mark.usefixtures("two_gpus")

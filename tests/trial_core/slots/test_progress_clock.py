@@ -10,16 +10,16 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from trial_core.errors import Stalled
 from trial_core.messages import AnyRequest, Done, Ping, RunValidation, TrainBatches
 from trial_core.slots import progress_clock
-from trial_core.slots.launcher import RankProcess
+from trial_core.slots.fork_server import RankProcess
 from trial_core.slots.progress_clock import ProgressClock
 from trial_core.slots.slot_group import SlotGroup
-from trial_core.slots.watchdog import Watchdog
 
 
 class FakeRank:
@@ -73,8 +73,9 @@ def test_written_bytes_count_logs_and_files(tmp_path: Path) -> None:
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     with process:
-        watchdog = Watchdog()
-        rank = RankProcess(0, process, log, watchdog, lambda rank, code: None)
+        no_server: Any = None
+        rank = RankProcess(0, log, no_server, 0, lambda rank, code: None)
+        rank.pid = process.pid
         before = rank.written_bytes()
         log.write_text("a line\n")
         assert rank.written_bytes() == before + len("a line\n")
@@ -84,9 +85,7 @@ def test_written_bytes_count_logs_and_files(tmp_path: Path) -> None:
         process.stdin.flush()
         process.stdout.readline()
         seen = rank.written_bytes() - before
-        rank.kill()
-        rank.wait(20)
-        watchdog.close()
+        process.kill()
     if not _is_on_a_disk(tmp_path):
         pytest.skip(f"Linux does not count writes to {tmp_path}, which is not on a disk")
     assert seen >= 2**20

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slots
 
 @pytest.mark.parametrize("world_size", ONE_TWO_FOUR)
 def test_every_rank_answers(tmp_path: Path, world_size: int) -> None:
-    """Each rank is a process. No process is left after the block, the watchdog included."""
+    """Each rank is a process. No process is left after the block, the fork server included."""
     before = set(descendants(os.getpid()))
     with SlotGroup(world_size, working_dir=tmp_path) as slots:
         assert slots.request(Ping(), Done) == [Done()] * world_size
@@ -46,7 +46,7 @@ def test_a_ranks_environment_does_not_hold_the_secret(
         assert slots.request(Ping(), Done) == [Done()]
         (rank,) = slots.pids
         seen = Path(f"/proc/{rank}/environ").read_bytes()
-        assert b"TRIALFLOW_CHANNEL=" in seen
+        assert b"WORLD_SIZE=1" in seen
         assert secret not in seen
         assert secret.hex().encode() not in seen
         assert os.readlink(f"/proc/{rank}/fd/0") == os.devnull
@@ -99,7 +99,7 @@ def test_a_rank_that_dies_while_starting_fails_the_launch(tmp_path: Path) -> Non
 
 def test_a_missing_working_directory_is_a_launch_error(tmp_path: Path) -> None:
     """The message has the folder."""
-    with pytest.raises(LaunchError, match=r"cannot start rank 0 in .*nowhere"):
+    with pytest.raises(LaunchError, match=r"cannot start the ranks in .*nowhere"):
         SlotGroup(1, working_dir=tmp_path / "nowhere")
 
 
@@ -199,7 +199,7 @@ def test_ranks_that_cannot_notice_their_drivers_end_are_killed(tmp_path: Path, t
 
 @pytest.mark.long
 def test_ranks_end_although_a_forked_child_of_their_driver_lives(tmp_path: Path) -> None:
-    """The child has copies of the connections to the ranks and to the watchdog."""
+    """The child has copies of the connections to the ranks and to the fork server."""
     with driver_of_two_ranks(tmp_path, "fork") as driver:
         *ranks, child = pids_of(driver)
         started = set(descendants(driver.pid))

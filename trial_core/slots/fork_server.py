@@ -1,0 +1,309 @@
+"""The driver's handle on the fork server: the process that starts and ends this machine's ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from trial_core.errors import SlotsError
+from trial_core.slots import fork_server_main
+from trial_core.slots.accelerators import KIND_VARIABLE
+from trial_core.slots.device_locks import inherited_locks
+from trial_core.slots.fork_server_main import (
+    MESSAGE_BYTES,
+    Command,
+    Event,
+    RankEnded,
+    RankStarted,
+    Ready,
+    SignalRank,
+    StartRank,
+    kill_sessions,
+)
+
+PRELOADED_KINDS = ("cpu", "cuda")
+"""The accelerators that a forked process can use if the process that forked it has not used one."""
+
+logger = logging.getLogger(__name__)
+
+
+class RankProcess:
+    """A rank that the fork server starts and watches.
+
+    The process is watched, not only its connection: its forked children hold copies of that.
+
+    Args:
+        server: starts the process.
+        number: its number there.
+        on_exit: called with rank and return code when the process and all its children have
+            ended, in the thread that listens to the fork server.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        log_path: Path,
+        server: ServerProcess,
+        number: int,
+        on_exit: Callable[[int, int], None],
+    ) -> None:
+        self.rank = rank
+        self.log_path = log_path
+        self.pid: int | None = None
+        """Its process id, and that of its session; None until it was forked."""
+        self._server = server
+        self._number = number
+        self._on_exit = on_exit
+        self._ended = threading.Event()
+
+    def start(self, variables: Mapping[str, str], descriptors: Sequence[int]) -> None:
+        """Have it forked. Returns at once.
+
+        Args:
+            variables: the environment variables that only this rank gets.
+            descriptors: those of its standard input, its log and, for rank 0, its store's socket.
+        """
+        self._server.start(self._number, variables, descriptors)
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Wait until the rank and its children have ended. Return whether they have."""
+        return self._ended.wait(timeout_seconds)
+
+    def kill(self) -> None:
+        """SIGKILL the rank and its children (data loader workers, compilers)."""
+        self._server.signal(self._number, signal.SIGKILL)
+
+    def signal(self, number: int) -> None:
+        """Send the rank a signal, if it still runs."""
+        self._server.signal(self._number, number)
+
+    def ended(self, code: int) -> None:
+        """Note that the rank and its children have ended."""
+        if not self._ended.is_set():
+            self._ended.set()
+            self._on_exit(self.rank, code)
+
+    def log_size(self) -> int:
+        """The size of the rank's log in bytes."""
+        return self.log_path.stat().st_size
+
+    def log_from(self, start: int) -> str:
+        """The rank's log from byte `start`."""
+        with self.log_path.open("rb") as log:
+            log.seek(start)
+            return log.read().decode(errors="replace")
+
+    def written_bytes(self) -> int:
+        """Grows when the rank writes to a disk, or when it or a child writes to its log."""
+        try:
+            logged_bytes = self.log_size()
+        except OSError:  # the log was deleted
+            logged_bytes = 0
+        return _to_disk_bytes(self.pid) + logged_bytes
+
+    def log_tail(self, lines: int = 20, limit_bytes: int = 16384) -> str:
+        """The last lines of the rank's log."""
+        try:
+            with self.log_path.open("rb") as log:
+                log.seek(max(0, self.log_path.stat().st_size - limit_bytes))
+                text = log.read().decode(errors="replace")
+        except OSError:
+            return ""
+        return "\n".join(text.splitlines()[-lines:])
+
+
+def _to_disk_bytes(pid: int | None) -> int:
+    """How many bytes a process has written to disks; 0 if Linux does not report it.
+
+    Not ``wchar``, which also counts writes to pipes and sockets.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    except OSError:
+        return 0
+    counted = next((line for line in lines if line.startswith("write_bytes:")), "write_bytes: 0")
+    return int(counted.partition(":")[2])
+
+
+class ForkServer:
+    """Starts ranks on this machine, for one slot group at a time. A context manager.
+
+    Its process starts with the first rank, and stays for the ranks of later slot groups that have
+    the same environment. When this process ends, also by SIGKILL, it ends the ranks.
+
+    Args:
+        preload: the modules that it imports before it forks ranks, on the CPU and on CUDA devices.
+    """
+
+    def __init__(self, preload: Sequence[str] = ()) -> None:
+        self._preload = tuple(preload)
+        self._process: ServerProcess | None = None
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def prepare(self, environment: Mapping[str, str], working_dir: Path, log: Path) -> None:
+        """Have a process with these variables, made by `rank_environment`, in this folder.
+
+        Args:
+            log: where it writes what the imported modules write.
+
+        Raises:
+            OSError: the process cannot be started.
+        """
+        process = self._process
+        if process and process.is_as(environment, working_dir) and not process.has_ended:
+            return
+        self.close()
+        can_preload = environment[KIND_VARIABLE] in PRELOADED_KINDS
+        modules = self._preload if can_preload else ()
+        self._process = ServerProcess(environment, working_dir, log, modules)
+
+    def new_rank(
+        self, rank: int, log_path: Path, on_exit: Callable[[int, int], None]
+    ) -> RankProcess:
+        """A rank that is not started yet. Call `prepare` first.
+
+        Args:
+            on_exit: called with the rank and its return code when it has ended.
+        """
+        if self._process is None:
+            raise SlotsError("a rank was made before the fork server was prepared")
+        return self._process.new_rank(rank, log_path, on_exit)
+
+    def close(self) -> None:
+        """End the process, and ranks that still run."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+
+class ServerProcess:
+    """One process of the fork server, with the ranks that it has started."""
+
+    def __init__(
+        self, environment: Mapping[str, str], working_dir: Path, log: Path, modules: Sequence[str]
+    ) -> None:
+        self._environment = dict(environment)
+        self._working_dir = working_dir
+        self._lock = threading.Lock()
+        self._ranks: list[RankProcess] = []
+        self._is_ready = False
+        self._is_closing = False
+        self._code: int | None = None
+        # Keeps the boundaries of messages, with which descriptors come.
+        self._control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with other_end, log.open("ab") as output:
+                self._process = subprocess.Popen(
+                    [
+                        sys.executable, "-m", fork_server_main.__name__,
+                        str(other_end.fileno()), str(os.getpid()), *modules,
+                    ],
+                    env=self._environment,
+                    cwd=working_dir,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    pass_fds=[other_end.fileno(), *inherited_locks(self._environment)],
+                )  # fmt: skip
+        except OSError:
+            self._control.close()
+            raise
+        self._listener = threading.Thread(target=self._listen, name="fork-server", daemon=True)
+        self._listener.start()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it can start no rank."""
+        return not self._listener.is_alive()
+
+    def is_as(self, environment: Mapping[str, str], working_dir: Path) -> bool:
+        """Whether it has this environment and working directory."""
+        return (self._environment, self._working_dir) == (environment, working_dir)
+
+    def new_rank(
+        self, rank: int, log_path: Path, on_exit: Callable[[int, int], None]
+    ) -> RankProcess:
+        process = RankProcess(rank, log_path, self, len(self._ranks), on_exit)
+        self._ranks.append(process)
+        return process
+
+    def start(self, number: int, variables: Mapping[str, str], descriptors: Sequence[int]) -> None:
+        """Have the rank forked that has this number here."""
+        self._send(StartRank(number=number, variables=dict(variables)), descriptors)
+        with self._lock:
+            code = self._code
+        if code is not None:
+            self._ranks[number].ended(code)
+
+    def signal(self, number: int, signal_number: int) -> None:
+        """Send a rank a signal; SIGKILL also ends its children."""
+        if signal_number == signal.SIGKILL and not self._is_ready:
+            # It still imports, and would answer later. No rank was forked.
+            self._process.kill()
+        else:
+            self._send(SignalRank(number=number, signal=signal_number))
+
+    def close(self) -> None:
+        """End it, and ranks that still run."""
+        self._is_closing = True
+        self._process.kill()
+        self._listener.join()
+
+    def _send(self, command: Command, descriptors: Sequence[int] = ()) -> None:
+        with contextlib.suppress(OSError):  # it has ended: `_listen` notices it
+            socket.send_fds(self._control, [msgspec.json.encode(command)], descriptors)
+
+    def _listen(self) -> None:
+        decoder = msgspec.json.Decoder(Event)
+        while data := self._receive():
+            event = decoder.decode(data)
+            if isinstance(event, Ready):
+                self._is_ready = True
+            elif isinstance(event, RankStarted):
+                self._ranks[event.number].pid = event.pid
+            elif isinstance(event, RankEnded):
+                self._ranks[event.number].ended(event.code)
+        self._end_ranks(self._process.wait())
+        self._control.close()
+
+    def _receive(self) -> bytes:
+        try:
+            return self._control.recv(MESSAGE_BYTES)
+        except OSError:
+            return b""
+
+    def _end_ranks(self, code: int) -> None:
+        """End the ranks that this process has left behind."""
+        with self._lock:
+            self._code = code
+        left = [rank for rank in self._ranks if not rank.wait(0)]
+        if left and self._is_ready and not self._is_closing:
+            logger.error(
+                "the fork server (process %d) ended with code %d; its ranks are killed",
+                self._process.pid, code,
+            )  # fmt: skip
+        kill_sessions([rank.pid for rank in left if rank.pid is not None])
+        for rank in left:
+            rank.ended(code if rank.pid is None else -signal.SIGKILL)
