@@ -42,6 +42,8 @@ from trial_core.messages import (
 )
 from trial_core.run.searcher_metric import searcher_metric, with_single_number
 from trial_core.run.sequencer import Checkpoint, Finish, Progress, Train, Validate, next_workload
+from trial_core.slots.fork_server import ForkServer
+from trial_core.slots.rank_main import TRIAL_MODULES
 from trial_core.slots.slot_group import SlotGroup
 from trial_core.units import EpochLength
 
@@ -242,12 +244,17 @@ def lines(folder: Path, name: str, rank: int) -> list[Any]:
 def warm_slots() -> Iterator[Callable[[int], SlotGroup]]:
     """Warm groups by number of ranks, each started on first use."""
     groups: dict[int, SlotGroup] = {}
+    servers: dict[int, ForkServer] = {}
 
     def group(world_size: int) -> SlotGroup:
         if world_size not in groups:
-            groups[world_size] = SlotGroup(world_size, working_dir=TOY)
+            servers[world_size] = ForkServer(TRIAL_MODULES)
+            groups[world_size] = SlotGroup(
+                world_size, working_dir=TOY, fork_server=servers[world_size]
+            )
         return groups[world_size]
 
     yield group
-    for started in groups.values():
+    for world_size, started in groups.items():
         started.close()
+        servers[world_size].close()

@@ -1,8 +1,8 @@
 """The process of every slot: forked by a fork server, or ``python -m trial_core.slots.rank_main``.
 
-The main thread is the compute lane: one workload at a time, collectives allowed. A
-background thread is the I/O lane: no collectives. A rank that loses its driver ends; the watchdog
-kills its children, and the rank if it does not notice.
+The main thread is the compute lane: one workload at a time, collectives allowed. A background
+thread is the I/O lane: no collectives. A rank that loses its driver ends; the fork server kills its
+children, and the rank if it does not notice.
 
 The whole route of a stop: `trial_core/run/stop_requests.py`.
 
@@ -208,7 +208,7 @@ def _encodable(text: str) -> str:
 
 
 def end_rank(reason: str) -> None:
-    """End this rank at once. Its children are killed by the driver, or else by the watchdog."""
+    """End this rank at once. Its children are killed by the fork server."""
     logger.error("this rank ends: %s", reason)
     os._exit(1)
 

@@ -1,4 +1,4 @@
-"""The network of the ranks' collectives: the loopback interface, as all ranks are on one machine."""
+"""The network of the ranks' collectives: the loopback interface, as all share one machine."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def failed(rank: int, error_type: str | None) -> RankFailed:
         # A device-side assertion: the exception, then NCCL's watchdog ends the process.
         ([(1, "AcceleratorError"), (1, None)], (1, "AcceleratorError")),
         ([(0, "NetworkError"), (1, "AcceleratorError"), (1, None)], (1, "AcceleratorError")),
-        # Rank 1 is killed. Rank 0 raises, since its peer is gone, and is ended by the watchdog.
+        # Rank 1 is killed. Rank 0 raises, since its peer is gone, and is ended by NCCL's watchdog.
         ([(0, "NetworkError"), (0, None), (1, None)], (1, None)),
     ],
 )
