@@ -162,6 +162,7 @@ def keep_only(client: SyncPrefectClient, name: str) -> None:
             client.delete_automation(found.id)
 
 
+@pytest.mark.long
 @pytest.mark.server
 def test_a_run_that_cannot_start_fails(
     client: SyncPrefectClient, prefect_server: PrefectServer, tmp_path: Path

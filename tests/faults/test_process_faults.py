@@ -39,6 +39,7 @@ def of_a_rank(scene: Scene) -> int:
     return sum(seen.client == "rank-1" for seen in scene.clean_save.seen)
 
 
+@pytest.mark.long
 def test_a_killed_driver_leaves_only_leftovers(
     scenes: Callable[[str], Scene], saves: ForkedSaves
 ) -> None:

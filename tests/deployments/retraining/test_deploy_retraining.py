@@ -199,6 +199,7 @@ def test_arriving_data_starts_a_run(
     assert run["parameters"] == {**wanted[0].deployment.from_file, "data": data}
 
 
+@pytest.mark.long
 def test_the_commands_take_files(
     client: SyncPrefectClient, prefect_server: PrefectServer, tmp_path: Path
 ) -> None:

@@ -107,6 +107,7 @@ def test_a_cancel_after_an_outage(stage: Stage, wire: Wire) -> None:
     assert state_of(run) == "Cancelled"
 
 
+@pytest.mark.long
 def test_a_server_that_is_away_too_long_ends_the_run(stage: Stage, wire: Wire) -> None:
     """It is asked to stop, so it saves first. Nothing waits for the server any more."""
     reasons: list[Any] = []

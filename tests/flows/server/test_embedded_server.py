@@ -168,6 +168,7 @@ def test_ctrl_c_interrupts_the_flow_alone(used_home: Path) -> None:
         assert found.fetchall() == [("Crashed",)]
 
 
+@pytest.mark.long
 def test_a_killed_server_is_started_again(tmp_path: Path) -> None:
     """On the same port and database. The flow continues, and its end is stored."""
     with environment(isolated(prepared(tmp_path))), prefect_api() as api:
