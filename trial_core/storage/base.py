@@ -27,7 +27,7 @@ from trial_core.storage.local_files import changed_during_upload, read_chunks
 from trial_core.storage.parallel import CancelSignal, in_parallel
 from trial_core.storage.storage_errors import (
     ErrorTranslator,
-    is_server_failure,
+    is_refusal,
     service_code,
     storage_exceptions,
 )
@@ -341,7 +341,7 @@ class Storage:
             try:
                 self._create(path, b"second")
             except storage_exceptions() as error:
-                if is_server_failure(error):
+                if not is_refusal(error):
                     raise
                 return self._read(path) == b"first"
         return False

@@ -117,6 +117,10 @@ _OBSTORE_DETAILS = "\n\nDebug source:"  # many lines follow
 _XML_REPLY = re.compile(r"<(\?xml|Error>).*", re.DOTALL)
 _STATUS = ("status_code", "code")
 """Where errors of Azure and Google have the status of the reply."""
+_BUSY = (408, 425, 429)
+"""The statuses of refusals that say: try again later."""
+_EXISTS = ("AlreadyExistsError", "PreconditionError")
+"""What obstore raises for a condition that does not hold."""
 _CODE_IN_REPLY = re.compile(r"<Code>(\w+)</Code>")
 
 
@@ -141,13 +145,18 @@ def service_code(error: BaseException) -> str | None:
     return None
 
 
-def is_server_failure(error: BaseException) -> bool:
-    """Whether the server failed (status 5xx), which says nothing about what it was asked for."""
+def is_refusal(error: BaseException) -> bool:
+    """Whether the server answered that it does not carry out the request as it is.
+
+    Not if the connection broke, or if the server failed or is busy: it may say yes the next time.
+    """
     for cause in _causes(error):
+        if isinstance(cause, FileExistsError) or type(cause).__name__ in _EXISTS:
+            return True
         response = getattr(cause, "response", None)
         reply = response.get("ResponseMetadata", {}) if isinstance(response, Mapping) else {}
         found = [reply.get("HTTPStatusCode"), *(getattr(cause, name, None) for name in _STATUS)]
-        if any(isinstance(status, int) and status >= 500 for status in found):
+        if any(isinstance(each, int) and 400 <= each < 500 and each not in _BUSY for each in found):
             return True
     return False
 

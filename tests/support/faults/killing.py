@@ -76,7 +76,8 @@ class ForkedFits:
             with suppress(ProcessLookupError):
                 os.kill(pids[victim], signal.SIGKILL)
         codes = self._read()["codes"]
-        assert set(codes) <= {0, -signal.SIGKILL}, fit.logs()
+        # Another rank may raise, as its peer is gone, before the process that forks ends it.
+        assert {codes[victim] for victim in victims} <= {0, -signal.SIGKILL}, fit.logs()
         left = wait_until_gone(started, GONE_SECONDS)
         assert left == [], f"processes outlived their rank: {left}"
 

@@ -56,18 +56,20 @@ def test_a_server_that_ignores_the_condition_is_recognised(moto_s3: S3Server) ->
         assert storage.sizes(PROBES) == {}
 
 
-@pytest.mark.parametrize("status", [500, 503])
+@pytest.mark.parametrize("status", [500, 503, 429, None])
 def test_a_server_that_fails_proves_nothing(
-    moto_s3: S3Server, monkeypatch: pytest.MonkeyPatch, status: int
+    moto_s3: S3Server, monkeypatch: pytest.MonkeyPatch, status: int | None
 ) -> None:
-    """It refuses every write, whether or not it knows conditions."""
+    """It refuses every write, whether or not it knows conditions. None: it does not answer."""
     storage = open_storage(moto_s3.new_bucket(), moto_s3.options)
     reply = {"Error": {"Code": "Failed"}, "ResponseMetadata": {"HTTPStatusCode": status}}
     create = storage._create
 
     def failing(path: str, data: bytes) -> None:
         if data == b"second":
-            raise OSError(errno.EIO, "Failed") from ClientError(reply, "PutObject")
+            raise OSError(errno.EIO, "Failed") from (
+                ClientError(reply, "PutObject") if status else ConnectionResetError()
+            )
         create(path, data)
 
     monkeypatch.setattr(storage, "_create", failing)
