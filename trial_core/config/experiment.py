@@ -50,9 +50,15 @@ from trial_core.slots.accelerators import CPU, KIND_VARIABLE
 from trial_core.text_format import slug
 from trial_core.units import Batch
 
-_NOT_IN_DIGEST = {
-    "code", "checkpoint_storage", "checkpointing", "stopping", "retraining", "environment",
-    "ignored_fields", "profiling", "tensorboard_logging",
+_NOT_IN_DIGEST: dict[str, Any] = {
+    **dict.fromkeys(
+        (
+            "code", "checkpoint_storage", "checkpointing", "stopping", "retraining", "environment",
+            "ignored_fields", "profiling", "tensorboard_logging",
+        ),
+        True,
+    ),
+    "resources": {"preload"},
 }  # fmt: skip
 
 

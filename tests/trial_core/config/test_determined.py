@@ -137,7 +137,7 @@ def test_the_trial_sees_ignored_fields_in_their_places() -> None:
     info = RunInfo("toy-0000002a", config.model_dump(mode="json"))
     seen = TrialContext(info, DistributedContext.from_environment({})).get_experiment_config()
     assert seen["records_per_epoch"] == 50000
-    assert seen["resources"] == {"slots_per_trial": 2, "shm_size": "4g", "accelerator": "auto"}
+    assert seen["resources"].items() >= {"slots_per_trial": 2, "shm_size": "4g"}.items()
     assert "secret" not in str(seen)
     assert "ignored_fields" not in seen
     assert config.digest() == experiment(resources={"slots_per_trial": 2}).digest()
