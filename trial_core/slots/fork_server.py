@@ -16,6 +16,7 @@ from types import TracebackType
 
 import msgspec
 
+from trial_core.decoding import decoder
 from trial_core.errors import SlotsError
 from trial_core.slots import fork_server_main
 from trial_core.slots.accelerators import KIND_VARIABLE
@@ -276,9 +277,8 @@ class ServerProcess:
             socket.send_fds(self._control, [msgspec.json.encode(command)], descriptors)
 
     def _listen(self) -> None:
-        decoder = msgspec.json.Decoder(Event)
         while data := self._receive():
-            event = decoder.decode(data)
+            event = decoder(Event).decode(data)
             if isinstance(event, Ready):
                 self._is_ready = True
             elif isinstance(event, RankStarted):

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from trial_core.decoding import decoder
 from trial_core.slots import rank_main
 from trial_core.slots.rank_network import STORE_SOCKET_VARIABLE
 
@@ -94,7 +95,6 @@ class Server:
         self._driver = driver
         self._ranks: dict[int, int] = {}
         self._can_use_imported = True
-        self._decoder = msgspec.json.Decoder(Command)
         # Wakes `select` when a child has ended.
         self._wakeup, self._wakeup_end = socket.socketpair()
         for end in (self._wakeup, self._wakeup_end):
@@ -135,7 +135,7 @@ class Server:
                 data, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, DESCRIPTORS)
                 if not data:
                     break
-                command = self._decoder.decode(data)
+                command = decoder(Command).decode(data)
                 if isinstance(command, SignalRank):
                     self._signal(command)
                 elif self._fork(command.number, descriptors) == 0:

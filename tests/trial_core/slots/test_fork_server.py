@@ -110,6 +110,8 @@ def test_ranks_end_with_their_fork_server(tmp_path: Path) -> None:
     with ForkServer() as server:
         with SlotGroup(2, working_dir=tmp_path, fork_server=server) as slots:
             ranks = slots.pids
+            for rank in ranks:
+                os.kill(rank, signal.SIGSTOP)  # so none answers before it ends
             psutil.Process(ranks[0]).parent().kill()  # type: ignore[union-attr]
             with pytest.raises(RankFailed, match="SIGKILL"):
                 slots.submit(Ping()).result(timeout=DEADLINE_SECONDS)
