@@ -16,6 +16,7 @@ from trial_core.config import determined
 from trial_core.config.checkpoint_storage import StorageConfig
 from trial_core.config.checkpointing_section import CheckpointingConfig
 from trial_core.config.command import is_command
+from trial_core.config.cost_section import CostConfig
 from trial_core.config.error_text import (
     error_lines,
     format_value,
@@ -52,7 +53,7 @@ from trial_core.units import Batch
 
 _NOT_IN_DIGEST = {
     "code", "checkpoint_storage", "checkpointing", "stopping", "retraining", "environment",
-    "ignored_fields", "profiling", "tensorboard_logging",
+    "ignored_fields", "profiling", "tensorboard_logging", "cost",
 }  # fmt: skip
 
 
@@ -195,6 +196,7 @@ class ExperimentConfig(Section):
         title="Retraining",
         description="How the flow `retrain` keeps this experiment's model up to date.",
     )
+    cost: CostConfig = Field(default_factory=CostConfig, title="Cost")
     environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig, title="Environment")
     tensorboard_logging: Flag = Field(
         default=True,
