@@ -41,6 +41,7 @@ def follow_script(run: TrialRun, stages: RunStages) -> TrialResult:
         searcher.metric, searcher.smaller_is_better, start.progress, stages.metrics
     )
     run.batches_trained = begin
+    run.clock.starts_at(begin)
     run.observer.run_started(run.trial, _length(run), begin, run.batch_samples)
     run.can_save = True
     script = RunningScript(run, RunScript(checkpoint=start.uuid, batches_trained=begin))

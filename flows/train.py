@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,6 +30,8 @@ from trial_core.errors import (
     Stopped,
     TrialError,
 )
+from trial_core.ledger.run_clock import RunClock
+from trial_core.ledger.stored_ledger import KeptLedger
 from trial_core.retention.trial_owner import own_trial
 from trial_core.run.choose_resume_point import resume_points
 from trial_core.run.observer import current_observer
@@ -85,7 +88,7 @@ def train(
     trial = checked_trial(trial or trial_id(config.name, flow_run_id))
     page = ReportArtifact(trial).url
     get_run_logger().info("trial %s%s", trial, f"; its report is at {page}" if page else "")
-    settings = config.stopping
+    settings, began = config.stopping, time.monotonic()
     check_crash_limit(config.max_restarts)
     refuse_missing_code(config)
     with (
@@ -94,8 +97,10 @@ def train(
         StopHandler(settings.grace_seconds) as stopping,
         StopMonitor(stopping, settings) as watch,
     ):
+        waited_seconds = time.monotonic() - began
         result = watch.run(
-            lambda: train_trial(config, trial, stopping, devices, take_over), describe_saved
+            lambda: train_trial(config, trial, stopping, devices, take_over, waited_seconds),
+            describe_saved,
         )
     if isinstance(result, State):
         return result
@@ -112,12 +117,14 @@ def train_trial(
     stopping: StopHandler,
     devices: Mapping[str, str],
     take_over: bool = False,
+    waited_seconds: float = 0.0,
 ) -> TrialResult:
     """Train a trial until it ends or is asked to stop; restart failed ranks.
 
     Args:
         devices: environment variables that give the ranks this run's accelerators.
         take_over: whether to take the trial from another run that may be live.
+        waited_seconds: how long the run has waited for its devices.
 
     Raises:
         TrialflowError: another run that may be live has the trial.
@@ -126,7 +133,7 @@ def train_trial(
     """
     store = CheckpointStore(config.checkpoint_storage.url, config.checkpoint_storage.options)
     store.check_writable()
-    restarts = Restarts(config.max_restarts)
+    restarts, clock = Restarts(config.max_restarts), RunClock(waited_seconds)
     with (
         locked_run_dir(trial, takeover_wait_seconds(config)) as run_dir,
         # Once, not per restart: a restart must not take the trial back from a newer run.
@@ -134,21 +141,29 @@ def train_trial(
             store, trial, str(runtime.flow_run.id), take_over=take_over,
             source=config.searcher.source_checkpoint_uuid,
         ) as (claim, fence),
-        Report(config, trial, run_dir, current_observer(), store, stopping) as report,
+        KeptLedger(
+            store, trial, fence.number, clock, config.cost.per_slot_hour, get_run_logger()
+        ) as ledger,
+        Report(
+            config, trial, run_dir, current_observer(), store, stopping, ledger.read
+        ) as report,
         start_fork_server(config) as fork_server,
     ):  # fmt: skip
+        clock.switch("launch")
         stored_code = stored_trial_code(config, store, trial, run_dir)
         while True:
+            clock.switch("launch")
             # Again for each launch: the code may have been corrected since.
             code = stored_code or code_of_folder(config.code, store, get_run_logger())
             run = TrialRun(
-                config, trial, run_dir, store, report, stopping, claim, fence, devices, code,
+                config, trial, run_dir, store, report, stopping, claim, fence, devices, code, clock,
                 fork_server,
             )  # fmt: skip
             sweep_leftovers(run)
             try:
                 # In this order: uploads need the ranks, and end before or (memory://) after them.
                 with Uploads(run) as uploads, launch_slots(run) as run.slots, stopping_ranks(run):
+                    clock.switch("idle")
                     build_trial(run)
                     stages = TrainStages(run, uploads)
                     if config.is_script:
@@ -156,6 +171,7 @@ def train_trial(
                     else:
                         result = follow_schedule(stages)
             except (RankFailed, Stalled) as failure:
+                clock.switch("idle")
                 get_run_logger().error("%s", failure.report())
                 if stopping.request is not None:
                     raise Stopped(f"{while_stopping(failure)}{report.last_checkpoint}") from failure
@@ -182,6 +198,7 @@ def train_trial(
                     tensorboard_url=run.tensorboard_url,
                     report_path=str(report.path),
                     run_dir=str(run_dir),
+                    ledger=ledger.read().to_json(),
                 )
 
 
@@ -219,13 +236,15 @@ def start_fork_server(config: ExperimentConfig) -> ForkServer:
 def launch_slots(run: TrialRun) -> SlotGroup:
     """Launch the ranks of `run`. The result is a context manager, which ends them."""
     variables = {**run.config.rank_variables, **run.devices}
+    slots = resolve_slot_count(run.config.resources.slots_per_trial, {**os.environ, **variables})
+    run.clock.has_slots(slots)
     return SlotGroup(
-        resolve_slot_count(run.config.resources.slots_per_trial, {**os.environ, **variables}),
+        slots,
         working_dir=run.code.folder,
         log_dir=run.run_dir / "logs",
         environment=variables,
         fork_server=run.fork_server,
-        on_batches=run.observer.batches_trained,
+        on_batches=run.note_batches,
         on_log=run.observer.rank_logged,
         on_activity=run.note_activity,
         on_script=run.script_events.put,

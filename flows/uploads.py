@@ -64,7 +64,8 @@ class Uploads:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        self.newest = pending.result()
+        with self._run.clock.spending("checkpoint_stall"):
+            self.newest = pending.result()
         run_callbacks(
             self._run, "on_checkpoint_upload_end", self.newest.progress.batches_trained,
             uuid=self.newest.uuid,

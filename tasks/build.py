@@ -146,8 +146,9 @@ def build_loaders(run: TrialRun, point: ResumePoint) -> EpochLength | None:
     """Build the loaders and restore the checkpoint. Return the length of an epoch."""
     begin = point.progress.batches_trained
     run.batches_trained = begin
+    run.clock.starts_at(begin)
     with run.stage("build-loaders", f"@{begin}"):
-        built = run.slots.request(
+        ranks = run.slots.request(
             BuildLoaders(
                 batches_trained=begin,
                 checkpoint=point.uuid,
@@ -156,6 +157,7 @@ def build_loaders(run: TrialRun, point: ResumePoint) -> EpochLength | None:
             ),
             LoadersBuilt,
             stall_seconds=run.config.stopping.idle_timeout_seconds,
-        )[0]
-    run.epoch = built.epoch
-    return built.epoch
+        )
+        run.clock.count_as("restore", max(rank.restore_seconds for rank in ranks))
+    run.epoch = ranks[0].epoch
+    return run.epoch

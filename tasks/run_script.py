@@ -70,6 +70,8 @@ def run_script(
     with run.stage("run-script", f"[{begin}→]"):
         while isinstance(event := script.next_event(), MetricsReported):
             _note(run, progress, event)
+        if isinstance(event, CheckpointWritten):
+            run.clock.batches_trained(event.steps_completed)
     return event
 
 
@@ -78,6 +80,7 @@ def _note(run: TrialRun, progress: ScriptProgress, event: MetricsReported) -> No
     mistake = progress.reported(kind, steps, metrics)
     run.has_trained = run.has_trained or steps > run.batches_trained
     run.batches_trained = steps
+    run.clock.batches_trained(steps)
     get_run_logger().info("%s metrics at %d: %s", kind, steps, metrics_line(metrics))
     run.observer.metrics_reported(kind, steps, metrics)
     if mistake is not None:

@@ -31,7 +31,8 @@ def train_workload(run: TrialRun, begin: int, until: int) -> int:
         stall_seconds = run.config.stopping.stall_timeout_seconds
         request = TrainBatches(until=until)
         results = run.slots.request(request, Trained, stall_seconds=stall_seconds)
-    reached = results[0].batches_trained
+        reached = results[0].batches_trained
+        run.clock.batches_trained(reached)
     run.stop_requested |= any(result.stop_requested for result in results)
     if reached == begin:
         return reached

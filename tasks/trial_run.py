@@ -16,6 +16,7 @@ from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
+from trial_core.ledger.run_clock import RunClock
 from trial_core.retention.claims import RunClaim
 from trial_core.run.observer import Observer
 from trial_core.run.stop_requests import StopHandler
@@ -43,6 +44,7 @@ class TrialRun:
         fence: whether this run may still commit; None if no other run can take over the trial.
         devices: environment variables that give the ranks this run's accelerators.
         code: the trial's code, which the ranks start in and checkpoints name.
+        clock: measures what the run's slots do, over all its launches.
         fork_server: starts the ranks of all launches; None: each launch starts its own.
         metrics: the last ones of each kind.
         script_events: what a Core API script reports, and in the end its results.
@@ -72,6 +74,7 @@ class TrialRun:
         fence: Fence | None = None,
         devices: Mapping[str, str] | None = None,
         code: TrialCode | None = None,
+        clock: RunClock | None = None,
         fork_server: ForkServer | None = None,
     ) -> None:
         self.config = config
@@ -85,6 +88,7 @@ class TrialRun:
         self.fence = fence
         self.devices = devices or {}
         self.code = code or TrialCode(config.code)
+        self.clock = clock or RunClock()
         self.fork_server = fork_server
         self.logger: Logger | LoggerAdapter[Any] = logging.getLogger(__name__)
         self.script_events: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -107,6 +111,11 @@ class TrialRun:
         """Whether to save and end, because the trial or a stop request asks for it."""
         return self.stop_requested or self.stopping.request is not None
 
+    def note_batches(self, batches: int) -> None:
+        """Note that training has reached `batches`. Also called in the channel's thread."""
+        self.clock.batches_trained(batches)
+        self.observer.batches_trained(batches)
+
     def note_activity(self, text: str) -> None:
         """Tell people what a stage does that takes long. Called in the channel's thread."""
         self.logger.info("%s", text)
@@ -114,8 +123,13 @@ class TrialRun:
 
     @contextmanager
     def stage(self, name: str, detail: str) -> Iterator[None]:
-        """Report a stage's start and end to the observer."""
+        """Report a stage's start and end to the observer, and count its time.
+
+        Args:
+            detail: of a hook's stage, begins with the hook's name.
+        """
         self.observer.stage_started(name, detail)
         began = time.monotonic()
-        yield
+        with self.clock.in_stage(name, detail.partition(" ")[0]):
+            yield
         self.observer.stage_ended(name, detail, time.monotonic() - began)

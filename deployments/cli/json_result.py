@@ -117,7 +117,20 @@ class JsonResult:
             "report_path": str(report) if report and report.exists() else None,
             "run_dir": str(run_dir) if run_dir and run_dir.exists() else None,
             "flow_run_id": self.flow_run_id,
+            "ledger": self._ledger(),
         }
+
+    def _ledger(self) -> dict[str, Any] | None:
+        """The trial's ledger of time; None if it has none, or the storage cannot be read."""
+        from trial_core.ledger.stored_ledger import read_ledger
+
+        if self.store is None or self.trial is None:
+            return None
+        try:
+            ledger = read_ledger(self.store, self.trial)
+        except CheckpointError:
+            return None  # the storage may be what has failed
+        return ledger.to_json() if ledger.runs else None
 
     def _newest_checkpoint(self) -> str | None:
         """The uuid of the checkpoint that the trial would continue from."""

@@ -27,6 +27,7 @@ from trialflow.deployments.cli import (
     init,
     models,
     retrain,
+    runs,
     train,
     up,
     worker,
@@ -57,6 +58,7 @@ app.command(evaluate.evaluate)
 app.command(retrain.retrain)
 app.command(config.config)
 app.command(commands.app)
+app.command(runs.app)
 app.command(models.app)
 app.command(export.export)
 app.command(up.up)

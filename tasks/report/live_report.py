@@ -23,6 +23,7 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import Stopped, TrialflowError
+from trial_core.ledger.time_ledger import TimeLedger
 from trial_core.run.observer import MetricsKind, Observer
 from trial_core.run.run_status import UPLOAD
 from trial_core.run.stop_requests import StopHandler
@@ -55,6 +56,7 @@ class Report(Observer):
         run_dir: the trial's folder on this machine.
         store: the trial's checkpoints; by default in the experiment's storage.
         stopping: tells whether a stop was requested.
+        ledger: reads the trial's ledger of time; None: the report has none.
 
     Attributes:
         path: the report's file. The report as a page is beside it.
@@ -68,6 +70,7 @@ class Report(Observer):
         observer: Observer,
         store: CheckpointStore | None = None,
         stopping: StopHandler | None = None,
+        ledger: Callable[[], TimeLedger] | None = None,
     ) -> None:
         place = config.checkpoint_storage
         store = store or CheckpointStore(place.url, place.options)
@@ -82,6 +85,7 @@ class Report(Observer):
         self._facts = TrialFacts(
             config.name, trial, config.searcher.metric, config.searcher.smaller_is_better,
             f"{store.url}/{layout.CHECKPOINTS}", self._logs.locations("HTML report", PAGE),
+            ledger=ledger,
         )  # fmt: skip
         self._artifact = ReportArtifact(trial)
         self._log_limits = LogLimits()

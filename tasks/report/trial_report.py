@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
+from trial_core.ledger.time_ledger import TimeLedger
 from trial_core.run.observer import MetricsKind
 from trial_core.run.run_status import RunStatus
 from trialflow.tasks.report.charts import charts
@@ -54,6 +55,7 @@ class TrialFacts:
         last: the last metrics of each kind, with their batch.
         waits: of the last train-workloads: seconds, and how many of them each rank waited for its
             data.
+        ledger: reads the trial's ledger of time, whose last run is this one; None: there is none.
     """
 
     name: str
@@ -70,6 +72,7 @@ class TrialFacts:
     waits: deque[tuple[float, Sequence[float]]] = field(
         default_factory=lambda: deque(maxlen=WAIT_WORKLOADS)
     )
+    ledger: Callable[[], TimeLedger] | None = None
 
     def render(self) -> str:
         """The report as Markdown, with curves as Mermaid charts, which Prefect's UI draws."""
@@ -96,6 +99,7 @@ class TrialFacts:
             "slowest": slowest_rank(self.waits),
             "best": best,
             "latest": checkpoints[-1] if checkpoints else None,
+            "ledger": None if self.ledger is None else self.ledger(),
             "shown_metrics": SHOWN_METRICS,
             "listed": listed,
             "unlisted": self.history.unlisted + len(checkpoints) - len(listed),

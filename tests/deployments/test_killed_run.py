@@ -22,6 +22,7 @@ from tests.support.processes import alive, descendants, wait_until_gone
 from tests.support.slots import TOY, lines
 from tests.support.tensors import differing, tensors
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.ledger.stored_ledger import read_ledger
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
@@ -137,6 +138,9 @@ def test_resuming_is_bit_identical(killed: tuple[Folder, list[int]], uninterrupt
         resumed_at = STUCK_AT - (len(resumed) - len(straight)) // 3
         assert resumed_at in (8, 12)
         assert resumed[-3 * (BATCHES - resumed_at) :] == straight[3 * resumed_at :]
+    ledger = read_ledger(folder.store, trial)
+    assert [run.is_over for run in ledger.runs] == [False, True]
+    assert ledger.notes()[0].startswith("run 1 has no recorded end")
 
 
 def server_of(driver_pid: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,8 +41,9 @@ def toy_run(folder: Path, variables: dict[str, str]) -> TrialRun:
 @pytest.mark.usefixtures("one_gpu")
 def test_the_experiment_may_choose_cpu_ranks(tmp_path: Path) -> None:
     """DS_ACCELERATOR=cpu in the YAML applies to counting slots, too."""
-    with launch_slots(toy_run(tmp_path, {"DS_ACCELERATOR": "cpu"})) as slots:
-        assert slots.world_size == 2
+    run = toy_run(tmp_path, {"DS_ACCELERATOR": "cpu"})
+    with launch_slots(run) as slots:
+        assert slots.world_size == run.clock.slots == 2
     with pytest.raises(LaunchError, match="this machine has 1 accelerator;"):
         launch_slots(toy_run(tmp_path, {}))
 
@@ -57,6 +59,9 @@ def test_ranks_see_only_their_runs_devices(tmp_path: Path) -> None:
             assert b"CUDA_VISIBLE_DEVICES=2,3" in variables
 
 
+WAIT_SECONDS = 0.05
+
+
 class _Reached(Exception):
     """The flow has reached a patched function."""
 
@@ -66,22 +71,25 @@ class _Reached(Exception):
 def test_a_flow_gives_its_devices_to_its_run(
     here: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """The devices that it has reserved."""
+    """The devices that it has reserved. The wait for them is in a trial's ledger."""
     module: Any = getattr(trialflow.flows, name)
 
     @contextmanager
     def devices(config: Any) -> Iterator[dict[str, str]]:
+        time.sleep(WAIT_SECONDS)
         yield {"CUDA_VISIBLE_DEVICES": "2,3"}
 
     def reached(run: TrialRun) -> Any:
-        raise _Reached(run.devices)
+        raise _Reached(run.devices, run.clock.slot_milliseconds().get("queue", 0))
 
     monkeypatch.setattr(module, "gpu_slots", devices)
     monkeypatch.setattr(module, "launch_slots", reached)
     monkeypatch.setattr(trialflow.flows.evaluate, "_candidates", lambda *_: [])
     with pytest.raises(_Reached) as seen:
         getattr(module, name)(toy_config(here))
-    assert seen.value.args == ({"CUDA_VISIBLE_DEVICES": "2,3"},)
+    devices_of_run, queue_milliseconds = seen.value.args
+    assert devices_of_run == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert name == "evaluate" or queue_milliseconds >= 1000 * WAIT_SECONDS
 
 
 @pytest.mark.server

@@ -23,6 +23,7 @@ from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import RankFailed, StorageError
+from trial_core.ledger.stored_ledger import read_ledger
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
@@ -133,10 +134,15 @@ def test_a_killed_rank_costs_only_unsaved_batches(
 ) -> None:
     """SIGKILL at batch 13: a new rank resumes from the last committed checkpoint.
 
-    Staged files of the killed rank are deleted.
+    Staged files of the killed rank are deleted. The ledger has the time of both launches.
     """
-    config = one_slot(here, 16, max_restarts=1, hyperparameters=breaking(here, "kill", 13))
+    config = one_slot(
+        here, 16, max_restarts=1, hyperparameters=breaking(here, "kill", 13),
+        cost={"per_slot_hour": 2.5},
+    )  # fmt: skip
+    began = time.monotonic()
     result = train(config)
+    elapsed_seconds = time.monotonic() - began
     assert result.batches_trained == 16
     resumed_at = resumption(here, broke_at=13, end=16)
     names = [stage.name for stage in stages(prefect_server, result.flow_run_id)]
@@ -146,6 +152,18 @@ def test_a_killed_rank_costs_only_unsaved_batches(
     of_the_new_rank = {m.uuid for m in manifests if m.attempt == manifests[-1].attempt}
     staged = {folder.name for folder in (Path(result.run_dir) / "staging").iterdir()}
     assert staged <= of_the_new_rank
+
+    (run,) = read_ledger(CheckpointStore(config.checkpoint_storage.url), result.trial).runs
+    assert (run.is_over, run.slots, run.trained_to, run.per_slot_hour) == (True, 1, 16, 2.5)
+    assert {"launch", "build", "restore", "train", "validate", "checkpoint_stall", "idle"} <= (
+        run.slot_milliseconds.keys()
+    )
+    known_at_its_end = result.ledger["total_slot_seconds"]
+    assert known_at_its_end <= sum(run.slot_milliseconds.values()) / 1000 <= elapsed_seconds
+    assert result.ledger["cost"] > 0
+    report = Path(result.report_path)
+    assert "| restore | " in report.read_text()
+    assert "<td>restore</td>" in report.with_name("report.html").read_text()
 
 
 @pytest.mark.long
@@ -181,7 +199,10 @@ def test_an_exception_before_training_is_not_retried(here: Path) -> None:
 
 
 def test_a_damaged_checkpoint_gives_way_to_an_older_one(here: Path) -> None:
-    """A flipped bit in the newest checkpoint is found before training."""
+    """A flipped bit in the newest checkpoint is found before training.
+
+    The batches since the older one are trained again, and the ledger counts them as redone.
+    """
     config = one_slot(here, 8, hyperparameters={"record": str(here)})
     first = train(config)
     shard = next(Path(first.checkpoint_url.removeprefix("file://")).rglob("*optim_states.pt"))
@@ -192,6 +213,9 @@ def test_a_damaged_checkpoint_gives_way_to_an_older_one(here: Path) -> None:
     result = train(longer, first.trial)
     assert result.batches_trained == 12
     assert [line[0] for line in lines(here, "samples", 0)] == [*range(8), *range(4, 12)]
+    once, again = result.ledger["runs"]
+    assert once["slot_seconds"]["redone"] == 0 < again["slot_seconds"]["redone"]
+    assert min(once["slot_seconds"]["train"], again["slot_seconds"]["train"]) > 0
 
 
 @pytest.mark.long

@@ -17,6 +17,7 @@ from tests.support.slots import toy_config
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import SlotsError
+from trial_core.ledger.run_clock import RunClock
 from trial_core.run.observer import Observer
 from trialflow.flows.server.prefect_settings import environment
 from trialflow.flows.uploads import Uploads
@@ -44,6 +45,21 @@ def test_polling_an_upload_does_not_ask_the_server(run: TrialRun) -> None:
         uploads.poll()
         assert not uploads.is_busy
         assert uploads.newest == future.result()
+
+
+def test_waiting_for_an_upload_stalls_training(run: TrialRun) -> None:
+    """Its time is a checkpoint stall, and only while the run waits."""
+    ticks = iter(range(1000))
+    run.clock = RunClock(now=lambda: float(next(ticks)))
+    run.clock.switch("idle")
+    future: Future[Manifest] = Future()
+    with Uploads(run) as uploads:
+        uploads.start(PrefectConcurrentFuture(uuid.uuid4(), future))
+        uploads.poll()
+        assert "checkpoint_stall" not in run.clock.slot_milliseconds()
+        future.set_result(new_manifest())
+        uploads.wait()
+    assert run.clock.slot_milliseconds()["checkpoint_stall"] == 1000
 
 
 def test_no_upload_outlives_its_attempt(run: TrialRun) -> None:

@@ -16,6 +16,7 @@ pins/{uuid}/{model}/{move:06d}-{unique}.json    registry, before a promotion (ho
 deletions/{uuid}/{unique}.json                  prune, before it deletes: one a prune   prune, when it has deleted
 deletions/{uuid}.json                           prunes of older versions                prune, when it has deleted
 runs/{trial}/{path}                             ranks: TensorBoard files, traces        nothing
+runs/{trial}/ledger/{number:06d}.json           driver, each minute and at the end      nothing
 code/{sha256}/{number:06d}.tar                  driver, before a checkpoint names it    prune, once no checkpoint names it
 code/{sha256}/{number:06d}-{unique}.json        prune, before it deletes that archive   the same prune
 models/{model}/versions/{number:06d}.json       registry, to register; create-only      nothing
@@ -222,6 +223,16 @@ def run_folder(trial: str) -> str:
 def run_file_key(trial: str, path: str) -> str:
     """The key of one of the files in `run_folder`."""
     return f"{run_folder(trial)}/{path}"
+
+
+def ledger_folder(trial: str) -> str:
+    """The folder of a trial's ledger of time, which has one record for each attempt."""
+    return run_file_key(trial, "ledger")
+
+
+def ledger_key(trial: str, number: int) -> str:
+    """The key of what one attempt writes in a trial's ledger of time."""
+    return numbered_key(ledger_folder(trial), number)
 
 
 def code_folder(digest: str) -> str:

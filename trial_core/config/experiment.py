@@ -16,6 +16,7 @@ from trial_core.config import determined
 from trial_core.config.checkpoint_storage import StorageConfig
 from trial_core.config.checkpointing_section import CheckpointingConfig
 from trial_core.config.command import is_command
+from trial_core.config.cost_section import CostConfig
 from trial_core.config.error_text import (
     error_lines,
     format_value,
@@ -54,7 +55,7 @@ _NOT_IN_DIGEST: dict[str, Any] = {
     **dict.fromkeys(
         (
             "code", "checkpoint_storage", "checkpointing", "stopping", "retraining", "environment",
-            "ignored_fields", "profiling", "tensorboard_logging",
+            "ignored_fields", "profiling", "tensorboard_logging", "cost",
         ),
         True,
     ),
@@ -201,6 +202,7 @@ class ExperimentConfig(Section):
         title="Retraining",
         description="How the flow `retrain` keeps this experiment's model up to date.",
     )
+    cost: CostConfig = Field(default_factory=CostConfig, title="Cost")
     environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig, title="Environment")
     tensorboard_logging: Flag = Field(
         default=True,

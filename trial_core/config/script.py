@@ -25,7 +25,7 @@ _PACKAGES = frozenset({"site-packages", "dist-packages"})
 
 _USED = (
     "name", "hyperparameters", "data", "checkpoint_storage", "checkpointing", "reproducibility",
-    "optimizations", "profiling", "tensorboard_logging",
+    "optimizations", "profiling", "tensorboard_logging", "cost",
 )  # fmt: skip
 _USED_OF_SEARCHER = (
     "metric", "smaller_is_better", "source_checkpoint_uuid", "source_trial_id",

@@ -230,7 +230,9 @@ class Controller:
         remap = RankRemap.of(request.saved_by, engine, seed, request.batches_trained)
         if remap is not None and self._distributed.get_rank() == 0:
             logger.info("%s", remap)
+        began = time.monotonic()
         state = trial.snapshots.read_state(request.checkpoint, request.restore, remap)
+        restore_seconds = time.monotonic() - began
         loaders = build_loaders(engine, self._distributed, seed)
         hooks = overridden_hooks(engine.callbacks)
         self._wants_batch_metrics = any(  # of any rank: all ranks must exchange the same
@@ -239,7 +241,9 @@ class Controller:
         loaders.validation.limit = request.validation_limit
         info.epoch = loaders.epoch
         if request.checkpoint is not None:
+            began = time.monotonic()
             trial.snapshots.restore(request.checkpoint, state, remap)
+            restore_seconds += time.monotonic() - began
         # After restore: the trial's on_checkpoint_load_start may change any part of the state.
         own = (state if request.restore == "everything" else None) or {}
         # Checkpoints of earlier releases do not have training_data.
@@ -247,7 +251,7 @@ class Controller:
         self._loaders, self._rng = loaders, own.get("rng")
         if info.experiment.get("tensorboard_logging", True):
             info.instruments.log_metrics_by_default()  # also those of a validation before training
-        return LoadersBuilt(epoch=loaders.epoch)
+        return LoadersBuilt(epoch=loaders.epoch, restore_seconds=restore_seconds)
 
     def train(self, request: TrainBatches) -> Trained:
         """Train up to a batch. Collective."""

@@ -139,9 +139,11 @@ class LoadersBuilt(Result):
 
     Attributes:
         epoch: the length of an epoch; None if the training loader has no length.
+        restore_seconds: how long the rank read and loaded the checkpoint.
     """
 
     epoch: EpochLength | None
+    restore_seconds: float = 0.0
 
 
 class TrainBatches(Request):

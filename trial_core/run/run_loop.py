@@ -63,6 +63,7 @@ class TrialResult:
         report_path: the flow run's report, as a Markdown file.
         run_dir: the flow run's folder on this machine, with its logs.
         flow_run_id: Prefect's id of the flow run.
+        ledger: the trial's ledger of time until then, as `trialflow runs show --json` prints it.
     """
 
     trial: str
@@ -78,6 +79,7 @@ class TrialResult:
     report_path: str | None = None
     run_dir: str | None = None
     flow_run_id: str | None = None
+    ledger: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from trial_core.controller.collective_errors import (
 from trial_core.controller.controller import Controller
 from trial_core.distributed import DistributedContext
 from trial_core.errors import CheckpointError, StorageError, TrialError
+from trial_core.ledger.run_clock import RunClock
 from trial_core.messages import (
     BuildLoaders,
     FetchCheckpoint,
@@ -76,6 +77,7 @@ class FitStages:
         fence: lets rank 0 commit; None on other ranks and in test mode.
         claim: announces which checkpoint rank 0 restores; None on other ranks and in test mode.
         code: the trial's code, on rank 0; None: checkpoints name no code.
+        clock: measures what the ranks do.
         metrics: the last ones of each kind.
         newest_checkpoint: uuid of the newest checkpoint that this run has committed.
     """
@@ -94,6 +96,7 @@ class FitStages:
     fence: Fence | None = None
     claim: RunClaim | None = None
     code: RunCode | None = None
+    clock: RunClock = field(default_factory=RunClock)
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
     newest_checkpoint: str | None = None
 
@@ -122,7 +125,8 @@ class FitStages:
         if point.checkpoint is None:
             return None
         point.require_convertible(self.built.topology)
-        damage = self._fetch(point.checkpoint, point.restore)
+        with self.clock.in_stage("fetch-checkpoint"):
+            damage = self._fetch(point.checkpoint, point.restore)
         if damage is not None:
             self.logger.error("checkpoint %s cannot be used: %s", point.uuid, damage)
         return damage
@@ -134,35 +138,43 @@ class FitStages:
         return Schedule(max_length=end, reporting_period=end, checkpoint_policy="none")
 
     def build_loaders(self, point: ResumePoint) -> EpochLength | None:
-        self._epoch = self.controller.build_loaders(
-            BuildLoaders(
-                batches_trained=point.progress.batches_trained,
-                checkpoint=point.uuid,
-                restore=point.restore,
-                saved_by=point.saved_by,
-                validation_limit=1 if self.test_mode else None,
+        self.clock.starts_at(point.progress.batches_trained)
+        with self.clock.in_stage("build-loaders"):
+            built = self.controller.build_loaders(
+                BuildLoaders(
+                    batches_trained=point.progress.batches_trained,
+                    checkpoint=point.uuid,
+                    restore=point.restore,
+                    saved_by=point.saved_by,
+                    validation_limit=1 if self.test_mode else None,
+                )
             )
-        ).epoch
+            self.clock.count_as("restore", built.restore_seconds)
+        self._epoch = built.epoch
         return self._epoch
 
     def run_hook(self, hook: str, batches_trained: int, **arguments: Any) -> None:
         if hook in self.built.hooks:
-            done = self.controller.run_hook(RunHook(hook=hook, arguments=arguments))
+            with self.clock.in_stage("callbacks", hook):
+                done = self.controller.run_hook(RunHook(hook=hook, arguments=arguments))
             if done.metrics is not None:
                 self._validated = done.metrics
 
     def metric_names(self) -> list[str] | None:
         if self.test_mode:  # which validates after a single batch
             return None
-        return self.controller.name_metrics(NameMetrics()).names
+        with self.clock.in_stage("check-metrics"):
+            return self.controller.name_metrics(NameMetrics()).names
 
     @property
     def may_add_metrics(self) -> bool:
         return any(self.distributed.allgather("on_validation_end" in self.built.hooks))
 
     def train(self, begin: int, until: int) -> int:
-        trained = self.controller.train(TrainBatches(until=until))
-        reached = trained.batches_trained
+        with self.clock.in_stage("train-workload"):
+            trained = self.controller.train(TrainBatches(until=until))
+            reached = trained.batches_trained
+            self.clock.batches_trained(reached)
         if reached > begin:
             self.metrics["training"] = trained.metrics
             speed = training_speed(reached - begin, self.built.batch_samples, trained.seconds)
@@ -172,7 +184,8 @@ class FitStages:
         return reached
 
     def validate(self, batches_trained: int) -> bool:
-        validated = self.controller.validate(RunValidation())
+        with self.clock.in_stage("validate"):
+            validated = self.controller.validate(RunValidation())
         self._validated = validated.metrics
         return not validated.is_broken_off
 
@@ -189,7 +202,8 @@ class FitStages:
 
     def save(self, progress: Progress) -> StagedCheckpoint:
         uuid = self.distributed.broadcast(str(uuids.uuid4()))
-        self.controller.save_checkpoint(SaveCheckpoint(uuid=uuid))
+        with self.clock.in_stage("checkpoint-save"):
+            self.controller.save_checkpoint(SaveCheckpoint(uuid=uuid))
         return StagedCheckpoint.now(uuid, progress, self.metrics)
 
     def start_upload(self, staged: StagedCheckpoint) -> None:
@@ -200,8 +214,9 @@ class FitStages:
         self._pending = staged, BackgroundUpload(lambda: self._upload(staged, rendezvous))
 
     def finish_upload(self) -> None:
-        while self._pending is not None:
-            self._conclude(self.distributed.allgather(self._pending[1].outcome(POLL_SECONDS)))
+        with self.clock.spending("checkpoint_stall"):
+            while self._pending is not None:
+                self._conclude(self.distributed.allgather(self._pending[1].outcome(POLL_SECONDS)))
 
     def poll(self) -> bool:
         outcome = None if self._pending is None else self._pending[1].outcome()

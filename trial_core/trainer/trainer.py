@@ -22,7 +22,9 @@ from trial_core.controller.controller import Controller
 from trial_core.distributed import DistributedContext
 from trial_core.entrypoint import Context, Trial, build_engine, engine_of
 from trial_core.errors import ConfigError, StorageError, TrialError
-from trial_core.messages import TrialBuilt
+from trial_core.ledger.run_clock import RunClock
+from trial_core.ledger.stored_ledger import KeptLedger
+from trial_core.messages import BatchesTrained, BatchesValidated, TrialBuilt
 from trial_core.pytorch.trial import PyTorchTrial
 from trial_core.retention.claims import RunClaim
 from trial_core.retention.trial_owner import own_trial
@@ -183,8 +185,14 @@ class Trainer:
             distributed, lambda: _resume_points(store, config, latest_checkpoint)
         )
         self._was_fitted = True
+        clock = RunClock()
+        clock.has_slots(distributed.get_size())
+        clock.switch("build")
         with ExitStack() as stack:
             trial, claim, fence = self._take_over(stack, store, points[0], test_mode, take_over)
+            if fence is not None:
+                price = config.cost.per_slot_hour
+                stack.enter_context(KeptLedger(store, trial, fence.number, clock, price, logger))
             if latest_checkpoint == LATEST and not test_mode:
                 # Again: another attempt may have saved until this one took over.
                 points = run_on_rank_0(distributed, lambda: resume_points(store, config, trial))
@@ -193,7 +201,7 @@ class Trainer:
                 points = run_long_on_rank_0(
                     distributed, lambda: _stored_points(store, chosen, given, fence)
                 )
-            controller, termination, built = self._attach(stack, store, config)
+            controller, termination, built = self._attach(stack, store, config, clock)
             stages = FitStages(
                 controller,
                 built,
@@ -209,7 +217,9 @@ class Trainer:
                 fence,
                 claim,
                 self._code(config, store, test_mode),
+                clock,
             )
+            clock.switch("idle")
             result = follow_schedule(stages)
             if not result.stopped_early:
                 distributed.allgather(None)  # until now a rank may have moved files there
@@ -284,15 +294,20 @@ class Trainer:
         return info.trial, claim, fence
 
     def _attach(
-        self, stack: ExitStack, store: CheckpointStore, config: ExperimentConfig
+        self, stack: ExitStack, store: CheckpointStore, config: ExperimentConfig, clock: RunClock
     ) -> tuple[Controller, FitStop, TrialBuilt]:
         """A controller with the trial attached, which stops on `FitStop`'s request."""
+
+        def note(progress: BatchesTrained | BatchesValidated) -> None:
+            if isinstance(progress, BatchesTrained):
+                clock.batches_trained(progress.batches)
+
         distributed, info = self._context.distributed, self._context.run_info
         stop_barrier = StopBarrier()
         termination = stack.enter_context(FitStop(distributed, stop_barrier))
         controller = Controller(
             build_engine,
-            emit=lambda _: None,
+            emit=note,
             distributed=distributed,
             stop_barrier=stop_barrier,
             on_stop_requested=termination.request,

@@ -51,7 +51,7 @@ class Stage:
         self.act: Callable[[UUID, StopHandler], None] = lambda flow_run, stopping: None
 
     def train_trial(
-        self, config: Any, trial: str, stopping: StopHandler, devices: Any, take_over: bool
+        self, config: Any, trial: str, stopping: StopHandler, *options: Any
     ) -> TrialResult:
         """The stand-in for `trialflow.flows.train.train_trial`."""
         self.training = UUID(str(runtime.flow_run.id))

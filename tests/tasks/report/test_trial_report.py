@@ -7,6 +7,8 @@ from itertools import pairwise
 
 import pytest
 
+from tests.trial_core.ledger.test_time_ledger import run_time
+from trial_core.ledger.time_ledger import TimeLedger
 from trial_core.run.run_status import RunStatus
 from trialflow.tasks.report.history import MAX_CHECKPOINTS, SavedCheckpoint
 from trialflow.tasks.report.trial_report import TrialFacts
@@ -121,10 +123,25 @@ def test_restarts_are_listed(facts: TrialFacts) -> None:
     assert "… 70 earlier" in text
 
 
+def test_the_ledger_of_time(facts: TrialFacts) -> None:
+    """Its buckets, and which earlier run counts only until some time; no section without one."""
+    assert "## Time" not in facts.render()
+    killed, live = run_time(1, is_over=False), run_time(2, is_over=False, per_slot_hour=4.0)
+    facts.ledger = lambda: TimeLedger("toy-0000beef", (killed, live))
+    text = facts.render()
+    assert "\n## Time\n\ngoodput 87.5 % of 4 h 00 min slot time in 2 runs, cost 7.00\n" in text
+    assert "\n| slots | time | share |\n|---|---:|---:|\n| queue | 30 min 00 s | 12.5 % |\n" in text
+    assert "\n| train | 3 h 30 min | 87.5 % |\n\nrun 1 has no recorded end" in text
+    assert "run 2 has no" not in text
+
+
 def test_text_from_outside_is_escaped(facts: TrialFacts) -> None:
     """Neither a metric's name nor an error message breaks the table or becomes markup."""
     facts.last["training"] = (10, {"a|b<c>": "*x*\nsecond"})
     facts.status = "failed: <lambda> took\ttoo\x1b[31m long"
+    strange = run_time(slot_milliseconds={"a|b<c>": 1000})
+    facts.ledger = lambda: TimeLedger("toy-0000beef", (strange,))
     text = facts.render()
+    assert r"| a\|b&lt;c> | 1.0 s | 100.0 % |" in text
     assert r"| training | 10 | a\|b&lt;c> | \*x\* |" in text
     assert "**failed: &lt;lambda> took\ttoo long**" in text

@@ -121,7 +121,10 @@ def test_the_digest_covers_only_what_is_trained() -> None:
     storage = {"url": "s3://user:SECRET@bucket", "options": {"secret": "SECRET"}}
     assert digest.startswith("sha256:")
     environment = {"environment_variables": {"TOKEN": "SECRET"}}
-    watched = {"profiling": {"enabled": True}, "tensorboard_logging": False}
+    watched = {
+        "profiling": {"enabled": True}, "tensorboard_logging": False,
+        "cost": {"per_slot_hour": 2.5},
+    }  # fmt: skip
     elsewhere = experiment(
         name="a", code="/elsewhere", checkpoint_storage=storage, environment=environment, **watched
     )

@@ -10,6 +10,7 @@ import pytest
 from tests.support.fitting import fit_toys
 from tests.support.slots import lines
 from tests.trial_core.trainer.fits import assert_same_end, every, hooks, run, store
+from trial_core.ledger.stored_ledger import read_ledger
 
 pytestmark = pytest.mark.slots
 
@@ -65,6 +66,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "keep_every": {"batches": 8},
         },
     }  # fmt: skip
+    runs["rest"]["init"]["exp_conf"]["cost"] = {"per_slot_hour": 2.5}
     del runs["nothing best"]["init"]["exp_conf"]["searcher"]
     outcomes = fit_toys("python", folder / "launch", *runs.values(), ranks=1)
     return {"folder": folder, **{name: o[0] for name, o in zip(runs, outcomes, strict=True)}}
@@ -108,6 +110,26 @@ def test_a_single_rank_resumes_bit_for_bit(alone: dict[str, Any]) -> None:
     folder = alone["folder"]
     assert alone["rest"]["trial"] == alone["first"]["trial"]
     assert_same_end(folder / "straight", folder / "parts", [alone["straight"]], [alone["rest"]])
+
+
+def test_the_ledger_has_the_time_of_all_fits_of_a_trial(alone: dict[str, Any]) -> None:
+    """With the price that `exp_conf` names; test mode leaves none."""
+    folder = alone["folder"]
+    first, rest = read_ledger(store(folder / "parts"), alone["rest"]["trial"]).runs
+    assert [first.trained_to, rest.trained_to] == [4, 9]
+    assert [first.per_slot_hour, rest.per_slot_hour] == [None, 2.5]
+    assert first.is_over
+    assert rest.is_over
+    for run_time, restored in ((first, False), (rest, True)):
+        assert {
+            "build",
+            "train",
+            "validate",
+            "checkpoint_stall",
+        } <= run_time.slot_milliseconds.keys()
+        assert ("restore" in run_time.slot_milliseconds) == restored
+        assert "redone" not in run_time.slot_milliseconds
+    assert read_ledger(store(folder / "test"), alone["test"]["trial"]).runs == ()
 
 
 def test_a_fit_resumes_from_the_newest_intact_checkpoint_and_claims_it(

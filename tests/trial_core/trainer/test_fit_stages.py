@@ -17,6 +17,7 @@ from trial_core.config.script import script_config
 from trial_core.context import RunInfo
 from trial_core.distributed import DistributedContext
 from trial_core.errors import CheckpointError, StorageError, Superseded, TrialError
+from trial_core.ledger.run_clock import RunClock
 from trial_core.messages import (
     Fetched,
     HookDone,
@@ -258,3 +259,50 @@ def test_test_mode_trains_one_batch_and_uploads_nothing(store: CheckpointStore) 
     assert fit.schedule(Progress(4)).max_length == Batch(5)
     fit.start_upload(fit.save(Progress(5)))
     assert not fit.is_uploading
+
+
+def test_the_time_of_a_fit(store: CheckpointStore) -> None:
+    """Each stage counts in its bucket; batches that an earlier fit has trained are redone."""
+    now = 1000.0
+    clock = RunClock(now=lambda: now)
+    clock.has_slots(2)
+    clock.switch("idle")
+    clock.continues(5)
+
+    class Slow(FakeController):
+        """Takes 3 s to fetch, 7 to build, 2 of them to restore, and so on."""
+
+        def fetch_checkpoint(self, request: Any) -> Fetched:
+            return after(3, super().fetch_checkpoint(request))
+
+        def build_loaders(self, request: Any) -> LoadersBuilt:
+            return after(7, LoadersBuilt(epoch=None, restore_seconds=2.0))
+
+        def train(self, request: Any) -> Trained:
+            return after(11, super().train(request))
+
+        def validate(self, request: Any) -> Validated:
+            return after(13, super().validate(request))
+
+        def save_checkpoint(self, request: Any) -> Saved:
+            return after(17, super().save_checkpoint(request))
+
+        def run_hook(self, request: Any) -> HookDone:
+            return after(
+                19 if request.hook == "on_validation_end" else 0, super().run_hook(request)
+            )
+
+    def after(seconds: float, result: Any) -> Any:
+        nonlocal now
+        now += seconds
+        return result
+
+    manifest = saved(4)
+    fit = new_fit(Slow(store), clock=clock)
+    fit.points = [ResumePoint.continuing(manifest)]
+    follow_schedule(fit)
+    # Trained from 4 to 6 and to 7: batch 5 is redone, half of the first workload.
+    assert clock.slot_milliseconds() == {
+        "build": 10_000, "restore": 10_000, "train": 33_000, "redone": 11_000,
+        "validate": 2 * 2 * (13 + 19) * 1000, "checkpoint_stall": 2 * 2 * 17 * 1000,
+    }  # fmt: skip

@@ -1,0 +1,208 @@
+"""The clock of one run: how long its slots spent in which bucket.
+
+The clock is in one bucket at any time. A change of bucket settles the time since the last one, in
+whole milliseconds, so the buckets add up to the run's time exactly. Only what the slots wait for is
+a bucket: an upload beside training is none, and waiting for it is a checkpoint stall.
+
+=================  ==============================================================================
+bucket             what the slots do
+=================  ==============================================================================
+queue              nothing: the run waits for devices, or for the trial's lock. It holds no slot,
+                   and counts as many as it launches; one, if it ends before it knows them
+launch             start, until all ranks have joined; also the code is fetched, and leftovers are
+                   deleted
+build              construct the trial and the loaders
+restore            fetch and load a checkpoint
+train              train batches for the first time
+redone             train batches again that an earlier launch has trained and that were lost
+validate           validate
+checkpoint_stall   wait for a snapshot, or for an upload that must end first
+idle               everything else: between the stages, at the end, before a restart; and what
+                   followed the last finished batch of ranks that died or hung
+=================  ==============================================================================
+
+A callback's hook belongs to the stage that it follows (`bucket_of`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal, get_args
+
+Bucket = Literal[
+    "queue", "launch", "build", "restore", "train", "redone", "validate", "checkpoint_stall", "idle"
+]
+BUCKETS: tuple[Bucket, ...] = get_args(Bucket)
+
+_OF_STAGE: Mapping[str, Bucket] = {
+    "build-trial": "build",
+    "fetch-checkpoint": "restore",
+    "build-loaders": "build",  # the part that loads a checkpoint is moved: see `count_as`
+    "check-metrics": "validate",
+    "train-workload": "train",
+    "run-script": "train",
+    "validate": "validate",
+    "checkpoint-save": "checkpoint_stall",
+}
+_OF_HOOK: Mapping[str, Bucket] = {
+    "on_trial_startup": "build",
+    "on_training_start": "build",
+    "on_training_workload_end": "train",
+    "on_validation_end": "validate",
+    "on_checkpoint_write_end": "checkpoint_stall",
+    "on_checkpoint_end": "checkpoint_stall",
+    "on_checkpoint_upload_end": "checkpoint_stall",
+}
+
+
+def bucket_of(stage: str, hook: str = "") -> Bucket | None:
+    """The bucket of a stage that the slots wait for; None: they wait for it in no bucket but idle.
+
+    Args:
+        hook: which hook, if the stage is ``callbacks``.
+    """
+    return _OF_HOOK.get(hook) if stage == "callbacks" else _OF_STAGE.get(stage)
+
+
+class RunClock:
+    """Measures one run. The run's own thread changes buckets; any thread may report and read.
+
+    Args:
+        waited_seconds: how long the run has already waited for its devices.
+        now: seconds that never go back.
+    """
+
+    def __init__(
+        self, waited_seconds: float = 0.0, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._now = now
+        self._lock = threading.Lock()
+        self._since = self._milliseconds() - round(waited_seconds * 1000)
+        self._began = self._since
+        self._slots: int | None = None
+        self._bucket: Bucket = "queue"
+        self._spent: Counter[Bucket] = Counter()
+        self._trained_before = 0
+        self._trained_to = 0
+        self._batches = 0
+
+    # -------------------------------------------------------------------------------- buckets
+
+    def switch(self, bucket: Bucket) -> Bucket:
+        """Be in `bucket` from now on. Returns the bucket before."""
+        with self._lock:
+            self._settle_in(self._present())
+            before, self._bucket = self._bucket, bucket
+            return before
+
+    @contextmanager
+    def spending(self, bucket: Bucket) -> Iterator[None]:
+        """Be in `bucket` during the block, and then in the bucket before; blocks may be nested.
+
+        If training fails, what followed the last finished batch is idle.
+        """
+        before = self.switch(bucket)
+        try:
+            yield
+        except BaseException:
+            if bucket == "train":
+                with self._lock:
+                    self._settle_in("idle")
+            raise
+        finally:
+            self.switch(before)
+
+    def in_stage(self, stage: str, hook: str = "") -> AbstractContextManager[None]:
+        """Be in a stage's bucket during the block: see `bucket_of`."""
+        bucket = bucket_of(stage, hook)
+        return nullcontext() if bucket is None else self.spending(bucket)
+
+    def count_as(self, bucket: Bucket, seconds: float) -> None:
+        """Move the last `seconds` of the present bucket to another one."""
+        with self._lock:
+            self._settle_in(self._present())
+            moved = min(round(seconds * 1000) * self.slots, self._spent[self._bucket])
+            self._spent[self._bucket] -= moved
+            self._spent[bucket] += moved
+
+    def has_slots(self, slots: int) -> None:
+        """From now on the run has this many slots; at first, also for the time that it waited."""
+        with self._lock:
+            self._settle_in(self._present())
+            if self._slots is None:
+                self._spent = Counter({each: slots * ms for each, ms in self._spent.items()})
+            self._slots = slots
+
+    # -------------------------------------------------------------------------------- batches
+
+    def continues(self, trained_to: int) -> None:
+        """Earlier runs have trained the batches up to `trained_to`, saved or not."""
+        with self._lock:
+            self._trained_to = max(self._trained_to, trained_to)
+
+    def starts_at(self, batches: int) -> None:
+        """Ranks are about to train from `batches` on, whatever was trained before."""
+        with self._lock:
+            self._batches, self._trained_before = batches, self._trained_to
+
+    def batches_trained(self, batches: int) -> None:
+        """Training has reached `batches`. Time is shared out by batches, new ones and redone."""
+        with self._lock:
+            trained = batches - self._batches
+            if trained <= 0:
+                return
+            if self._bucket == "train":
+                spent = self._elapsed()
+                again = min(max(self._trained_before - self._batches, 0), trained)
+                redone = spent * again // trained
+                self._spent["redone"] += redone
+                self._spent["train"] += spent - redone
+            self._batches = batches
+            self._trained_to = max(self._trained_to, batches)
+
+    # -------------------------------------------------------------------------------- reading
+
+    def slot_milliseconds(self) -> dict[str, int]:
+        """Milliseconds of all slots until now, by bucket, in the order of `BUCKETS`; not zeros."""
+        with self._lock:
+            spent = self._spent.copy()
+            # Not settled: a failure may still make this time idle.
+            spent[self._present()] += (self._milliseconds() - self._since) * self.slots
+        return {bucket: ms for bucket in BUCKETS if (ms := spent[bucket])}
+
+    @property
+    def slots(self) -> int:
+        """The run's slots; 1 before they are known."""
+        return self._slots or 1
+
+    @property
+    def seconds(self) -> float:
+        """How long the run has lasted."""
+        return (self._milliseconds() - self._began) / 1000
+
+    @property
+    def trained_to(self) -> int:
+        """How many batches this run and earlier ones have trained, saved or not."""
+        return self._trained_to
+
+    # ------------------------------------------------------------------ internals, under the lock
+
+    def _present(self) -> Bucket:
+        """The bucket of the time that is not settled yet."""
+        redoes = self._bucket == "train" and self._batches < self._trained_before
+        return "redone" if redoes else self._bucket
+
+    def _settle_in(self, bucket: Bucket) -> None:
+        self._spent[bucket] += self._elapsed()
+
+    def _elapsed(self) -> int:
+        """Slot-milliseconds since the last call."""
+        since, self._since = self._since, self._milliseconds()
+        return (self._since - since) * self.slots
+
+    def _milliseconds(self) -> int:
+        return int(self._now() * 1000)
