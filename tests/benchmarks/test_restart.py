@@ -38,11 +38,12 @@ def test_one_rank_is_killed_after_a_checkpoint() -> None:
     """Once, when training has gone beyond the checkpoint, so that there is something to restore."""
     killed_at: list[int] = []
     killer = Killer(lambda: killed_at.append(batches))
-    for batches in range(1, 10):
+    for batches in (4, 5, 6):
         killer.batches_trained(batches)
-        if batches == 6:
-            killer.checkpoint_committed("uuid", 5, 1)
-    assert killed_at == [7]
+    killer.checkpoint_committed("uuid", 6, 1)
+    for batches in (6, 8, 9):
+        killer.batches_trained(batches)
+    assert killed_at == [8]
 
 
 def test_a_ratio_is_of_the_turns_of_a_pair() -> None:
