@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.messages import BuildLoaders, BuildTrial, LoadersBuilt, TrialBuilt
@@ -63,6 +65,19 @@ def launched(world_size: int) -> Iterator[SlotGroup]:
         ) as slots,
     ):
         yield slots
+
+
+def rank_processes() -> list[psutil.Process]:
+    """The ranks that this process, or a process below it, has started."""
+    below = psutil.Process().children(recursive=True)
+    return [process for process in below if "trialflow: rank" in _command(process)]
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has just ended
+        return ""
 
 
 def processor_seconds(pids: list[int]) -> float:

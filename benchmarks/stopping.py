@@ -33,7 +33,7 @@ import httpx
 import psutil
 
 from benchmarks.figures import conclude
-from benchmarks.ranks import ENVIRONMENT, ROOT, experiment
+from benchmarks.ranks import ENVIRONMENT, ROOT, experiment, rank_processes
 from benchmarks.workload import temporary_homes
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.slots.accelerators import count_accelerators
@@ -125,17 +125,9 @@ class Run:
         """Whether it trains, or waits if it is told to."""
         return self._record.exists()
 
-    def ranks(self) -> list[psutil.Process]:
-        """Its ranks' processes."""
-        return [
-            process
-            for process in psutil.Process().children(recursive=True)
-            if "trialflow: rank" in _command(process)
-        ]
-
     def cancel(self) -> float:
         """Cancel it; seconds until none of its ranks is left."""
-        ranks, began = self.ranks(), time.monotonic()
+        ranks, began = rank_processes(), time.monotonic()
         state = {"type": "CANCELLING", "name": "Cancelling"}
         self._post(f"/flow_runs/{self._id}/set_state", {"state": state})
         until(lambda: not any(_runs(rank) for rank in ranks), "an end of the ranks")
@@ -145,7 +137,7 @@ class Run:
 
     def crash(self, kills_driver: bool) -> float:
         """Kill a rank, or the driver; seconds until another batch is trained."""
-        ranks = self.ranks()
+        ranks = rank_processes()
         fork_server = ranks[-1].parent()
         driver = fork_server.parent() if kills_driver and fork_server else None
         (driver or ranks[-1]).kill()
@@ -288,13 +280,6 @@ def main() -> None:
         taken = measure(folder, arguments.model, arguments.ranks, arguments.rounds)
     # The worst of all rounds: a cluster's grace period is a hard limit.
     conclude({name: max(values) for name, values in taken.items()}, TARGETS)
-
-
-def _command(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:  # it has just ended
-        return ""
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -1,4 +1,4 @@
-"""The trial of `benchmarks.stopping`, which records when it trains.
+"""The trials of `benchmarks.stopping` and `benchmarks.restart`, which record when they train.
 
 ``python -m benchmarks.stopping_trial MODEL`` starts the same model without trialflow, in one rank.
 """
@@ -15,6 +15,7 @@ import deepspeed
 
 from benchmarks.models import MODELS
 from benchmarks.trial import BareLoop, LoopTrial, new_engine
+from trial_core.deepspeed import DeepSpeedTrialContext
 from trial_core.deepspeed.op_builds import prepare_op_builds
 from trial_core.pytorch import DataLoader
 
@@ -37,6 +38,19 @@ class TimestampTrial(LoopTrial):
         if self.context.distributed.get_rank() == 0:
             with Path(self.context.get_hparam("record")).open("a") as file:
                 file.write(f"{time.time()}\n")
+        return metrics
+
+
+class RestartedTrial(TimestampTrial):
+    """Ends after its first batch if it was built before, by ranks that have trained."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        self.is_restarted = Path(context.get_hparam("record")).exists()
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        metrics = super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+        self.context.set_stop_requested(self.is_restarted)
         return metrics
 
 
