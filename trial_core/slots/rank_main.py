@@ -66,7 +66,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TRIAL_MODULES = ("trial_core.controller.controller", "trial_core.entrypoint")
+TRIAL_MODULES = (
+    "trial_core.controller.controller",
+    "trial_core.entrypoint",
+    "trial_core.controller.first_use",
+)
 """What a trial's ranks import, with PyTorch and DeepSpeed; a fork server can do it for them."""
 SCRIPT_MODULES = ("trial_core.core.script_controller",)
 """What the ranks of a Core API script import."""

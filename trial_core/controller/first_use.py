@@ -1,0 +1,18 @@
+"""Imports what torch and DeepSpeed import on first use, which takes as long as importing torch.
+
+A fork server imports this module, so that its ranks build their first optimizer without that time.
+"""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import suppress
+
+MODULES = (
+    "torch._dynamo",  # by torch's optimizers
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # by deepspeed.initialize; it imports inductor
+)
+
+for module in MODULES:
+    with suppress(ImportError):  # another release may have it in another place
+        importlib.import_module(module)
