@@ -21,7 +21,7 @@ run: $(VENV)/.installed
 
 # The default tests: one representative of each behaviour.
 test: $(VENV)/.installed-dev
-	@echo "about 10 minutes on 2 CPU cores"
+	@echo "about 8 minutes on 2 CPU cores"
 	@$(PYTEST) $(ARGS)
 
 # Its variations (engines, storages, ranks, ZeRO stages, faults), in parts with as many tests of each folder: make test-long PART=2/8.

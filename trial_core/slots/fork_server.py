@@ -237,7 +237,8 @@ class ServerProcess:
     @property
     def has_ended(self) -> bool:
         """Whether it can start no rank."""
-        return not self._listener.is_alive()
+        with self._lock:
+            return self._code is not None
 
     def is_as(self, environment: Mapping[str, str], working_dir: Path) -> bool:
         """Whether it has this environment and working directory."""
@@ -246,6 +247,7 @@ class ServerProcess:
     def new_rank(
         self, rank: int, log_path: Path, on_exit: Callable[[int, int], None]
     ) -> RankProcess:
+        """A rank that is not started yet."""
         process = RankProcess(rank, log_path, self, len(self._ranks), on_exit)
         self._ranks.append(process)
         return process
@@ -255,7 +257,7 @@ class ServerProcess:
         self._send(StartRank(number=number, variables=dict(variables)), descriptors)
         with self._lock:
             code = self._code
-        if code is not None:
+        if code is not None:  # `_listen` may have seen this rank, or not
             self._ranks[number].ended(code)
 
     def signal(self, number: int, signal_number: int) -> None:
