@@ -45,16 +45,29 @@ class ServerOutage:
         self._clock = clock
         self._lock = threading.Lock()
         self._since: float | None = None
+        self._answers = 0
+
+    @property
+    def answers(self) -> int:
+        """How many answers were noted."""
+        with self._lock:
+            return self._answers
 
     def answered(self) -> None:
         """Note an answer: the outage is over."""
         with self._lock:
             self._since = None
+            self._answers += 1
 
-    def did_not_answer(self) -> None:
-        """Note a request without an answer: an outage begins, or continues."""
+    def did_not_answer(self, answers_before: int) -> None:
+        """Note a request without an answer: an outage begins, or continues.
+
+        Args:
+            answers_before: `answers` when the request was sent. If another request was answered
+                since, this one is older than the end of the outage, and tells nothing.
+        """
         with self._lock:
-            if self._since is None:
+            if self._since is None and self._answers == answers_before:
                 self._since = self._clock()
 
     @property
@@ -155,13 +168,14 @@ class PatientLogWorker(APILogWorker):
 
     async def _handle_batch(self, items: list[dict[str, Any]]) -> None:
         while (outage := _bearable()) is not None:
+            answers_before = outage.answers
             try:
                 with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):  # its pauses double
                     await self._client.create_logs(items)
             except (httpx.TransportError, httpx.HTTPStatusError) as error:
                 if isinstance(error, httpx.HTTPStatusError) and _is_final(error.response):
                     raise
-                outage.did_not_answer()
+                outage.did_not_answer(answers_before)
                 await asyncio.sleep(RETRY_SECONDS)
             else:
                 outage.answered()

@@ -316,11 +316,12 @@ class StopMonitor:
 
     def _read_run(self) -> FlowRun | None:
         """The flow run, asked for once; None if it was deleted. Raises one of `_NO_ANSWER`."""
+        answers_before = self._outage.answers
         try:
             with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
                 run = self._reader.read()
         except _NO_ANSWER:
-            self._outage.did_not_answer()
+            self._outage.did_not_answer(answers_before)
             raise
         self._outage.answered()
         return run

@@ -167,7 +167,7 @@ outage = ServerOutage(3600.0)
 with reports_kept(outage):
     PatientLogWorker.instance().send({"message": "kept"})
     emit_event("kept", {"prefect.resource.id": "some.resource"})
-    outage.did_not_answer()
+    outage.did_not_answer(outage.answers)
 """
 
 
@@ -201,17 +201,30 @@ def test_the_length_of_an_outage() -> None:
     """It begins with the first request without an answer, and ends with an answer."""
     now = 100.0
     outage = ServerOutage(limit_seconds=10.0, clock=lambda: now)
-    outage.did_not_answer()
+    outage.did_not_answer(outage.answers)
     now = 109.9
-    outage.did_not_answer()
+    outage.did_not_answer(outage.answers)
     assert not outage.is_too_long
     now = 110.0
     assert outage.is_too_long
     outage.answered()
     assert not outage.is_too_long
-    outage.did_not_answer()
+    outage.did_not_answer(outage.answers)
     assert not outage.is_too_long
     assert not ServerOutage(limit_seconds=None).is_too_long
+
+
+def test_a_late_failure_is_no_new_outage() -> None:
+    """Of two requests, the one that was sent before the end of the outage fails after it: log lines
+    would be given up at the end of the run."""
+    outage = ServerOutage(limit_seconds=None)
+    before = outage.answers
+    outage.did_not_answer(before)
+    outage.answered()
+    outage.did_not_answer(before)
+    assert not outage.is_on
+    outage.did_not_answer(outage.answers)
+    assert outage.is_on
 
 
 @pytest.mark.long
