@@ -47,7 +47,7 @@ def test_a_failed_upload_is_retried_with_warm_ranks(
     retry_after_repair(monkeypatch, "checkpoint_upload", in_the_way.unlink)
     checkpointing = {"memory_gib_per_rank": 0}  # staged on disk, and kept there for restarts
     result = train(one_slot(here, 8, max_restarts=0, checkpointing=checkpointing))
-    seen = stages(prefect_server, result.flow_run_id)
+    seen = stages(prefect_server, result.flow_run_id, "checkpoint-upload @8")
     tries = {stage.name: stage.tries for stage in seen}
     assert (tries["checkpoint-upload @4"], tries["checkpoint-upload @8"]) == (2, 1)
     assert {stage.state for stage in seen} == {"Completed"}
@@ -66,7 +66,8 @@ def test_a_failed_fetch_is_retried_with_warm_ranks(
     in_the_way.write_text("no folder")
     retry_after_repair(monkeypatch, "fetch_checkpoint", in_the_way.unlink)
     result = train(one_slot(here, 8, hyperparameters={"record": str(here)}), first.trial)
-    tries = {stage.name: stage.tries for stage in stages(prefect_server, result.flow_run_id)}
+    seen = stages(prefect_server, result.flow_run_id, "checkpoint-upload @8")
+    tries = {stage.name: stage.tries for stage in seen}
     assert tries["fetch-checkpoint @4"] == 2
     assert tries["build-trial"] == 1
     assert [line[0] for line in lines(here, "samples", 0)] == [4, 5, 6, 7]

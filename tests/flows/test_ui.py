@@ -82,12 +82,13 @@ def watched(
 
 def test_the_timeline(watched: Watched) -> None:
     """Every stage has its name and batches; an upload overlaps the training after it."""
+    recorded = stages(watched.server, watched.second.flow_run_id, "checkpoint-upload @80")
     watched.browser.open(watched.page(watched.second), "trained [40→50]")  # a line of its log
     keep(watched.browser, "run.png")
     watched.browser.open(f"{watched.page(watched.second)}?tab=TaskRuns", "train-workload [70→80]")
     for stage in ("validate @80", "checkpoint-save @80", "checkpoint-upload @80"):
         assert stage in watched.browser.text
-    ran = {stage.name: stage for stage in stages(watched.server, watched.second.flow_run_id)}
+    ran = {stage.name: stage for stage in recorded}
     upload, training = ran["checkpoint-upload @60"], ran["train-workload [60→70]"]
     assert upload.began < training.ended
     assert training.began < upload.ended
