@@ -44,8 +44,7 @@ def test_a_missing_searcher_metric_costs_no_training(
         train(config("accuracy"))
     last = "callbacks on_trial_shutdown @6"
     states = {stage.name: stage.state for stage in newest_run(prefect_server, last)}
-    assert states["validate @6"] == "Failed"
-    assert states["checkpoint-upload @6"] == states["callbacks on_trial_shutdown @6"] == "Completed"
+    assert states["checkpoint-upload @6"] == states[last] == "Completed"
 
     saved = CheckpointStore(f"file://{here}/checkpoints").list()
     assert [manifest.progress.batches_trained for manifest in saved] == [4, 6]
