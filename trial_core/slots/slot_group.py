@@ -122,7 +122,8 @@ class SlotGroup:
             world_size, pause=self._send_pause, resume_until=self._send_resume
         )
         self._ranks: list[RankProcess] = []
-        self._own_fork_server = None if fork_server else ForkServer()
+        self._fork_server = fork_server or ForkServer()
+        self._owns_fork_server = fork_server is None
         self._progress = ProgressClock(self._ranks)
         self._failures = RankFailures(
             world_size, self._ranks, self._peers, self._pending, self.log_dir, self._end_failed
@@ -135,7 +136,7 @@ class SlotGroup:
                 log_dir=self.log_dir,
                 working_dir=working_dir,
                 environment=environment or {},
-                fork_server=fork_server or self._own_fork_server or ForkServer(),
+                fork_server=self._fork_server,
                 on_exit=self._rank_exited,
                 ranks=self._ranks,
             )
@@ -295,8 +296,8 @@ class SlotGroup:
                     "rank %d (process %d) still runs %g s after SIGKILL",
                     rank.rank, rank.pid, KILL_SECONDS,
                 )  # fmt: skip
-        if self._own_fork_server is not None:
-            self._own_fork_server.close()
+        if self._owns_fork_server:
+            self._fork_server.close()
         self._pending.fail(self._failure or _closed())
         self._channel.close()
         if self._has_temporary_log_dir:
