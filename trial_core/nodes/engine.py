@@ -1,0 +1,123 @@
+"""What places nodes: an engine finds machines, and starts one agent on each of them.
+
+The agent (`trial_core.nodes.agent`) joins the driver, and starts, watches and ends that node's
+ranks. The driver itself notices an agent that is gone (`trial_core.nodes.hub`), whatever the
+engine. So an engine only has to find machines, to start programs on them, to say why a program has
+not started, and to give the machines back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+AGENT_MODULE = "trial_core.nodes.agent_main"
+"""What an engine starts: ``python -m`` this, with the node's own Python."""
+
+NODE_SECONDS = 60.0
+"""How long an engine may take to say that it cannot start an agent."""
+
+
+@dataclass(frozen=True)
+class NodeRequest:
+    """The nodes that a run needs.
+
+    Attributes:
+        slots: how many ranks they must have together.
+        slots_per_node: the ranks of each node; None: one per accelerator of the node, or two on the
+            CPU.
+        on_cpu: whether ranks use no accelerators, also where there are some.
+    """
+
+    slots: int
+    slots_per_node: int | None = None
+    on_cpu: bool = False
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine, or a part of one, that an engine has given to a run.
+
+    Attributes:
+        name: identifies it among the nodes of the run, replacements included; a host name is part
+            of it.
+        slots: how many ranks it has room for.
+    """
+
+    name: str
+    slots: int
+
+
+@dataclass(frozen=True)
+class AgentEnded:
+    """The agent of a node has ended, could not be started, or the engine has lost the node.
+
+    Attributes:
+        node: the node's name.
+        why: what the engine knows, for people: an exit code, the last lines of what it wrote.
+    """
+
+    node: str
+    why: str
+
+
+class Gang(Protocol):
+    """The nodes of one run. Its methods are called by one thread."""
+
+    @property
+    def nodes(self) -> Sequence[Node]:
+        """The nodes that the run has now."""
+
+    def start(self, node: Node, arguments: Sequence[str], token: str) -> None:
+        """Start the agent of a node. Returns at once; `ended` tells what became of it.
+
+        Args:
+            arguments: of `AGENT_MODULE`.
+            token: written to the agent's standard input, which is then closed. No other user of the
+                node may see it.
+        """
+
+    def ended(self) -> Sequence[AgentEnded]:
+        """The agents that have ended since the last call, for whatever reason. Returns at once."""
+
+    def replace(
+        self, lost: Node, seconds: float, should_abort: Callable[[], bool]
+    ) -> Node | None:
+        """Another node with as many slots, in place of one that is lost or whose agent has ended.
+
+        The node that is lost leaves `nodes`, and is given back. The new one may be the same machine
+        if that is well, but has another name.
+
+        Args:
+            seconds: how long to wait for it.
+            should_abort: asked meanwhile whether to give up.
+
+        Returns:
+            None: there is none within that time, or it was given up.
+        """
+
+    def release(self) -> None:
+        """Give all nodes back, and end the agents that still run. A second call does nothing."""
+
+
+class Engine(Protocol):
+    """Finds nodes."""
+
+    name: str
+    """As in ``resources.engine``."""
+
+    def place(
+        self, request: NodeRequest, seconds: float, should_abort: Callable[[], bool]
+    ) -> Gang:
+        """Wait for as many nodes as a request needs, all or none.
+
+        Args:
+            seconds: how long to wait.
+            should_abort: asked meanwhile whether to give up; then LaunchError.
+
+        Raises:
+            LaunchError: there are none within that time, or there never will be, or the engine
+                cannot be reached. The message says what was asked for, what there is, and what to
+                do. Nothing stays behind.
+        """
