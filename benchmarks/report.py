@@ -138,6 +138,7 @@ def measure(world_size: int, plan: Plan, folder: Path) -> list[Pair]:
 
     from trial_core.checkpoint.resume_point import ResumePoint
     from trial_core.checkpoint.store import CheckpointStore
+    from trialflow.flows.rank_placement import ThisMachine
     from trialflow.flows.train import launch_slots
     from trialflow.tasks.build import build_loaders, build_trial
     from trialflow.tasks.report import Report
@@ -153,7 +154,7 @@ def measure(world_size: int, plan: Plan, folder: Path) -> list[Pair]:
     def turns() -> list[Pair]:
         with Report(config, trial, run_dir, Observer(), store) as report:
             run = TrialRun(config, trial, run_dir, store, relay := Relay())
-            with launch_slots(run) as run.slots:
+            with launch_slots(run, ThisMachine()) as run.slots:
                 build_trial(run)
                 build_loaders(run, ResumePoint())
                 report.run_started(trial, plan.total_batches, 0, run.batch_samples)

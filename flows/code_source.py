@@ -43,7 +43,7 @@ def stored_trial_code(
         ConfigError: ``environment.code`` is ``from_checkpoint``, and the run begins with nothing.
         CheckpointError: the checkpoint names no code, or it is damaged.
     """
-    if config.environment.code == "folder":
+    if config.environment.code != "from_checkpoint":
         return None
     checkpoint = resume_points(store, config, trial)[0].checkpoint
     if checkpoint is None:

@@ -41,10 +41,10 @@ from trialflow.flows.lifecycle.run_log import readable_task_log
 from trialflow.flows.lifecycle.run_names import evaluate_name
 from trialflow.flows.lifecycle.shared_gpus import gpu_slots
 from trialflow.flows.lifecycle.stop_monitor import StopMonitor
+from trialflow.flows.rank_placement import place_ranks
 from trialflow.flows.train import (
     fetch,
     launch_slots,
-    start_fork_server,
     stopping_ranks,
     takeover_wait_seconds,
 )
@@ -143,17 +143,17 @@ def evaluate_checkpoint(
     with (
         locked_run_dir(name, takeover_wait_seconds(config)) as run_dir,
         claim_run(store, name) as claim,
-        start_fork_server(config) as fork_server,
+        place_ranks(config, run_dir) as placement,
     ):
         code = None
         if config.environment.code == "from_checkpoint":
             code = fetched_code(store, candidates[0], run_dir)
         run = TrialRun(
             config, name, run_dir, store, current_observer(), stopping, claim, devices=devices,
-            code=code, fork_server=fork_server,
+            code=code,
         )  # fmt: skip
         try:
-            with launch_slots(run) as run.slots, stopping_ranks(run):
+            with launch_slots(run, placement) as run.slots, stopping_ranks(run):
                 build_trial(run)
                 manifest = _fetch_first_intact(run, candidates, checkpoint)
                 build_loaders(run, ResumePoint.warm(manifest, weights_only=True))

@@ -8,7 +8,6 @@ they fail, and always ends them.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -40,9 +39,6 @@ from trial_core.run.run_loop import TrialResult as TrialResult  # part of the fl
 from trial_core.run.run_loop import Validation, follow_schedule
 from trial_core.run.sequencer import Progress, Schedule
 from trial_core.run.stop_requests import StopHandler, StopRequest
-from trial_core.slots.accelerators import resolve_slot_count
-from trial_core.slots.fork_server import ForkServer
-from trial_core.slots.rank_main import SCRIPT_MODULES, TRIAL_MODULES
 from trial_core.slots.slot_group import SlotGroup
 from trial_core.transfer.staged_checkpoint import StagedCheckpoint
 from trial_core.transfer.trial_code import code_of_folder
@@ -54,6 +50,7 @@ from trialflow.flows.lifecycle.run_log import readable_task_log
 from trialflow.flows.lifecycle.run_names import train_name
 from trialflow.flows.lifecycle.shared_gpus import gpu_slots
 from trialflow.flows.lifecycle.stop_monitor import POLL_SECONDS, StopMonitor, while_stopping
+from trialflow.flows.rank_placement import Placement, place_ranks
 from trialflow.flows.script import follow_script
 from trialflow.flows.uploads import Uploads
 from trialflow.tasks.build import build_loaders, build_trial, fetch_checkpoint
@@ -147,7 +144,7 @@ def train_trial(
         Report(
             config, trial, run_dir, current_observer(), store, stopping, ledger.read
         ) as report,
-        start_fork_server(config) as fork_server,
+        place_ranks(config, run_dir) as placement,
     ):  # fmt: skip
         clock.switch("launch")
         stored_code = stored_trial_code(config, store, trial, run_dir)
@@ -156,13 +153,16 @@ def train_trial(
             # Again for each launch: the code may have been corrected since.
             code = stored_code or code_of_folder(config.code, store, get_run_logger())
             run = TrialRun(
-                config, trial, run_dir, store, report, stopping, claim, fence, devices, code, clock,
-                fork_server,
+                config, trial, run_dir, store, report, stopping, claim, fence, devices, code, clock
             )  # fmt: skip
             sweep_leftovers(run)
             try:
                 # In this order: uploads need the ranks, and end before or (memory://) after them.
-                with Uploads(run) as uploads, launch_slots(run) as run.slots, stopping_ranks(run):
+                with (
+                    Uploads(run) as uploads,
+                    launch_slots(run, placement) as run.slots,
+                    stopping_ranks(run),
+                ):
                     clock.switch("idle")
                     build_trial(run)
                     stages = TrainStages(run, uploads)
@@ -226,24 +226,16 @@ def takeover_wait_seconds(config: ExperimentConfig) -> float:
     return config.stopping.grace_seconds + 2 * POLL_SECONDS
 
 
-def start_fork_server(config: ExperimentConfig) -> ForkServer:
-    """What starts the ranks of a run, again after each restart. It ends with the `with` block."""
-    if not config.resources.preload:
-        return ForkServer()
-    return ForkServer(SCRIPT_MODULES if config.is_script else TRIAL_MODULES)
-
-
-def launch_slots(run: TrialRun) -> SlotGroup:
+def launch_slots(run: TrialRun, placement: Placement) -> SlotGroup:
     """Launch the ranks of `run`. The result is a context manager, which ends them."""
-    variables = {**run.config.rank_variables, **run.devices}
-    slots = resolve_slot_count(run.config.resources.slots_per_trial, {**os.environ, **variables})
+    slots, launcher = placement.prepare(run)
     run.clock.has_slots(slots)
     return SlotGroup(
         slots,
         working_dir=run.code.folder,
         log_dir=run.run_dir / "logs",
-        environment=variables,
-        fork_server=run.fork_server,
+        environment={**run.config.rank_variables, **run.devices},
+        launcher=launcher,
         on_batches=run.note_batches,
         on_log=run.observer.rank_logged,
         on_activity=run.note_activity,

@@ -20,7 +20,6 @@ from trial_core.ledger.run_clock import RunClock
 from trial_core.retention.claims import RunClaim
 from trial_core.run.observer import Observer
 from trial_core.run.stop_requests import StopHandler
-from trial_core.slots.fork_server import ForkServer
 from trial_core.slots.slot_group import SlotGroup
 from trial_core.transfer.trial_code import TrialCode
 from trial_core.units import EpochLength
@@ -45,7 +44,6 @@ class TrialRun:
         devices: environment variables that give the ranks this run's accelerators.
         code: the trial's code, which the ranks start in and checkpoints name.
         clock: measures what the run's slots do, over all its launches.
-        fork_server: starts the ranks of all launches; None: each launch starts its own.
         metrics: the last ones of each kind.
         script_events: what a Core API script reports, and in the end its results.
         validated: the metrics of the last validation, which may not be reported yet.
@@ -75,7 +73,6 @@ class TrialRun:
         devices: Mapping[str, str] | None = None,
         code: TrialCode | None = None,
         clock: RunClock | None = None,
-        fork_server: ForkServer | None = None,
     ) -> None:
         self.config = config
         self.trial = trial
@@ -89,7 +86,6 @@ class TrialRun:
         self.devices = devices or {}
         self.code = code or TrialCode(config.code)
         self.clock = clock or RunClock()
-        self.fork_server = fork_server
         self.logger: Logger | LoggerAdapter[Any] = logging.getLogger(__name__)
         self.script_events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.metrics: dict[str, dict[str, Any]] = {}

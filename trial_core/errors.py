@@ -150,6 +150,7 @@ class RankFailed(SlotsError):
         during: the stage it was in, as its Prefect task is called.
         exit_code: its exit code, if it exited by itself.
         signal_name: the signal that killed it (``"SIGKILL"``), if one did.
+        node_lost: how its machine was lost, if it was.
         error_type: the class name of the exception it raised, if it raised one.
         is_ours: whether that exception is a `TrialflowError`; users may reuse the name.
         error_message: that exception's message.
@@ -167,6 +168,7 @@ class RankFailed(SlotsError):
         during: str,
         exit_code: int | None = None,
         signal_name: str | None = None,
+        node_lost: str | None = None,
         error_type: str | None = None,
         is_ours: bool = False,
         error_message: str | None = None,
@@ -180,6 +182,7 @@ class RankFailed(SlotsError):
         self.during = during
         self.exit_code = exit_code
         self.signal_name = signal_name
+        self.node_lost = node_lost
         self.error_type = error_type
         self.is_ours = is_ours
         self.error_message = error_message
@@ -203,7 +206,9 @@ class RankFailed(SlotsError):
     @property
     def headline(self) -> str:
         """One sentence: which rank failed, on which host, how, and during which stage."""
-        if self.error_type is not None:
+        if self.node_lost is not None:
+            how = f"was lost with its node: {self.node_lost}"
+        elif self.error_type is not None:
             how = f"raised {self.error_type}: {self.error_message}"
         elif self.signal_name is not None:
             how = f"was killed by {self.signal_name}"

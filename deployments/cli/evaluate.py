@@ -11,10 +11,12 @@ from trial_core.errors import Stopped
 from trialflow.deployments.cli.experiment_options import (
     CHECKPOINT,
     DEFAULT_EXPERIMENT,
+    Engine,
     Experiment,
     Overrides,
     Storage,
     read_experiment,
+    with_engine,
 )
 from trialflow.deployments.cli.flow_run import FlowRun, StateHook
 from trialflow.deployments.cli.run_display import display_for_stdout
@@ -36,14 +38,15 @@ def evaluate(
     ] = None,
     set_: Overrides = None,
     storage: Storage = None,
+    engine: Engine = None,
     quiet: Annotated[bool, Parameter(help="Print only the metrics, or the error.")] = False,
     json_: AsJson = False,
 ) -> int:
-    """Validate a committed checkpoint of an experiment on this machine.
+    """Validate a committed checkpoint of an experiment, on this machine or on several.
 
     Uses as many slots as the experiment names, whatever number saved the checkpoint.
     """
-    experiment = read_experiment(config, set_ or [], storage)
+    experiment = read_experiment(config, with_engine(set_, engine), storage)
 
     def call(on_running: StateHook) -> EvaluateResult:
         from trialflow.flows.evaluate import EvaluateResult

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -40,6 +40,12 @@ Storage = Annotated[
     Parameter(
         help="Where checkpoints are stored: a folder, or a URL such as s3://bucket/prefix. "
         "Default: checkpoint_storage of the experiment, else ./trialflow-runs/checkpoints."
+    ),
+]
+Engine = Annotated[
+    Literal["auto", "local", "join", "ray", "slurm"] | None,
+    Parameter(
+        help="What finds the machines that train; as resources.engine. Default: the experiment's."
     ),
 ]
 ConfigFile = Annotated[
@@ -80,6 +86,11 @@ def read_experiment(
         return experiment
     place = moved(experiment.checkpoint_storage, storage)
     return experiment.model_copy(update={"checkpoint_storage": place})
+
+
+def with_engine(overrides: list[str] | None, engine: str | None) -> list[str]:
+    """The overrides, and that of the engine, if one is given."""
+    return [*(overrides or []), *([f"resources.engine={engine}"] if engine is not None else [])]
 
 
 def chosen_experiment(config_file: Path | None, storage: str | None) -> Path | None:

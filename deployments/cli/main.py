@@ -25,6 +25,7 @@ from trialflow.deployments.cli import (
     evaluate,
     export,
     init,
+    join,
     models,
     retrain,
     runs,
@@ -65,6 +66,7 @@ app.command(up.up)
 app.command(deploy.deploy)
 app.command(data_arrived.data_arrived)
 app.command(worker.worker)
+app.command(join.join)
 app.command(doctor.doctor)
 
 

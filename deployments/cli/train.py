@@ -15,11 +15,13 @@ from trial_core.errors import CheckpointError, ConfigError, Stopped
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
     DEFAULT_EXPERIMENT,
+    Engine,
     Experiment,
     Overrides,
     Storage,
     open_store_of,
     read_experiment,
+    with_engine,
 )
 from trialflow.deployments.cli.flow_run import FlowRun, StateHook
 from trialflow.deployments.cli.json_result import JsonResult
@@ -38,6 +40,7 @@ def train(
     *,
     set_: Overrides = None,
     storage: Storage = None,
+    engine: Engine = None,
     resume: Annotated[
         bool,
         Parameter(help="Continue a trial from its last checkpoint: the experiment's newest."),
@@ -72,7 +75,7 @@ def train(
         ),
     ] = False,
 ) -> int:
-    """Train an experiment's trial on this machine.
+    """Train an experiment's trial, on this machine or on several.
 
     Uses the Prefect server at PREFECT_API_URL; if that is not set, the one of a running `trialflow
     up`; else starts one for this run.
@@ -82,7 +85,7 @@ def train(
         option = "--take-over" if take_over else "--trial"
         raise ConfigError(f"{option} continues a trial: give --resume as well")
     with JsonResult(is_printed=json_) as outcome:
-        experiment = read_experiment(config, set_ or [], storage)
+        experiment = read_experiment(config, with_engine(set_, engine), storage)
         store = outcome.store = open_store_of(experiment)
         display = _display(quiet, json_, (experiment.searcher.metric, "loss"))
         outcome.run_status = display

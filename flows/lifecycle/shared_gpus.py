@@ -22,6 +22,7 @@ from trial_core.slots.device_locks import reserve_devices
 from trialflow.flows.lifecycle.concurrency_limits import concurrency_slots
 from trialflow.flows.lifecycle.flow_run_reader import is_healthy
 from trialflow.flows.lifecycle.requeue import requeue_if_stopped
+from trialflow.flows.rank_placement import choose_engine
 
 GPU_LIMIT = "gpu"
 LEASE_LABEL = "trialflow.gpu-lease"
@@ -41,6 +42,9 @@ def gpu_slots(config: ExperimentConfig) -> Iterator[dict[str, str]]:
         LaunchError: the limit or the machine has fewer GPUs than the run needs.
         ObjectNotFound: a proxy answered 404 in the server's place.
     """
+    if choose_engine(config) is not None:
+        yield {}  # the devices of this machine are not for this run
+        return
     with ExitStack() as held:
         with requeue_if_stopped("GPUs"):
             variables = _acquire(config, held)

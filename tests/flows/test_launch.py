@@ -21,6 +21,7 @@ from trial_core.errors import CheckpointError, LaunchError, RankFailed
 from trial_core.run.observer import Observer
 from trial_core.slots.accelerators import resolve_slot_count
 from trialflow.flows.lifecycle.crash_limit import CrashedTooOften
+from trialflow.flows.rank_placement import ThisMachine
 from trialflow.flows.train import launch_slots
 from trialflow.tasks.trial_run import TrialRun
 
@@ -42,10 +43,10 @@ def toy_run(folder: Path, variables: dict[str, str]) -> TrialRun:
 def test_the_experiment_may_choose_cpu_ranks(tmp_path: Path) -> None:
     """DS_ACCELERATOR=cpu in the YAML applies to counting slots, too."""
     run = toy_run(tmp_path, {"DS_ACCELERATOR": "cpu"})
-    with launch_slots(run) as slots:
+    with launch_slots(run, ThisMachine()) as slots:
         assert slots.world_size == run.clock.slots == 2
     with pytest.raises(LaunchError, match="this machine has 1 accelerator;"):
-        launch_slots(toy_run(tmp_path, {}))
+        launch_slots(toy_run(tmp_path, {}), ThisMachine())
 
 
 @pytest.mark.slots
@@ -53,7 +54,7 @@ def test_ranks_see_only_their_runs_devices(tmp_path: Path) -> None:
     """Devices that the experiment names may belong to another run."""
     run = toy_run(tmp_path, {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "0,1,2,3"})
     run.devices = {"CUDA_VISIBLE_DEVICES": "2,3"}
-    with launch_slots(run) as slots:
+    with launch_slots(run, ThisMachine()) as slots:
         for pid in slots.pids:
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             assert b"CUDA_VISIBLE_DEVICES=2,3" in variables
@@ -127,7 +128,7 @@ def test_ranks_without_their_gpu_refuse_to_train(tmp_path: Path) -> None:
     config = toy_config(tmp_path, resources={"slots_per_trial": 1})
     run = TrialRun(config, "toy-0a", tmp_path, CheckpointStore("memory://"), Observer())
     with (
-        launch_slots(run) as slots,
+        launch_slots(run, ThisMachine()) as slots,
         pytest.raises(RankFailed, match=r"on cuda device 0, but torch .* finds none: .*CUDA"),
     ):
         build(slots, run.config, tmp_path)

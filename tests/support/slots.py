@@ -43,6 +43,7 @@ from trial_core.messages import (
 from trial_core.run.searcher_metric import searcher_metric, with_single_number
 from trial_core.run.sequencer import Checkpoint, Finish, Progress, Train, Validate, next_workload
 from trial_core.slots.fork_server import ForkServer
+from trial_core.slots.launcher import LocalLauncher
 from trial_core.slots.rank_main import TRIAL_MODULES
 from trial_core.slots.slot_group import SlotGroup
 from trial_core.units import EpochLength
@@ -250,7 +251,7 @@ def warm_slots() -> Iterator[Callable[[int], SlotGroup]]:
         if world_size not in groups:
             servers[world_size] = ForkServer(TRIAL_MODULES)
             groups[world_size] = SlotGroup(
-                world_size, working_dir=TOY, fork_server=servers[world_size]
+                world_size, working_dir=TOY, launcher=LocalLauncher(servers[world_size])
             )
         return groups[world_size]
 

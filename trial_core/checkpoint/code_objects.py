@@ -42,12 +42,13 @@ class StoredCopies(NamedTuple):
 class RunCode:
     """The code of a run's trial, and the stored copy that its uploads name.
 
-    Args:
+    Attributes:
         data: the archive.
+        digest: ``sha256:…`` of it.
     """
 
     def __init__(self, data: bytes) -> None:
-        self._data = data
+        self.data = data
         self.digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
         self._number: int | None = None
         self._last: tuple[str, StoredCode] | None = None
@@ -71,14 +72,14 @@ class RunCode:
         for _ in range(_TRIES):
             if self._number is None:
                 self._number = _unmarked_number(stored_copies(storage, self.digest))
-            code = StoredCode(digest=self.digest, size_bytes=len(self._data), number=self._number)
+            code = StoredCode(digest=self.digest, size_bytes=len(self.data), number=self._number)
             announce(code)
             copies = stored_copies(storage, self.digest)  # after the intent: see above
             if code.number in copies.being_deleted:
                 self._number = None
                 continue
             if copies.sizes.get(code.number) != code.size_bytes:
-                storage.write(code.key, self._data)
+                storage.write(code.key, self.data)
             self._last = uuid, code
             return code
         raise CommitConflict(

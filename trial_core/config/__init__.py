@@ -18,13 +18,13 @@ from __future__ import annotations
 from trial_core.config.checkpoint_storage import StorageConfig
 from trial_core.config.error_text import ExperimentWarning, IgnoredFieldWarning, error_lines
 from trial_core.config.experiment import ExperimentConfig, load_config
+from trial_core.config.resources_section import ResourcesConfig
 from trial_core.config.retraining_section import RetrainingConfig, ScheduleConfig
 from trial_core.config.sections import (
     EnvironmentConfig,
     OptimizationsConfig,
     ProfilingConfig,
     ReproducibilityConfig,
-    ResourcesConfig,
     SearcherConfig,
 )
 

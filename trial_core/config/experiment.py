@@ -25,6 +25,7 @@ from trial_core.config.error_text import (
 )
 from trial_core.config.lengths import OPEN_END, Period
 from trial_core.config.parsing import override, read_mapping, warn_of_new_hyperparameters
+from trial_core.config.resources_section import ResourcesConfig
 from trial_core.config.retraining_section import RetrainingConfig
 from trial_core.config.section_base import Section
 from trial_core.config.sections import (
@@ -32,7 +33,6 @@ from trial_core.config.sections import (
     OptimizationsConfig,
     ProfilingConfig,
     ReproducibilityConfig,
-    ResourcesConfig,
     SearcherConfig,
 )
 from trial_core.config.stopping_section import StoppingConfig
@@ -59,7 +59,9 @@ _NOT_IN_DIGEST: dict[str, Any] = {
         ),
         True,
     ),
-    "resources": {"preload"},
+    "resources": {
+        "preload", "engine", "slots_per_node", "network", "max_wait_seconds", "channel", "ray",
+    },
 }  # fmt: skip
 
 
@@ -378,6 +380,6 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         mapping["code"] = _beside(path, code or ".")
     config = ExperimentConfig.from_mapping(mapping, source=str(path))
     is_there = os.path.isdir(config.code)  # `Path.is_dir` raises if the name is too long
-    if not is_there and config.environment.code == "folder":
+    if not is_there and config.environment.code != "from_checkpoint":
         raise ConfigError(f"{path}: code: no such folder: {config.code}")
     return config

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from trial_core.checkpoint.layout import is_name, is_uuid
 from trial_core.config import determined
@@ -14,23 +14,6 @@ from trial_core.config.error_text import format_value, validation_error, warn_of
 from trial_core.config.lengths import Length
 from trial_core.config.section_base import Section
 from trial_core.config.values import Count, Flag, Positive, Seed, Text
-
-MAX_SLOTS = 1024
-"""More than any machine has accelerators, or can run CPU ranks on."""
-
-
-def _slots(value: Any) -> int | str:
-    if type(value) is int and value > MAX_SLOTS:
-        raise validation_error(
-            f"expected at most {MAX_SLOTS}, got {format_value(value)}; a trial's slots are "
-            "processes on one machine"
-        )
-    if value == "auto" or (type(value) is int and value > 0):
-        return value  # type: ignore[no-any-return]  # narrowed by the condition
-    advice = "; a slot is a CPU process where there is no accelerator" if value == 0 else ""
-    raise validation_error(
-        f'expected a positive integer or "auto", got {format_value(value)}{advice}'
-    )
 
 
 def _single(value: Any) -> Any:
@@ -59,43 +42,6 @@ def _trial_id(value: Any) -> Any:
             f"{format_value(value)}"
         )
     return value
-
-
-class ResourcesConfig(Section):
-    """The machines' resources that a run uses."""
-
-    yaml_path: ClassVar[str] = "resources"
-    ignored: ClassVar[Mapping[str, str]] = determined.IGNORED_RESOURCES
-
-    slots_per_trial: Annotated[
-        int | Literal["auto"],
-        PlainValidator(_slots),
-        WithJsonSchema(
-            {
-                "anyOf": [
-                    {"type": "integer", "minimum": 1, "maximum": MAX_SLOTS},
-                    {"type": "string", "const": "auto"},
-                ]
-            }
-        ),
-    ] = Field(
-        default=1,
-        title="Slots per trial",
-        description='Rank processes, each with one accelerator if the machine has any. "auto": one '
-        "per accelerator, or two on the CPU if the machine has none.",
-    )
-    accelerator: Literal["auto", "cpu"] = Field(
-        default="auto",
-        title="Accelerator",
-        description='"auto": ranks compute on accelerators, or on the CPU if the machine has none. '
-        '"cpu": they compute on the CPU.',
-    )
-    preload: bool = Field(
-        default=True,
-        title="Preload",
-        description="Fork the ranks from a process that has imported PyTorch and DeepSpeed. They "
-        "start faster, also after a crash, and share memory. False: each rank imports them.",
-    )
 
 
 GREATER_IS_BETTER = re.compile(
@@ -260,10 +206,11 @@ class EnvironmentConfig(Section):
         title="Environment variables",
         description="Set in every rank process; they override inherited ones.",
     )
-    code: Literal["folder", "from_checkpoint"] = Field(
+    code: Literal["folder", "from_checkpoint", "shared"] = Field(
         default="folder",
         title="Code",
-        description='Where the trial\'s code comes from. "folder": the code folder. '
+        description='Where the trial\'s code comes from. "folder": the code folder; other machines '
+        'get a copy. "shared": the code folder, which all machines see under the same path. '
         '"from_checkpoint": what the checkpoint that the run continues, starts from or evaluates '
         "was saved with; the machine needs no code folder. That code is executed.",
     )

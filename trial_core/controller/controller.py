@@ -60,6 +60,7 @@ from trial_core.messages import (
 )
 from trial_core.pytorch.callback import HOOKS, overridden_hooks
 from trial_core.pytorch.metric_values import as_reported
+from trial_core.run.run_dirs import rank_run_dir
 from trial_core.slots.stop_barrier import StopBarrier
 
 T = TypeVar("T")
@@ -175,7 +176,7 @@ class Controller:
         """Construct the user's trial, in place of an earlier one. Collective."""
         self._stop_barrier.reset()
         self._free_trial()
-        run_dir = Path(request.run_dir)
+        run_dir = rank_run_dir(request.run_dir)
         instruments = instruments_in(run_dir, self._distributed.get_rank())
         info = RunInfo(request.trial, request.experiment, instruments=instruments)
         engine = self._build_engine(info, self._distributed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from trial_core.checkpoint.manifest import Topology
@@ -38,6 +37,7 @@ from trial_core.messages import (
     TrialBuilt,
 )
 from trial_core.rendezvous import host_store
+from trial_core.run.run_dirs import rank_run_dir
 from trial_core.slots.stop_barrier import StopBarrier
 
 
@@ -103,7 +103,7 @@ class ScriptController:
         command = command_of(str(request.experiment["entrypoint"]))
         if command is None:
             raise SlotsError(f"no command: {request.experiment['entrypoint']!r}")
-        run_dir, ranks = Path(request.run_dir), self._distributed
+        run_dir, ranks = rank_run_dir(request.run_dir), self._distributed
         instruments = instruments_in(run_dir, ranks.get_rank())
         info = RunInfo(request.trial, request.experiment, instruments=instruments)
         instruments.rank = ranks.get_rank()

@@ -58,7 +58,7 @@ class BuildTrial(Request):
     Attributes:
         trial: the trial's id.
         experiment: the validated experiment configuration, as plain data.
-        run_dir: the run's folder on the rank's machine: logs, staging, restored files.
+        run_dir: the run's folder on the driver's machine: logs, staging, restored files.
         storage: where checkpoints are stored.
     """
 

@@ -81,9 +81,7 @@ class Gang(Protocol):
     def ended(self) -> Sequence[AgentEnded]:
         """The agents that have ended since the last call, for whatever reason. Returns at once."""
 
-    def replace(
-        self, lost: Node, seconds: float, should_abort: Callable[[], bool]
-    ) -> Node | None:
+    def replace(self, lost: Node, seconds: float, should_abort: Callable[[], bool]) -> Node | None:
         """Another node with as many slots, in place of one that is lost or whose agent has ended.
 
         The node that is lost leaves `nodes`, and is given back. The new one may be the same machine
@@ -107,9 +105,7 @@ class Engine(Protocol):
     name: str
     """As in ``resources.engine``."""
 
-    def place(
-        self, request: NodeRequest, seconds: float, should_abort: Callable[[], bool]
-    ) -> Gang:
+    def place(self, request: NodeRequest, seconds: float, should_abort: Callable[[], bool]) -> Gang:
         """Wait for as many nodes as a request needs, all or none.
 
         Args:

@@ -28,6 +28,19 @@ KEPT = "kept"
 restart reads them from here."""
 
 
+RUN_DIR_VARIABLE = "TRIALFLOW_RUN_DIR"
+"""Set on ranks of another machine than the driver's: the run's folder there."""
+
+
+def rank_run_dir(on_driver: str) -> Path:
+    """The run's folder on the machine of the rank that calls this.
+
+    Args:
+        on_driver: the folder on the driver's machine.
+    """
+    return Path(os.environ.get(RUN_DIR_VARIABLE, on_driver))
+
+
 def home_folder() -> Path:
     """The folder of all runs: ``$TRIALFLOW_HOME``, else ``./trialflow-runs``; absolute."""
     home = os.environ.get("TRIALFLOW_HOME") or "trialflow-runs"

@@ -1,7 +1,8 @@
-"""The driver's end of the channel: one authenticated connection per rank.
+"""The channel to the ranks of this machine: one authenticated connection per rank.
 
-It listens on a Unix socket (one machine) or TCP (several machines). Its event loop has its own
-thread, so it receives answers, events and disconnects whatever the driver is doing.
+It listens on a Unix socket; the node's agent relays its messages if the driver is on another
+machine (`trial_core/nodes`). Its event loop has a separate thread, so it receives answers, events
+and disconnects whatever the process is doing.
 """
 
 from __future__ import annotations
@@ -10,10 +11,9 @@ import asyncio
 import logging
 import secrets
 import shutil
-import socket
 import tempfile
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -57,36 +57,41 @@ class Listener(Protocol):
     def rank_disconnected(self, rank: int, protocol_error: str | None) -> None:
         """`protocol_error`: what was wrong with the rank's last message; None: nothing."""
 
+    def node_lost(self, ranks: Sequence[int], why: str) -> None:
+        """A machine with these ranks is lost."""
+
 
 class Channel:
-    """Listens for `world_size` ranks and exchanges messages with them.
+    """Listens for ranks of this machine and exchanges messages with them.
 
     Args:
-        host: the TCP address to listen on; None: a Unix socket in a private folder.
+        ranks: those that may join.
     """
 
-    def __init__(self, world_size: int, listener: Listener, host: str | None = None) -> None:
+    def __init__(self, ranks: range, listener: Listener) -> None:
         self.secret = secrets.token_bytes(32)
-        self._world_size = world_size
+        self._ranks = ranks
         self._listener = listener
         self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._folder = None if host else _socket_folder()
+        self._folder = _socket_folder()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="trialflow-channel", daemon=True
         )
         self._thread.start()
         try:
-            self._server, self.address = self._run(self._listen(host))
+            self._server, self.address = self._run(self._listen())
         except OSError as error:
             self.close()
-            where = host or self._folder
-            raise LaunchError(f"cannot listen for ranks on {where}: {error}") from error
+            raise LaunchError(f"cannot listen for ranks in {self._folder}: {error}") from error
 
     def send(self, message: Message) -> None:
         """Send `message` to every joined rank."""
-        data = frame(encode(message))
-        self._loop.call_soon_threadsafe(self._write_all, data)
+        self.send_encoded(encode(message))
+
+    def send_encoded(self, data: bytes) -> None:
+        """Send an encoded message to every joined rank."""
+        self._loop.call_soon_threadsafe(self._write_all, frame(data))
 
     def close(self) -> None:
         """Close all connections and stop listening. Ranks that still run then exit."""
@@ -96,21 +101,16 @@ class Channel:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     # ------------------------------------------------------------------ the loop's thread
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    async def _listen(self, host: str | None) -> tuple[asyncio.AbstractServer, str]:
-        if host is None:
-            path = str(self._folder / "channel") if self._folder else ""
-            return await asyncio.start_unix_server(self._serve, path), f"unix:{path}"
-        server = await asyncio.start_server(self._serve, host, 0)
-        port = server.sockets[0].getsockname()[1]
-        return server, f"tcp:{host}:{port}"
+    async def _listen(self) -> tuple[asyncio.AbstractServer, str]:
+        path = str(self._folder / "channel")
+        return await asyncio.start_unix_server(self._serve, path), path
 
     async def _shut(self) -> None:
         if hasattr(self, "_server"):
@@ -127,7 +127,6 @@ class Channel:
             writer.write(data)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        _no_delay(writer)
         try:
             peer = await asyncio.wait_for(self._admit(reader, writer), HANDSHAKE_SECONDS)
         except (ProtocolError, OSError, EOFError, asyncio.TimeoutError, msgspec.MsgspecError) as e:
@@ -166,8 +165,8 @@ class Channel:
         writer.write(proof(self.secret, "driver", await reader.readexactly(NONCE_BYTES)))
         length = frame_length(await reader.readexactly(HEADER.size), HELLO_MAX_BYTES)
         hello = decode_hello(await reader.readexactly(length))
-        if not 0 <= hello.rank < self._world_size:
-            raise ProtocolError(f"rank {hello.rank} cannot join {self._world_size} ranks")
+        if hello.rank not in self._ranks:
+            raise ProtocolError(f"rank {hello.rank} cannot join the ranks {list(self._ranks)}")
         if hello.rank in self._writers:
             raise ProtocolError(f"rank {hello.rank} has already joined")
         self._writers[hello.rank] = writer
@@ -181,9 +180,3 @@ def _socket_folder() -> Path:
         folder.rmdir()
         folder = Path(tempfile.mkdtemp(prefix="trialflow-", dir="/tmp"))
     return folder
-
-
-def _no_delay(writer: asyncio.StreamWriter) -> None:
-    connection = writer.get_extra_info("socket")
-    if connection is not None and connection.family != socket.AF_UNIX:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

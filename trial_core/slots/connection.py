@@ -25,7 +25,7 @@ class RankConnection:
     """A rank's connection to the driver. Any thread may call `send`.
 
     Args:
-        address: ``unix:/path`` or ``tcp:host:port``.
+        address: the path of the channel's Unix socket.
         secret: the run's secret.
 
     Raises:
@@ -35,8 +35,9 @@ class RankConnection:
     def __init__(self, address: str, secret: bytes, hello: Message) -> None:
         self._lock = threading.Lock()
         try:
-            self._socket = _connect(address)
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._socket.settimeout(HANDSHAKE_SECONDS)
+            self._socket.connect(address)
             self._socket.sendall(proof(secret, "rank", self._read(NONCE_BYTES)))
             nonce = new_nonce()
             self._socket.sendall(nonce)
@@ -68,15 +69,3 @@ class RankConnection:
                 raise EOFError("the connection was closed")
             parts += part
         return bytes(parts)
-
-
-def _connect(address: str) -> socket.socket:
-    kind, _, rest = address.partition(":")
-    if kind == "unix":
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.connect(rest)
-        return connection
-    host, _, port = rest.rpartition(":")
-    connection = socket.create_connection((host, int(port)), timeout=HANDSHAKE_SECONDS)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection

@@ -32,6 +32,7 @@ from trial_core.slots.fork_server_main import (
     StartRank,
     kill_sessions,
 )
+from trial_core.slots.rank_handle import RankLog
 
 PRELOADED_KINDS = ("cpu", "cuda")
 """The accelerators that a forked process can use if the process that forked it has not used one."""
@@ -39,7 +40,7 @@ PRELOADED_KINDS = ("cpu", "cuda")
 logger = logging.getLogger(__name__)
 
 
-class RankProcess:
+class RankProcess(RankLog):
     """A rank that the fork server starts and watches.
 
     The process is watched, not only its connection: its forked children hold copies of that.
@@ -59,8 +60,8 @@ class RankProcess:
         number: int,
         on_exit: Callable[[int, int], None],
     ) -> None:
+        super().__init__(log_path)
         self.rank = rank
-        self.log_path = log_path
         self.pid: int | None = None
         """Its process id, and that of its session; None until it was forked."""
         self._server = server
@@ -95,36 +96,16 @@ class RankProcess:
             self._ended.set()
             self._on_exit(self.rank, code)
 
-    def log_size(self) -> int:
-        """The size of the rank's log in bytes."""
-        return self.log_path.stat().st_size
-
-    def log_from(self, start: int) -> str:
-        """The rank's log from byte `start`."""
-        with self.log_path.open("rb") as log:
-            log.seek(start)
-            return log.read().decode(errors="replace")
-
     def written_bytes(self) -> int:
         """Grows when the rank writes to a disk, or when it or a child writes to its log."""
         try:
             logged_bytes = self.log_size()
         except OSError:  # the log was deleted
             logged_bytes = 0
-        return _to_disk_bytes(self.pid) + logged_bytes
-
-    def log_tail(self, lines: int = 20, limit_bytes: int = 16384) -> str:
-        """The last lines of the rank's log."""
-        try:
-            with self.log_path.open("rb") as log:
-                log.seek(max(0, self.log_path.stat().st_size - limit_bytes))
-                text = log.read().decode(errors="replace")
-        except OSError:
-            return ""
-        return "\n".join(text.splitlines()[-lines:])
+        return disk_bytes(self.pid) + logged_bytes
 
 
-def _to_disk_bytes(pid: int | None) -> int:
+def disk_bytes(pid: int | None) -> int:
     """How many bytes a process has written to disks; 0 if Linux does not report it.
 
     Not ``wchar``, which also counts writes to pipes and sockets.

@@ -1,12 +1,15 @@
-"""The channel's wire format: frames, and a handshake that proves that both ends know the secret.
+"""The channels' wire format: frames, and a handshake that proves that both ends know the secret.
 
-A frame is a 4-byte big-endian length and as many bytes. The handshake precedes all messages::
+A frame is a 4-byte big-endian length and as many bytes. The handshake precedes all messages. For
+a rank, and likewise for the agent of a node::
 
     driver → rank   nonce of the driver
     rank → driver   HMAC(secret, "rank", nonce of the driver) + nonce of the rank
     driver → rank   HMAC(secret, "driver", nonce of the rank)
 
-The HMAC uses SHA-256. The frames of an unauthenticated peer are limited to a few bytes.
+The HMAC uses SHA-256. Between machines it also covers the digest of the driver's certificate, as
+each end has it or sees it: a stranger between them who shows another certificate is refused by
+both. The frames of an unauthenticated peer are limited to a few bytes.
 """
 
 from __future__ import annotations
@@ -50,12 +53,18 @@ def new_nonce() -> bytes:
     return secrets.token_bytes(NONCE_BYTES)
 
 
-def proof(secret: bytes, role: str, nonce: bytes) -> bytes:
-    """The HMAC of `nonce`, which only a process that knows the secret can compute."""
-    return hmac.digest(secret, role.encode() + nonce, "sha256")
+def proof(secret: bytes, role: str, nonce: bytes, certificate: bytes = b"") -> bytes:
+    """The HMAC of `nonce`, which only a process that knows the secret can compute.
+
+    Args:
+        certificate: the digest of the driver's certificate, if the connection has one.
+    """
+    return hmac.digest(secret, role.encode() + nonce + certificate, "sha256")
 
 
-def check_proof(secret: bytes, role: str, nonce: bytes, seen: bytes) -> None:
+def check_proof(
+    secret: bytes, role: str, nonce: bytes, seen: bytes, certificate: bytes = b""
+) -> None:
     """Raise ProtocolError unless `seen` is the correct proof."""
-    if not hmac.compare_digest(proof(secret, role, nonce), seen):
+    if not hmac.compare_digest(proof(secret, role, nonce, certificate), seen):
         raise ProtocolError(f"the {role} does not know this run's secret")

@@ -15,9 +15,9 @@ from typing import Any
 
 from trial_core.errors import DeadlineExceeded, RankFailed, Stalled
 from trial_core.messages import Answer, Peer
-from trial_core.slots.fork_server import RankProcess
 from trial_core.slots.pending_requests import PendingRequest, PendingRequests
 from trial_core.slots.progress_clock import has_batches
+from trial_core.slots.rank_handle import RankHandle
 from trial_core.slots.stacks import log_stacks
 
 # How long to wait for other ranks' failures after the first one.
@@ -38,7 +38,7 @@ class RankFailures:
     def __init__(
         self,
         world_size: int,
-        ranks: Sequence[RankProcess],
+        ranks: Sequence[RankHandle],
         peers: Mapping[int, Peer],
         pending: PendingRequests,
         log_dir: Path,
@@ -72,6 +72,11 @@ class RankFailures:
             rank_traceback=error.traceback if error else None,
             batches_trained=error.batches_trained if error else None,
         )
+
+    def note_node_lost(self, ranks: Sequence[int], why: str) -> None:
+        """Note that a machine with these ranks is lost."""
+        for rank in ranks:
+            self._note(rank, node_lost=why)
 
     def note_disconnected(self, rank: int, protocol_error: str | None) -> None:
         """Note that a rank's connection has closed, because of `protocol_error` if there is one."""

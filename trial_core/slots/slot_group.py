@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
@@ -35,6 +35,7 @@ from trial_core.messages import (
     Envelope,
     FromRank,
     LogLines,
+    Message,
     PauseSteps,
     Peer,
     Result,
@@ -46,12 +47,11 @@ from trial_core.messages import (
     TrialBuilt,
 )
 from trial_core.slots.announcer import Pace
-from trial_core.slots.channel import Channel
-from trial_core.slots.fork_server import ForkServer, RankProcess
-from trial_core.slots.launcher import launch_ranks
+from trial_core.slots.launcher import Launch, Launcher, Link, LocalLauncher
 from trial_core.slots.pending_requests import PendingRequest, PendingRequests
 from trial_core.slots.progress_clock import ProgressClock
 from trial_core.slots.rank_failures import RankFailures
+from trial_core.slots.rank_handle import RankHandle
 from trial_core.slots.stop_barrier import Position, StopCoordinator
 
 logger = logging.getLogger(__name__)
@@ -69,11 +69,11 @@ class SlotGroup:
     """The driver's handle on a trial's ranks. A context manager: no process outlives the block.
 
     Args:
-        world_size: ranks to start on this machine.
+        world_size: how many ranks to start.
         working_dir: the ranks' working directory (the folder of the user's code).
         log_dir: the folder of the ``rank-N.log`` files; None: a temporary folder.
         environment: the experiment's environment variables.
-        fork_server: starts the ranks, and stays for later groups; None: one for this group alone.
+        launcher: starts the ranks; None: on this machine, by a fork server for this group alone.
         on_batches: called with the number of trained batches, a few times a second.
         on_log: called with new lines of a rank's log, which the rank rate-limits.
         on_activity: called with what rank 0 is doing, if that takes long.
@@ -95,7 +95,7 @@ class SlotGroup:
         working_dir: Path,
         log_dir: Path | None = None,
         environment: Mapping[str, str] | None = None,
-        fork_server: ForkServer | None = None,
+        launcher: Launcher | None = None,
         on_batches: Callable[[int], None] = lambda batches: None,
         on_log: Callable[[int, str], None] = lambda rank, line: None,
         on_activity: Callable[[str], None] = lambda text: None,
@@ -117,29 +117,20 @@ class SlotGroup:
         self._has_shutdown_hook = False
         self._has_temporary_log_dir = log_dir is None
         self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="trialflow-logs-"))
-        self._channel = Channel(world_size, self)
+        self._link: Link | None = None
         self._stop_coordinator = StopCoordinator(
             world_size, pause=self._send_pause, resume_until=self._send_resume
         )
-        self._ranks: list[RankProcess] = []
-        self._fork_server = fork_server or ForkServer()
-        self._owns_fork_server = fork_server is None
+        self._ranks: list[RankHandle] = []
         self._progress = ProgressClock(self._ranks)
         self._failures = RankFailures(
             world_size, self._ranks, self._peers, self._pending, self.log_dir, self._end_failed
         )
         try:
-            launch_ranks(
-                world_size,
-                address=self._channel.address,
-                secret=self._channel.secret,
-                log_dir=self.log_dir,
-                working_dir=working_dir,
-                environment=environment or {},
-                fork_server=self._fork_server,
-                on_exit=self._rank_exited,
-                ranks=self._ranks,
+            launch = Launch(
+                world_size, working_dir, self.log_dir, environment or {}, self, self._rank_exited
             )
+            self._link = (launcher or LocalLauncher()).launch(launch, self._ranks)
             self._wait_until_joined(JOIN_SECONDS, should_abort)
         except BaseException:
             self.kill()
@@ -223,7 +214,7 @@ class SlotGroup:
                 self._is_stopping = False
             if failure is None:
                 self._progress.note_progress()
-                self._channel.send(Envelope(number=pending.number, request=request))
+                self._send(Envelope(number=pending.number, request=request))
         if failure is not None:
             self._pending.fail_one(pending, failure)
         return pending
@@ -270,11 +261,15 @@ class SlotGroup:
         """Kill the ranks; pending requests raise `Stopped` with this reason."""
         self._end_with(Stopped(reason))
 
+    def _send(self, message: Message) -> None:
+        if self._link is not None:
+            self._link.send(message)
+
     def _send_pause(self) -> None:
-        self._channel.send(PauseSteps())
+        self._send(PauseSteps())
 
     def _send_resume(self, end: Position) -> None:
-        self._channel.send(ResumeUntil(workload=end.workload, steps=end.steps))
+        self._send(ResumeUntil(workload=end.workload, steps=end.steps))
 
     # -------------------------------------------------------------------------------- ending
 
@@ -293,13 +288,12 @@ class SlotGroup:
         for rank in self._ranks:
             if not rank.wait(KILL_SECONDS):
                 logger.error(
-                    "rank %d (process %d) still runs %g s after SIGKILL",
+                    "rank %d (process %s) still runs %g s after SIGKILL",
                     rank.rank, rank.pid, KILL_SECONDS,
                 )  # fmt: skip
-        if self._owns_fork_server:
-            self._fork_server.close()
         self._pending.fail(self._failure or _closed())
-        self._channel.close()
+        if self._link is not None:
+            self._link.close()
         if self._has_temporary_log_dir:
             shutil.rmtree(self.log_dir, ignore_errors=True)
 
@@ -381,6 +375,11 @@ class SlotGroup:
         """Part of the channel's `Listener`."""
         if not self._is_closing:
             self._failures.note_disconnected(rank, protocol_error)
+
+    def node_lost(self, ranks: Sequence[int], why: str) -> None:
+        """Part of the channel's `Listener`."""
+        if not self._is_closing:
+            self._failures.note_node_lost(ranks, why)
 
     def _rank_exited(self, rank: int, code: int) -> None:
         """Called in the thread that watches the rank's process."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import psutil
 import torch
 from torch.utils.data import TensorDataset
 
@@ -157,6 +158,12 @@ class ToyTrial(DeepSpeedTrial):
             raise RuntimeError("the toy was told to break")
         if do == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if do == "lose node":
+            # The agent, which has started the rank's fork server.
+            agent = psutil.Process().parents()[1]
+            assert "trialflow: agent" in agent.cmdline()[0], agent
+            agent.kill()
+            time.sleep(3600)
         if do == "exit":
             os._exit(7)
         if do == "terminate":

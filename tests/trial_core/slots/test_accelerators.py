@@ -23,7 +23,7 @@ from trial_core.slots.accelerators import (
     visible_accelerators,
 )
 from trial_core.slots.device_locks import DESCRIPTORS_VARIABLE
-from trial_core.slots.fork_server import ForkServer
+from trial_core.slots.slot_group import SlotGroup
 
 
 @pytest.fixture
@@ -218,11 +218,11 @@ def test_ranks_inherit_the_locks_of_their_devices(
         fork_server, "subprocess", SimpleNamespace(Popen=start, DEVNULL=-3, STDOUT=-2)
     )
     with pytest.raises(LaunchError):
-        launcher.launch_ranks(
-            2, address="", secret=b"", log_dir=tmp_path, working_dir=tmp_path,
+        SlotGroup(
+            2,
+            working_dir=tmp_path,
             environment={"DS_ACCELERATOR": "cpu", DESCRIPTORS_VARIABLE: "71,72"},
-            fork_server=ForkServer(), on_exit=lambda rank, code: None, ranks=[],
-        )  # fmt: skip
+        )
     assert inherited[1:] == [71, 72], "the first is the control socket"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -43,14 +43,17 @@ class RecordingListener:
     def rank_disconnected(self, rank: int, protocol_error: str | None) -> None:
         self.events.put(("left", rank, protocol_error))
 
+    def node_lost(self, ranks: Sequence[int], why: str) -> None:
+        self.events.put(("lost", ranks, why))
+
     def next(self) -> object:
         return self.events.get(timeout=DEADLINE_SECONDS)
 
 
-@pytest.fixture(params=[None, "127.0.0.1"], ids=["unix", "tcp"])
-def channel(request: pytest.FixtureRequest) -> Iterator[tuple[Channel, RecordingListener]]:
+@pytest.fixture
+def channel() -> Iterator[tuple[Channel, RecordingListener]]:
     listener = RecordingListener()
-    channel = Channel(2, listener, request.param)
+    channel = Channel(range(2), listener)
     yield channel, listener
     channel.close()
 
@@ -117,9 +120,9 @@ def test_a_duplicate_rank_is_rejected(
 def test_an_invalid_message_ends_the_connection() -> None:
     """The listener gets the reason."""
     listener = RecordingListener()
-    channel = Channel(1, listener, "127.0.0.1")
-    host, _, port = channel.address.removeprefix("tcp:").rpartition(":")
-    with socket.create_connection((host, int(port))) as raw:
+    channel = Channel(range(1), listener)
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.connect(channel.address)
         raw.sendall(proof(channel.secret, "rank", raw.recv(32)) + bytes(32))
         raw.recv(32)
         raw.sendall(frame(encode(hello(0))))

@@ -86,11 +86,11 @@ def test_a_stranger_ends_only_its_own_connection(
 ) -> None:
     """The driver closes it, and a rank that knows the secret joins afterwards."""
     listener = RecordingListener()
-    channel = Channel(1, listener)
+    channel = Channel(range(1), listener)
     with no_error_of_asyncio():
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.settimeout(DEADLINE_SECONDS)
-            stranger.connect(channel.address.removeprefix("unix:"))
+            stranger.connect(channel.address)
             shown = proof_of_kind(kind, channel.secret, "rank", stranger.recv(NONCE_BYTES))
             first = frame(encode(hello(0))) if begins_well else b""
             with contextlib.suppress(BrokenPipeError):
@@ -109,7 +109,7 @@ def test_a_stranger_ends_only_its_own_connection(
 def test_the_driver_names_an_invalid_message(said: bytes) -> None:
     """Whatever is wrong with it, the listener gets the reason."""
     listener = RecordingListener()
-    channel = Channel(1, listener)
+    channel = Channel(range(1), listener)
     rank = RankConnection(channel.address, channel.secret, hello(0))
     assert listener.next() == ("joined", 0)
     rank._socket.sendall(frame(said))
@@ -138,7 +138,7 @@ def test_a_rank_ends_a_connection_that_is_no_drivers(nonce: bytes, kind: str, sa
             thread = threading.Thread(target=play_driver, args=(listening, nonce, kind, said))
             thread.start()
             with contextlib.suppress(SlotsError):
-                rank = RankConnection(f"unix:{path}", SECRET, hello(0))
+                rank = RankConnection(str(path), SECRET, hello(0))
                 with contextlib.suppress(EOFError, OSError, ProtocolError, msgspec.MsgspecError):
                     while True:
                         decode_from_driver(rank.receive())

@@ -17,6 +17,7 @@ from trial_core.errors import RankFailed, Stopped
 from trial_core.messages import Done, Ping
 from trial_core.slots.fork_server import ForkServer
 from trial_core.slots.fork_server_main import kill_sessions
+from trial_core.slots.launcher import LocalLauncher
 from trial_core.slots.slot_group import SlotGroup
 
 DEADLINE_SECONDS = 20
@@ -43,7 +44,9 @@ def interpreters_in(folder: Path) -> list[int]:
 
 def launched(folder: Path, server: ForkServer, variables: Mapping[str, str]) -> list[int]:
     """Launch two ranks, which answer; returns their process ids and that of their parent."""
-    with SlotGroup(2, working_dir=folder, fork_server=server, environment=variables) as slots:
+    with SlotGroup(
+        2, working_dir=folder, launcher=LocalLauncher(server), environment=variables
+    ) as slots:
         assert slots.request(Ping(), Done) == [Done(), Done()]
         (parent,) = {psutil.Process(pid).ppid() for pid in slots.pids}
         return [*slots.pids, parent]
@@ -102,13 +105,15 @@ def test_a_stop_does_not_wait_for_imports(tmp_path: Path) -> None:
     """The import takes a minute; the ranks are forked after it."""
     (tmp_path / "imported.py").write_text("import time; time.sleep(60)")
     with ForkServer(["imported"]) as server, pytest.raises(Stopped, match="were starting"):
-        SlotGroup(1, working_dir=tmp_path, fork_server=server, should_abort=lambda: True)
+        SlotGroup(
+            1, working_dir=tmp_path, launcher=LocalLauncher(server), should_abort=lambda: True
+        )
 
 
 def test_ranks_end_with_their_fork_server(tmp_path: Path) -> None:
     """The failure is that of killed ranks, and the next launch has another fork server."""
     with ForkServer() as server:
-        with SlotGroup(2, working_dir=tmp_path, fork_server=server) as slots:
+        with SlotGroup(2, working_dir=tmp_path, launcher=LocalLauncher(server)) as slots:
             ranks = slots.pids
             for rank in ranks:
                 os.kill(rank, signal.SIGSTOP)  # so none answers before it ends

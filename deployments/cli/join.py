@@ -1,0 +1,58 @@
+"""`trialflow join`: this machine trains for a driver elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from trialflow.deployments.cli import console
+
+
+def join(
+    *,
+    driver: Annotated[
+        str,
+        Parameter(
+            help="Where the run's driver listens, as it shows it: tls://HOST:PORT. Several "
+            "addresses are tried in their order: tls://HOST:PORT,HOST:PORT."
+        ),
+    ],
+    token_file: Annotated[
+        Path | None,
+        Parameter(
+            help="A file with the run's token, as the driver has it. Default: the token is read "
+            "from standard input."
+        ),
+    ] = None,
+    slots: Annotated[
+        int | None,
+        Parameter(
+            help="How many ranks to start here. Default: as the experiment says, else one per "
+            "accelerator, or two on the CPU."
+        ),
+    ] = None,
+    wait_seconds: Annotated[
+        float, Parameter(help="How long to try while the driver cannot be reached.")
+    ] = 300.0,
+) -> int:
+    """Train on this machine for a run that was started elsewhere with resources.engine: join.
+
+    Starts ranks, watches them, and ends when the run has ended, or when its driver is gone. Run it
+    on each machine by hand, ssh, mpirun, torchrun or a Kubernetes job.
+    """
+    from trial_core.nodes.agent_main import run_agent
+    from trial_core.nodes.join_token import checked_token, token_of_file
+
+    if token_file is not None:
+        token = token_of_file(token_file)
+    else:
+        token = checked_token(sys.stdin.read(), "standard input")
+    form = "%(asctime)s %(message)s"
+    logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)
+    run_agent(driver, token, slots=slots, wait_seconds=wait_seconds)
+    console.note("the run has ended")
+    return 0

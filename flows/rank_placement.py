@@ -1,0 +1,176 @@
+"""Where a run's ranks start: on this machine, or on nodes that an engine finds.
+
+A placement outlasts the launches of a run: interpreters that have imported PyTorch and DeepSpeed,
+and nodes, stay for the ranks of the next launch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from prefect.logging import get_run_logger
+
+from trial_core.checkpoint import layout
+from trial_core.config import ExperimentConfig
+from trial_core.errors import ConfigError, LaunchError
+from trial_core.nodes.engine import Engine, NodeRequest
+from trial_core.nodes.hub import Hub, ListenAddress
+from trial_core.nodes.join_engine import JoinEngine
+from trial_core.nodes.join_token import new_token, token_of_file, write_token
+from trial_core.nodes.node_launcher import NodeCode, NodeLauncher
+from trial_core.nodes.node_pool import NodePool
+from trial_core.slots.accelerators import resolve_slot_count
+from trial_core.slots.fork_server import ForkServer
+from trial_core.slots.launcher import Launcher, LocalLauncher
+from trial_core.slots.rank_main import SCRIPT_MODULES, TRIAL_MODULES
+from trialflow.tasks.trial_run import TrialRun
+
+JOIN_TOKEN = "join-token"
+"""The file with the run's token, in the run's folder, unless the experiment names another."""
+
+
+class Placement(Protocol):
+    """Where the ranks of all launches of a run start."""
+
+    def prepare(self, run: TrialRun) -> tuple[int, Launcher]:
+        """How many ranks to launch now, and what starts them.
+
+        Raises:
+            LaunchError: this machine, or the nodes that there are, have too few slots.
+            Stopped: the run was asked to stop while it waited for nodes.
+        """
+
+
+class ThisMachine:
+    """The ranks start on this machine.
+
+    Args:
+        fork_server: starts them; None: each launch starts one.
+    """
+
+    def __init__(self, fork_server: ForkServer | None = None) -> None:
+        self._fork_server = fork_server
+
+    def prepare(self, run: TrialRun) -> tuple[int, Launcher]:
+        """Part of `Placement`."""
+        variables = {**os.environ, **run.config.rank_variables, **run.devices}
+        slots = resolve_slot_count(run.config.resources.slots_per_trial, variables)
+        return slots, LocalLauncher(self._fork_server)
+
+
+class OnNodes:
+    """The ranks start on nodes."""
+
+    def __init__(self, pool: NodePool, slots: int) -> None:
+        self._pool = pool
+        self._slots = slots
+
+    def prepare(self, run: TrialRun) -> tuple[int, Launcher]:
+        """Part of `Placement`. Waits for the nodes."""
+        with run.clock.spending("queue"):
+            agents = self._pool.gather(
+                lambda: run.stopping.request is not None, on_activity=run.note_activity
+            )
+        nodes = ", ".join(f"{agent.name} ({agent.slots} slots)" for agent in agents)
+        run.logger.info("the nodes of this launch: %s", nodes)
+        is_shared = run.config.environment.code == "shared"
+        if not is_shared and run.code.archive is None:
+            raise LaunchError(
+                f"{run.code.folder} holds no code that could be sent to the nodes: start the run "
+                "in the folder of its code, or mount that on every node (environment.code: shared)"
+            )
+        code = NodeCode(None if is_shared else run.code.archive, run.code.folder)
+        key = layout.claim_key(run.trial)
+        return self._slots, NodeLauncher(agents, code, run.store.spec, key)
+
+
+@contextmanager
+def place_ranks(config: ExperimentConfig, run_dir: Path) -> Iterator[Placement]:
+    """Where the ranks of a run start. At the end of the block they and their nodes are gone.
+
+    Raises:
+        ConfigError: the experiment cannot run on several machines.
+        LaunchError: the driver cannot listen for nodes.
+    """
+    engine = choose_engine(config)
+    preload = config.resources.preload
+    if engine is None:
+        modules = SCRIPT_MODULES if config.is_script else TRIAL_MODULES
+        with ForkServer(modules if preload else ()) as fork_server:
+            yield ThisMachine(fork_server)
+        return
+    request = _request(config, engine)
+    what = ("script" if config.is_script else "trial") if preload else "none"
+    token = _join_token(config, run_dir) if engine.name == JoinEngine.name else new_token()
+    resources = config.resources
+    channel = resources.channel
+    hub = Hub(
+        ListenAddress(channel.bind, channel.port_range, channel.advertise),
+        token,
+        slots_per_node=request.slots_per_node,
+        environment=config.rank_variables,
+        network=resources.network,
+    )
+    with (
+        hub,
+        NodePool(
+            engine, hub, request, token, resources.max_wait_seconds, ("--preload", what)
+        ) as pool,
+    ):
+        if engine.name == JoinEngine.name:
+            get_run_logger().info(
+                "run this on each node: trialflow join --driver %s --token-file %s",
+                hub.address, _token_path(config, run_dir),
+            )  # fmt: skip
+        yield OnNodes(pool, request.slots)
+
+
+def choose_engine(
+    config: ExperimentConfig, environment: Mapping[str, str] = os.environ
+) -> Engine | None:
+    """What finds the run's nodes; None: the ranks start on this machine."""
+    name = config.resources.engine
+    if name == "join":
+        return JoinEngine()
+    return None
+
+
+def _request(config: ExperimentConfig, engine: Engine) -> NodeRequest:
+    """The nodes that a run needs.
+
+    Raises:
+        ConfigError: the experiment does not say how many ranks; or its storage is no other
+            process's.
+    """
+    slots, per_node = config.resources.slots_per_trial, config.resources.slots_per_node
+    if not isinstance(slots, int):
+        raise ConfigError(
+            f"resources.slots_per_trial: auto counts the accelerators of this machine; with "
+            f"engine {engine.name}, say how many slots the run needs on all machines"
+        )
+    if config.checkpoint_storage.url.startswith("memory://"):
+        raise ConfigError(
+            "checkpoint_storage: memory:// is seen by this process alone, and not by the ranks of "
+            "other machines; use an object storage, or a folder that all machines mount"
+        )
+    return NodeRequest(
+        slots,
+        per_node if isinstance(per_node, int) else None,
+        on_cpu=config.resources.accelerator == "cpu",
+    )
+
+
+def _token_path(config: ExperimentConfig, run_dir: Path) -> Path:
+    given = config.resources.channel.token_file
+    return (given.expanduser() if given is not None else run_dir / JOIN_TOKEN).absolute()
+
+
+def _join_token(config: ExperimentConfig, run_dir: Path) -> str:
+    path = _token_path(config, run_dir)
+    if config.resources.channel.token_file is not None and path.exists():
+        return token_of_file(path)
+    return write_token(path)

@@ -1,0 +1,186 @@
+"""The section `resources`: the machines that a run uses."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
+
+from trial_core.config import determined
+from trial_core.config.error_text import format_value, validation_error
+from trial_core.config.section_base import Section
+from trial_core.config.values import MAX_SECONDS, Flag, Text
+
+MAX_SLOTS = 1024
+"""More than the driver's connections were measured with."""
+
+
+def _slots(value: Any) -> int | str:
+    if type(value) is int and value > MAX_SLOTS:
+        raise validation_error(f"expected at most {MAX_SLOTS}, got {format_value(value)}")
+    if value == "auto" or (type(value) is int and value > 0):
+        return value  # type: ignore[no-any-return]  # narrowed by the condition
+    advice = "; a slot is a CPU process where there is no accelerator" if value == 0 else ""
+    raise validation_error(
+        f'expected a positive integer or "auto", got {format_value(value)}{advice}'
+    )
+
+
+_SLOTS_SCHEMA = {
+    "anyOf": [
+        {"type": "integer", "minimum": 1, "maximum": MAX_SLOTS},
+        {"type": "string", "const": "auto"},
+    ]
+}
+_PORTS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
+
+
+def _ports(value: Any) -> Any:
+    match = _PORTS.fullmatch(str(value))
+    first = int(match[1]) if match else -1
+    last = int(match[2] or first) if match else -1
+    if not 0 <= first <= last <= 65535 or isinstance(value, (bool, float)):
+        raise validation_error(
+            f'expected a port, or a range of ports such as "7600-7650", got {format_value(value)}'
+        )
+    return str(value)
+
+
+def _address(value: Any) -> Any:
+    try:
+        if value is not None:
+            ipaddress.ip_address(value)
+    except ValueError:
+        raise validation_error(
+            f"expected an address of this machine, such as 10.0.0.5, got {format_value(value)}"
+        ) from None
+    return value
+
+
+class ChannelConfig(Section):
+    """Where the driver of a run on several machines listens for their agents."""
+
+    yaml_path: ClassVar[str] = "resources.channel"
+
+    bind: Annotated[str | None, BeforeValidator(_address)] = Field(
+        default=None,
+        title="Bound address",
+        description="The address of the driver's machine that it listens on. Default: all.",
+    )
+    ports: Annotated[str, PlainValidator(_ports), WithJsonSchema({"type": "string"})] = Field(
+        default="0",
+        title="Ports",
+        description="The port that the driver listens on, or a range to choose from, such as "
+        '"7600-7650". 0: any free port.',
+    )
+    advertise: Text | None = Field(
+        default=None,
+        title="Advertised address",
+        description="The host name or address under which the nodes reach the driver, if that is "
+        "another one, as behind NAT. Default: the bound address, or all of the machine.",
+    )
+    token_file: Path | None = Field(
+        default=None,
+        title="Token file",
+        description="With engine: join, a file with the run's token. If it does not exist, the "
+        "driver writes one. Default: join-token in the run's folder.",
+    )
+
+    @property
+    def port_range(self) -> tuple[int, int]:
+        """The first and the last port to try."""
+        first, _, last = self.ports.partition("-")
+        return int(first), int(last or first)
+
+
+class RayConfig(Section):
+    """The Ray cluster of engine: ray."""
+
+    yaml_path: ClassVar[str] = "resources.ray"
+
+    address: Text = Field(
+        default="auto",
+        title="Address",
+        description='The cluster: "auto" (the one of this machine, or of RAY_ADDRESS), host:port, '
+        "or ray://host:port.",
+    )
+    insecure: Flag = Field(
+        default=False,
+        title="Insecure",
+        description="Also use a cluster without token authentication, on which everyone who "
+        "reaches it can run programs.",
+    )
+
+
+class ResourcesConfig(Section):
+    """The machines' resources that a run uses."""
+
+    yaml_path: ClassVar[str] = "resources"
+    ignored: ClassVar[Mapping[str, str]] = determined.IGNORED_RESOURCES
+
+    slots_per_trial: Annotated[
+        int | Literal["auto"],
+        PlainValidator(_slots),
+        WithJsonSchema(_SLOTS_SCHEMA),
+    ] = Field(
+        default=1,
+        title="Slots per trial",
+        description='Rank processes, each with one accelerator if the machine has any. "auto": one '
+        "per accelerator of this machine, or two on the CPU if it has none.",
+    )
+    accelerator: Literal["auto", "cpu"] = Field(
+        default="auto",
+        title="Accelerator",
+        description='"auto": ranks compute on accelerators, or on the CPU if the machine has none. '
+        '"cpu": they compute on the CPU.',
+    )
+    preload: bool = Field(
+        default=True,
+        title="Preload",
+        description="Fork the ranks from a process that has imported PyTorch and DeepSpeed. They "
+        "start faster, also after a crash, and share memory. False: each rank imports them.",
+    )
+    engine: Literal["auto", "local", "join", "ray", "slurm"] = Field(
+        default="auto",
+        title="Engine",
+        description='What finds the machines. "local": ranks run on this machine. "join": on '
+        'machines that run `trialflow join`. "ray": on a Ray cluster. "slurm": in the Slurm '
+        'allocation that the run was started in. "auto": slurm in an allocation of several nodes, '
+        "else local.",
+    )
+    slots_per_node: Annotated[
+        int | Literal["auto"], PlainValidator(_slots), WithJsonSchema(_SLOTS_SCHEMA)
+    ] = Field(
+        default="auto",
+        title="Slots per node",
+        description='With several machines, how many ranks each has. "auto": one per accelerator, '
+        "or two on the CPU.",
+    )
+    network: Text | None = Field(
+        default=None,
+        title="Network",
+        description="With several machines, where the ranks talk to each other: a network such as "
+        "10.0.0.0/16, or an interface such as eth1. Default: that on which a node reaches the "
+        "driver.",
+    )
+    max_wait_seconds: float = Field(
+        default=600.0,
+        gt=0,
+        le=MAX_SECONDS,
+        allow_inf_nan=False,
+        title="Longest wait",
+        description="Seconds that a run waits for its machines, at its start and after it has "
+        "lost one.",
+    )
+    channel: ChannelConfig = Field(
+        default=ChannelConfig(),
+        title="Channel",
+        description="Where the driver listens for the nodes.",
+    )
+    ray: RayConfig = Field(
+        default=RayConfig(), title="Ray", description="The Ray cluster of engine: ray."
+    )

@@ -1,0 +1,123 @@
+"""The process of a node's agent: ``python -m trial_core.nodes.agent_main``, or `trialflow join`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import filelock
+from setproctitle import setproctitle
+
+from trial_core.errors import TrialflowError
+from trial_core.nodes.agent import Agent
+from trial_core.nodes.join_token import checked_token, token_of_file
+from trial_core.run.run_dirs import home_folder
+from trial_core.slots.fork_server import ForkServer
+from trial_core.slots.rank_main import SCRIPT_MODULES, TRIAL_MODULES
+
+PRELOADS = {"trial": TRIAL_MODULES, "script": SCRIPT_MODULES, "none": ()}
+"""What the agent's ranks import before they are forked."""
+WAIT_SECONDS = 300.0
+_LOCK = ".lock"
+
+
+def run_agent(
+    driver: str,
+    token: str,
+    *,
+    node: str = "",
+    slots: int | None = None,
+    preload: str = "trial",
+    wait_seconds: float = WAIT_SECONDS,
+) -> None:
+    """Serve a driver until the run has ended.
+
+    Args:
+        driver: its address, as it shows it.
+        token: that of its run.
+        node: the node's name among those of the engine.
+        slots: how many ranks this node offers; None: as the experiment says.
+        preload: a name in `PRELOADS`.
+        wait_seconds: how long to wait for the driver.
+
+    Raises:
+        LaunchError: the driver cannot be reached, refuses this node, or is gone.
+    """
+    setproctitle(f"trialflow: agent of {driver}")
+    with node_folder() as folder, ForkServer(PRELOADS[preload]) as fork_server:
+        asyncio.run(_serve(folder, fork_server, driver, token, node, slots, wait_seconds))
+
+
+@contextmanager
+def node_folder() -> Iterator[Path]:
+    """A folder for one agent, below the home folder, deleted at the end of the block.
+
+    Deletes those of agents of this machine that were killed.
+    """
+    folders = home_folder() / "nodes" / socket.gethostname()
+    folders.mkdir(parents=True, exist_ok=True)
+    for path in folders.glob(f"*{_LOCK}"):
+        free = filelock.FileLock(path, timeout=0, fallback_to_soft=False)
+        with suppress(OSError, filelock.Timeout), free:
+            shutil.rmtree(path.with_suffix(""), ignore_errors=True)
+            path.unlink()
+    folder = Path(tempfile.mkdtemp(dir=folders))
+    path = folder.with_suffix(_LOCK)
+    with filelock.FileLock(path, fallback_to_soft=False):
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            path.unlink(missing_ok=True)
+
+
+async def _serve(
+    folder: Path,
+    fork_server: ForkServer,
+    driver: str,
+    token: str,
+    node: str,
+    slots: int | None,
+    wait_seconds: float,
+) -> None:
+    await Agent(folder, fork_server, node, slots).serve(driver, token, wait_seconds)
+
+
+def main() -> None:
+    """Read the arguments of an engine, and the token from standard input or a file."""
+    parser = argparse.ArgumentParser(prog="trialflow agent")
+    parser.add_argument("--driver", required=True)
+    parser.add_argument("--node", default="")
+    parser.add_argument("--slots", type=int)
+    parser.add_argument("--preload", choices=sorted(PRELOADS), default="trial")
+    parser.add_argument("--token-file", type=Path)
+    parser.add_argument("--wait-seconds", type=float, default=WAIT_SECONDS)
+    given = parser.parse_args()
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s [agent] %(levelname)s %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        if given.token_file is not None:
+            token = token_of_file(given.token_file)
+        else:
+            token = checked_token(sys.stdin.read(), "standard input")
+        run_agent(
+            given.driver, token, node=given.node, slots=given.slots, preload=given.preload,
+            wait_seconds=given.wait_seconds,
+        )  # fmt: skip
+    except TrialflowError as error:
+        sys.exit(f"this node ends: {error}")
+
+
+if __name__ == "__main__":
+    main()

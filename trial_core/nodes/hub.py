@@ -1,0 +1,377 @@
+"""The driver's end of the connections to its nodes: one per agent, with TLS.
+
+Both ends prove that they know the run's token, and that they see the same certificate, before
+anything else is said (`trial_core/slots/framing.py`). Whoever cannot is logged and disconnected. An
+agent that says nothing for `SILENCE_SECONDS` is lost, as is one whose connection ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from trial_core.errors import LaunchError
+from trial_core.messages import Message, encode
+from trial_core.nodes.node_messages import (
+    ALIVE_SECONDS,
+    SILENCE_SECONDS,
+    AgentHello,
+    Alive,
+    FromAgent,
+    Leave,
+    NodeReady,
+    Refused,
+    Welcome,
+    from_agent_decoder,
+    hello_decoder,
+)
+from trial_core.nodes.tls import make_certificate
+from trial_core.nodes.versions import describe_difference, own_versions
+from trial_core.slots.framing import (
+    HANDSHAKE_SECONDS,
+    HEADER,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    ProtocolError,
+    check_proof,
+    frame,
+    frame_length,
+    new_nonce,
+    proof,
+)
+from trial_core.slots.rank_network import own_addresses
+
+logger = logging.getLogger(__name__)
+
+HELLO_MAX_BYTES = 16384
+LOGGED_STRANGERS = 20
+"""So many refused connections are logged, so that a port scan does not fill the log."""
+
+
+@dataclass(frozen=True)
+class ListenAddress:
+    """Where the driver listens for agents.
+
+    Attributes:
+        bind: the address of an interface; None: of all.
+        ports: the first and the last port to try; 0: any free one.
+        advertise: the host name or address that nodes connect to; None: as bound.
+    """
+
+    bind: str | None = None
+    ports: tuple[int, int] = (0, 0)
+    advertise: str | None = None
+
+
+class ConnectedAgent:
+    """An agent that has joined, as the driver sees it.
+
+    Attributes:
+        name: of its node, which no other has.
+        host, pid, address, slots: as in `AgentHello` and `NodeReady`.
+        lost: why it is lost; None: it lives.
+        on_message: gets what it tells, in the hub's thread; set for each launch.
+        on_lost: called with the reason when it is lost, in the hub's thread; likewise.
+        code_digest: the code that it was given last.
+    """
+
+    def __init__(self, name: str, hello: AgentHello, send: Callable[[bytes], None]) -> None:
+        self.name = name
+        self.host = hello.host
+        self.pid = hello.pid
+        self.address = ""
+        self.slots = 0
+        self.lost: str | None = None
+        self.on_message: Callable[[FromAgent], None] = lambda message: None
+        self.on_lost: Callable[[str], None] = lambda why: None
+        self.code_digest: str | None = None
+        self._send = send
+
+    def send(self, message: Message) -> None:
+        """Send a message, unless the agent is lost. For any thread."""
+        if self.lost is None:
+            self._send(frame(encode(message)))
+
+
+class Hub:
+    """Listens for agents. A context manager: at its end, all agents end.
+
+    Args:
+        listen: where.
+        token: the run's token.
+        slots_per_node, environment, network: as in `Welcome`.
+
+    Attributes:
+        changed: notified when an agent is ready, refused, unfit or lost.
+        agents: those that are ready, by the name of their node, lost ones included.
+        rejected: why nodes were refused, or cannot train.
+    """
+
+    def __init__(
+        self,
+        listen: ListenAddress,
+        token: str,
+        *,
+        slots_per_node: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        network: str | None = None,
+    ) -> None:
+        self.changed = threading.Condition()
+        self.agents: dict[str, ConnectedAgent] = {}
+        self.rejected: list[str] = []
+        self._token = token.encode()
+        self._slots_per_node = slots_per_node
+        self._environment = dict(environment or {})
+        self._network = network
+        # Those of the first node are the measure; here may be another build of PyTorch.
+        self._versions = {"trialflow": own_versions()["trialflow"]}
+        self._names: set[str] = set()
+        self._strangers = 0
+        self._is_closing = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._context, self._certificate = make_certificate()
+        self._socket = _bind(listen)
+        port = self._socket.getsockname()[1]
+        hosts = [listen.advertise or listen.bind] if listen.advertise or listen.bind else None
+        self.address = driver_address([host for host in hosts or own_addresses() if host], port)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="trialflow-hub", daemon=True
+        )
+        self._thread.start()
+        self._server = self._run(asyncio.start_server(self._serve, sock=self._socket))
+
+    def __enter__(self) -> Hub:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Tell the agents that the run has ended, and disconnect them."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        for agent in list(self.agents.values()):
+            agent.send(Leave())
+        self._run(self._shut())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    # ------------------------------------------------------------------ the loop's thread
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _shut(self) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        if task is not None:
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._talk(reader, writer)
+        with contextlib.suppress(OSError, asyncio.CancelledError):
+            writer.close()  # what was written is sent first
+            await asyncio.wait_for(writer.wait_closed(), HANDSHAKE_SECONDS)
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        origin = writer.get_extra_info("peername")
+        try:
+            hello = await asyncio.wait_for(self._admit(reader, writer), HANDSHAKE_SECONDS)
+        except (ProtocolError, OSError, EOFError, asyncio.TimeoutError, msgspec.MsgspecError) as e:
+            self._log_stranger(origin, e)
+            return
+        if why := self._refusal(hello):
+            writer.write(frame(encode(Refused(why=why))))
+            self._reject(f"node {hello.node or hello.host} is refused: {why}")
+            return
+        self._versions = hello.versions
+        agent = ConnectedAgent(
+            self._name(hello), hello,
+            lambda data: _call_unless_closed(self._loop, writer.write, data),
+        )  # fmt: skip
+        agent.send(
+            Welcome(
+                node=agent.name,
+                slots_per_node=hello.slots or self._slots_per_node,
+                environment=self._environment,
+                network=self._network,
+            )
+        )
+        beating = asyncio.ensure_future(self._beat(agent))
+        try:
+            why = await self._listen_to(agent, reader)
+        finally:
+            beating.cancel()
+        self._lose(agent, why)
+
+    async def _admit(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> AgentHello:
+        await _start_tls(reader, writer, self._context)
+        nonce, certificate = new_nonce(), self._certificate
+        writer.write(nonce)
+        seen = await reader.readexactly(PROOF_BYTES)
+        check_proof(self._token, "agent", nonce, seen, certificate)
+        theirs = await reader.readexactly(NONCE_BYTES)
+        writer.write(proof(self._token, "driver", theirs, certificate))
+        length = frame_length(await reader.readexactly(HEADER.size), HELLO_MAX_BYTES)
+        return hello_decoder.decode(await reader.readexactly(length))
+
+    def _log_stranger(self, origin: Any, error: BaseException) -> None:
+        self._strangers += 1
+        if self._strangers > LOGGED_STRANGERS or self._is_closing:
+            return
+        last = "; later ones are not logged" if self._strangers == LOGGED_STRANGERS else ""
+        what = str(error) or type(error).__name__
+        logger.warning("rejected a connection from %s to the driver: %s%s", origin, what, last)
+
+    def _refusal(self, hello: AgentHello) -> str | None:
+        living = self.agents.get(hello.node)
+        if living is not None and living.lost is None:
+            return f"the agent of a node {hello.node} has joined already (process {living.pid})"
+        difference = describe_difference(hello.versions, self._versions)
+        if difference is None:
+            return None
+        return (
+            f"it has {difference}; install the same versions on the driver's machine and on "
+            "all nodes"
+        )
+
+    def _name(self, hello: AgentHello) -> str:
+        wanted = name = hello.node or hello.host
+        number = 1
+        while name in self._names and not hello.node:
+            number += 1
+            name = f"{wanted}-{number}"
+        self._names.add(name)
+        return name
+
+    async def _listen_to(self, agent: ConnectedAgent, reader: asyncio.StreamReader) -> str:
+        """Handle what an agent tells. Returns why it is lost."""
+        while True:
+            try:
+                data = await asyncio.wait_for(_read_frame(reader), SILENCE_SECONDS)
+                message = from_agent_decoder.decode(data)
+            except asyncio.TimeoutError:
+                last = time.strftime("%H:%M:%S", time.localtime(time.time() - SILENCE_SECONDS))
+                return f"no sign of life for {SILENCE_SECONDS:g} s, the last at {last}"
+            except (OSError, EOFError) as error:
+                return f"its agent has closed the connection ({type(error).__name__})"
+            except (ProtocolError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+                return f"its agent has sent an invalid message: {error}"
+            if isinstance(message, NodeReady):
+                self._is_ready(agent, message)
+            elif not isinstance(message, Alive):
+                self._dispatch(agent, message)
+
+    def _is_ready(self, agent: ConnectedAgent, ready: NodeReady) -> None:
+        if ready.problem is not None:
+            self._reject(f"node {agent.name} cannot train: {ready.problem}")
+            return
+        agent.slots, agent.address = ready.slots, ready.address
+        with self.changed:
+            self.agents[agent.name] = agent
+            self.changed.notify_all()
+
+    def _dispatch(self, agent: ConnectedAgent, message: FromAgent) -> None:
+        try:
+            agent.on_message(message)
+        except Exception:
+            # A callback of the driver, such as a display, has failed. Training continues.
+            logger.exception("a message of node %s could not be handled", agent.name)
+
+    def _lose(self, agent: ConnectedAgent, why: str) -> None:
+        agent.lost = why
+        if not self._is_closing:
+            agent.on_lost(why)
+        with self.changed:
+            self.changed.notify_all()
+
+    def _reject(self, why: str) -> None:
+        with self.changed:
+            self.rejected.append(why)
+            self.changed.notify_all()
+
+    async def _beat(self, agent: ConnectedAgent) -> None:
+        while True:
+            await asyncio.sleep(ALIVE_SECONDS)
+            agent.send(Alive())
+
+
+def driver_address(hosts: list[str], port: int) -> str:
+    """``tls://10.0.0.5:7600,[fd00::5]:7600``: where agents try to reach the driver, in order."""
+    return "tls://" + ",".join(
+        f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts
+    )
+
+
+def _call_unless_closed(
+    loop: asyncio.AbstractEventLoop, function: Callable[[bytes], None], data: bytes
+) -> None:
+    with contextlib.suppress(RuntimeError):  # the hub was closed meanwhile
+        loop.call_soon_threadsafe(function, data)
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> bytes:
+    return await reader.readexactly(frame_length(await reader.readexactly(HEADER.size)))
+
+
+async def _start_tls(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, context: ssl.SSLContext
+) -> None:
+    """TLS begins after the connection was accepted, so that a failure of it can be logged."""
+    if sys.version_info >= (3, 11):
+        await writer.start_tls(context)
+        return
+    # What Python 3.11 does there.
+    protocol: Any = writer.transport.get_protocol()
+    streams: list[Any] = [reader, writer, protocol]
+    loop = asyncio.get_running_loop()
+    secured = await loop.start_tls(writer.transport, protocol, context, server_side=True)
+    for stream in streams:
+        stream._transport = secured
+    protocol._over_ssl = True
+
+
+def _bind(listen: ListenAddress) -> socket.socket:
+    """A socket on the first free port.
+
+    Raises:
+        LaunchError: there is none.
+    """
+    first, last = listen.ports
+    problem: OSError | None = None
+    for port in range(first, last + 1):
+        try:
+            if listen.bind is not None:
+                family = socket.AF_INET6 if ":" in listen.bind else socket.AF_INET
+                return socket.create_server((listen.bind, port), family=family)
+            if socket.has_dualstack_ipv6():
+                return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+            return socket.create_server(("", port))
+        except OSError as error:
+            problem = error
+    where = listen.bind or "any address"
+    ports = f"port {first}" if first == last else f"ports {first} to {last}"
+    raise LaunchError(
+        f"the driver cannot listen for nodes on {where}, {ports}: {problem}; see resources.channel"
+    )

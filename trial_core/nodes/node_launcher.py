@@ -1,0 +1,300 @@
+"""Starts a slot group's ranks on the run's nodes, and relays between the group and their agents."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from trial_core.checkpoint.code_objects import RunCode
+from trial_core.checkpoint.store import StorageSpec
+from trial_core.errors import LaunchError
+from trial_core.messages import Message, Peer, decode_from_rank, encode
+from trial_core.nodes.hub import ConnectedAgent
+from trial_core.nodes.node_messages import (
+    EndRanks,
+    FromAgent,
+    OfRank,
+    PrepareRanks,
+    RankJoined,
+    RankLeft,
+    RankLogged,
+    RankSent,
+    RanksNotStarted,
+    RanksPrepared,
+    RanksWrote,
+    SignalRank,
+    StartRanks,
+    ToRanks,
+)
+from trial_core.slots.launcher import Launch
+from trial_core.slots.rank_handle import RankHandle, RankLog
+
+PREPARE_SECONDS = 120.0
+"""How long a node may take to unpack the code and to look into the storage."""
+
+_LAUNCHES = itertools.count(1)
+
+
+class RemoteRank(RankLog):
+    """A rank of another machine. Its log is also written here, as its agent sends it."""
+
+    def __init__(
+        self,
+        rank: int,
+        log_path: Path,
+        agent: ConnectedAgent,
+        launch: int,
+        on_exit: Callable[[int, int], None],
+    ) -> None:
+        super().__init__(log_path)
+        self.rank = rank
+        self.pid: int | None = None
+        self.disk_bytes = 0
+        self.agent = agent
+        self._launch = launch
+        self._on_exit = on_exit
+        self._ended = threading.Event()
+        log_path.touch()
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Wait until the rank has ended, or its node is lost. Return whether that is so."""
+        return self._ended.wait(timeout_seconds)
+
+    def kill(self) -> None:
+        """SIGKILL the rank and its children."""
+        self.signal(signal.SIGKILL)
+
+    def signal(self, number: int) -> None:
+        """Send the rank a signal, if it still runs."""
+        self.agent.send(SignalRank(launch=self._launch, rank=self.rank, signal=number))
+
+    def written_bytes(self) -> int:
+        """Grows when the rank writes to a disk of its node, or to its log."""
+        return self.disk_bytes + self.log_size()
+
+    def ended(self, code: int) -> None:
+        """Note that the rank and its children have ended."""
+        if not self._ended.is_set():
+            self._ended.set()
+            self._on_exit(self.rank, code)
+
+    def lost(self) -> None:
+        """Note that its node is lost: the agent, if it lives, ends the rank."""
+        self._ended.set()
+
+
+@dataclass(frozen=True)
+class NodeCode:
+    """The code that the ranks start in.
+
+    Attributes:
+        archive: sent to the nodes; None: every node has the folder under its path.
+        folder: where it is on the driver's machine.
+    """
+
+    archive: RunCode | None
+    folder: Path
+
+
+class NodeLauncher:
+    """Starts the ranks of one slot group on nodes that have joined.
+
+    Args:
+        agents: the nodes' agents; ranks are numbered in this order.
+        code: the trial's code.
+        storage, storage_key: an object that every node must see, where checkpoints are stored.
+    """
+
+    def __init__(
+        self,
+        agents: Sequence[ConnectedAgent],
+        code: NodeCode,
+        storage: StorageSpec,
+        storage_key: str,
+    ) -> None:
+        self._agents = agents
+        self._code = code
+        self._storage = storage
+        self._storage_key = storage_key
+
+    def launch(self, launch: Launch, ranks: list[RankHandle]) -> NodeLink:
+        """Part of `Launcher`."""
+        shares = shares_of(launch.world_size, [agent.slots for agent in self._agents])
+        link = NodeLink(launch, list(zip(self._agents, shares, strict=True)))
+        try:
+            link.prepare(self._code, self._storage, self._storage_key)
+            link.start(ranks)
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+
+def shares_of(world_size: int, slots: Sequence[int]) -> list[range]:
+    """The ranks of each node: as many as it has slots, in the order of the nodes.
+
+    Raises:
+        LaunchError: the nodes have too few slots, or one would get no rank.
+    """
+    shares, first = [], 0
+    for offered in slots:
+        last = min(first + offered, world_size)
+        shares.append(range(first, last))
+        first = last
+    if first < world_size or not all(shares):
+        raise LaunchError(
+            f"{world_size} ranks cannot be spread over nodes with {', '.join(map(str, slots))} "
+            "slots"
+        )
+    return shares
+
+
+class NodeLink:
+    """The connection to the ranks of one launch, through their agents. A `Link`."""
+
+    def __init__(self, launch: Launch, shares: list[tuple[ConnectedAgent, range]]) -> None:
+        self._launch = launch
+        self._shares = shares
+        self._number = next(_LAUNCHES)
+        self._ranks: dict[int, RemoteRank] = {}
+        self._prepared: dict[str, RanksPrepared] = {}
+        self._lost: dict[str, str] = {}
+        self._changed = threading.Condition()
+        for agent, share in shares:
+            agent.on_lost = partial(self._node_lost, agent, share)
+            agent.on_message = partial(self._receive, agent, share)
+            if agent.lost is not None:  # meanwhile
+                self._lost[agent.name] = agent.lost
+
+    def prepare(self, code: NodeCode, storage: StorageSpec, storage_key: str) -> None:
+        """Have all nodes unpack the code, and look whether they see the storage.
+
+        Raises:
+            LaunchError: a node cannot, does not answer in time, or is lost.
+        """
+        digest = code.archive.digest if code.archive is not None else None
+        for agent, share in self._shares:
+            is_new = digest is not None and agent.code_digest != digest
+            agent.send(
+                PrepareRanks(
+                    launch=self._number,
+                    environment=dict(self._launch.environment),
+                    code_digest=digest,
+                    code=code.archive.data if code.archive is not None and is_new else None,
+                    code_folder=str(code.folder),
+                    storage=storage,
+                    storage_key=storage_key,
+                    hosts_store=0 in share,
+                )
+            )
+            agent.code_digest = digest
+        with self._changed:
+            have_answered = self._changed.wait_for(self._is_prepared, PREPARE_SECONDS)
+        for agent, _ in self._shares:
+            answer = self._prepared.get(agent.name)
+            problem = self._lost.get(agent.name) or (answer.problem if answer else None)
+            if problem is not None:
+                raise LaunchError(f"node {agent.name} cannot start its ranks: {problem}")
+        if not have_answered:
+            silent = [a.name for a, _ in self._shares if a.name not in self._prepared]
+            raise LaunchError(
+                f"node {', '.join(silent)} did not unpack the code and look into the storage "
+                f"within {PREPARE_SECONDS:g} s"
+            )
+
+    def _is_prepared(self) -> bool:
+        return bool(self._lost) or len(self._prepared) == len(self._shares)
+
+    def start(self, ranks: list[RankHandle]) -> None:
+        """Start the ranks. Each is added to `ranks` before."""
+        launch, (first, _) = self._launch, self._shares[0]
+        store = first.address, self._prepared[first.name].store_port
+        launch.log_dir.mkdir(parents=True, exist_ok=True)
+        for agent, share in self._shares:
+            for rank in share:
+                path = launch.log_dir / f"rank-{rank}.log"
+                self._ranks[rank] = RemoteRank(rank, path, agent, self._number, launch.on_exit)
+                ranks.append(self._ranks[rank])
+        for index, (agent, share) in enumerate(self._shares):
+            agent.send(
+                StartRanks(
+                    launch=self._number,
+                    first_rank=share[0],
+                    count=len(share),
+                    world_size=launch.world_size,
+                    store=store,
+                    node_index=index,
+                    nodes=len(self._shares),
+                )
+            )
+
+    def send(self, message: Message) -> None:
+        """Part of `Link`."""
+        data = encode(message)
+        for agent, _ in self._shares:
+            agent.send(ToRanks(launch=self._number, data=data))
+
+    def close(self) -> None:
+        """Part of `Link`."""
+        for agent, _ in self._shares:
+            agent.on_message, agent.on_lost = _ignore, _ignore
+            agent.send(EndRanks(launch=self._number))
+
+    # -------------------------------------------------------------------- in the hub's thread
+
+    def _receive(self, agent: ConnectedAgent, share: range, message: FromAgent) -> None:
+        if getattr(message, "launch", None) != self._number:
+            return  # of an earlier launch
+        if isinstance(message, RanksPrepared):
+            with self._changed:
+                self._prepared[agent.name] = message
+                self._changed.notify_all()
+        elif isinstance(message, RanksNotStarted):
+            self._launch.listener.node_lost(share, f"its ranks cannot be started: {message.why}")
+        elif isinstance(message, RanksWrote):
+            for rank, count in message.written_bytes.items():
+                if rank in share:
+                    self._ranks[rank].disk_bytes = count
+        elif isinstance(message, OfRank) and message.rank in share:  # its own ranks
+            self._of_rank(agent, message)
+
+    def _of_rank(self, agent: ConnectedAgent, message: OfRank) -> None:
+        listener, rank = self._launch.listener, self._ranks[message.rank]
+        if isinstance(message, RankJoined):
+            rank.pid = message.pid
+            listener.rank_joined(Peer(rank=rank.rank, pid=message.pid, host=agent.name))
+        elif isinstance(message, RankSent):
+            try:
+                decoded = decode_from_rank(message.data)
+            except msgspec.MsgspecError as error:
+                listener.rank_disconnected(rank.rank, f"sent an invalid message: {error}")
+            else:
+                listener.message_received(rank.rank, decoded)
+        elif isinstance(message, RankLeft):
+            listener.rank_disconnected(rank.rank, message.protocol_error)
+        elif isinstance(message, RankLogged):
+            with rank.log_path.open("ab") as log:
+                log.write(message.data)
+        else:
+            rank.ended(message.code)
+
+    def _node_lost(self, agent: ConnectedAgent, share: range, why: str) -> None:
+        with self._changed:
+            self._lost[agent.name] = why
+            self._changed.notify_all()
+        ranks = [self._ranks[rank] for rank in share if rank in self._ranks]
+        for rank in ranks:
+            rank.lost()
+        if ranks:
+            self._launch.listener.node_lost([rank.rank for rank in ranks], why)
+
+
+def _ignore(what: object) -> None:
+    """Of a launch that has ended."""

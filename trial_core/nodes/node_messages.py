@@ -1,0 +1,217 @@
+"""What the driver and the agent of a node tell each other.
+
+An agent joins with `AgentHello`. The driver answers `Welcome`, to which the agent replies
+`NodeReady`, or `Refused`. For each launch of ranks follow, in this order: `PrepareRanks` and
+`RanksPrepared`; `StartRanks`; what the ranks send and get, and `RankEnded` of each; `EndRanks`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from trial_core.checkpoint.store import StorageSpec
+from trial_core.messages import Message
+
+ALIVE_SECONDS = 5.0
+"""How often each end sends `Alive`."""
+
+SILENCE_SECONDS = 20.0
+"""An end that has heard nothing for so long takes the other one for lost."""
+
+
+class Alive(Message):
+    """This end lives."""
+
+
+class AgentHello(Message):
+    """An agent's first message.
+
+    Attributes:
+        node: the name that the engine has given its node; empty: the agent was started by hand.
+        host: the machine's name.
+        pid: of the agent.
+        slots: how many ranks it was told to offer; None: as the driver says.
+        versions: of Python and of the packages that have to be the same everywhere.
+    """
+
+    node: str
+    host: str
+    pid: int
+    slots: int | None
+    versions: dict[str, str]
+
+
+class Welcome(Message):
+    """The agent is one of the run's nodes.
+
+    Attributes:
+        node: its name, which no other node has.
+        slots_per_node: how many ranks each node offers; None: one per accelerator.
+        environment: the experiment's variables, for the ranks.
+        network: where ranks talk to each other; None: where the agent reaches the driver.
+    """
+
+    node: str
+    slots_per_node: int | None
+    environment: dict[str, str]
+    network: str | None
+
+
+class Refused(Message):
+    """The driver does not take the node, and closes the connection."""
+
+    why: str
+
+
+class NodeReady(Message):
+    """What the node offers.
+
+    Attributes:
+        slots: how many ranks it has room for.
+        address: its address on the ranks' network.
+        problem: why it cannot train; None: it can.
+    """
+
+    slots: int = 0
+    address: str = ""
+    problem: str | None = None
+
+
+class PrepareRanks(Message):
+    """Get ready to start ranks.
+
+    Attributes:
+        launch: the number of this launch, which all later messages have.
+        environment: the experiment's variables.
+        code_digest: of the archive of the code folder; None: `code_folder` is mounted.
+        code: that archive; None: it came with an earlier launch.
+        code_folder: the code folder on a file system that all machines share.
+        storage, storage_key: an object that this node must see where checkpoints are stored.
+        hosts_store: whether rank 0 is on this node.
+    """
+
+    launch: int
+    environment: dict[str, str]
+    code_digest: str | None
+    code: bytes | None
+    code_folder: str
+    storage: StorageSpec
+    storage_key: str
+    hosts_store: bool
+
+
+class RanksPrepared(Message):
+    """The node can start its ranks.
+
+    Attributes:
+        store_port: where rank 0 will host torch.distributed's store, if it is on this node.
+        problem: why the node cannot; None: it can.
+    """
+
+    launch: int
+    store_port: int = 0
+    problem: str | None = None
+
+
+class StartRanks(Message):
+    """Start this node's ranks; see `trial_core.slots.launcher.Place`."""
+
+    launch: int
+    first_rank: int
+    count: int
+    world_size: int
+    store: tuple[str, int]
+    node_index: int
+    nodes: int
+
+
+class RanksNotStarted(Message):
+    """The ranks could not be started."""
+
+    launch: int
+    why: str
+
+
+class ToRanks(Message):
+    """An encoded message for every rank of this node."""
+
+    launch: int
+    data: bytes
+
+
+class SignalRank(Message):
+    """Send a rank a signal. SIGKILL also ends its children."""
+
+    launch: int
+    rank: int
+    signal: int
+
+
+class EndRanks(Message):
+    """End what is left of a launch."""
+
+    launch: int
+
+
+class Leave(Message):
+    """The run has ended."""
+
+
+class RankJoined(Message):
+    """A rank has joined its agent."""
+
+    launch: int
+    rank: int
+    pid: int
+    host: str
+
+
+class RankSent(Message):
+    """An encoded message of a rank."""
+
+    launch: int
+    rank: int
+    data: bytes
+
+
+class RankLeft(Message):
+    """A rank's connection has closed; because of `protocol_error` if there is one."""
+
+    launch: int
+    rank: int
+    protocol_error: str | None
+
+
+class RankEnded(Message):
+    """A rank and its children have ended, and its whole log was sent."""
+
+    launch: int
+    rank: int
+    code: int
+
+
+class RankLogged(Message):
+    """What was added to a rank's log."""
+
+    launch: int
+    rank: int
+    data: bytes
+
+
+class RanksWrote(Message):
+    """How many bytes each rank has written to disks."""
+
+    launch: int
+    written_bytes: dict[int, int]
+
+
+OfRank = RankJoined | RankSent | RankLeft | RankEnded | RankLogged
+"""What an agent tells of one rank."""
+FromAgent = Alive | NodeReady | RanksPrepared | RanksNotStarted | RanksWrote | OfRank
+ToAgent = (
+    Alive | Welcome | Refused | PrepareRanks | StartRanks | ToRanks | SignalRank | EndRanks | Leave
+)
+
+hello_decoder = msgspec.msgpack.Decoder(AgentHello)
+from_agent_decoder: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
+to_agent_decoder: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
