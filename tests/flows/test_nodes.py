@@ -14,22 +14,24 @@ from tests.support.flow import breaking, train
 from tests.support.nodes import LOOPBACK, Agents
 from tests.support.slots import lines, toy_config
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.errors import ConfigError
 from trial_core.nodes.join_token import write_token
 from trialflow.flows.train import TrialResult
 
-JOIN_SECONDS = 60.0
+END_SECONDS = 60.0
 
 
 def on_nodes(here: Path, batches: int, **changes: Any) -> Any:
-    """An experiment whose two ranks are on two nodes."""
+    """An experiment whose two ranks are on two nodes, saved every 4 batches."""
     with socket.socket() as free:
         free.bind((LOOPBACK, 0))
         port = free.getsockname()[1]
     resources = {
-        "slots_per_trial": 2, "slots_per_node": 1, "engine": "join",
+        "slots_per_trial": 2, "slots_per_node": 1, "engine": "join", "max_wait_seconds": 120,
         "channel": {"bind": LOOPBACK, "ports": port, "token_file": str(here / "token")},
     }  # fmt: skip
     fields: dict[str, Any] = {"scheduling_unit": 4, "min_checkpoint_period": {"batches": 4}}
+    resources.update(changes.pop("resources", {}))
     return toy_config(here, batches, resources=resources, **{**fields, **changes})
 
 
@@ -52,8 +54,8 @@ def test_a_lost_node_is_replaced(
 ) -> None:
     """One of two nodes is killed at batch 13, and a third one takes its place.
 
-    The other node keeps its agent and the interpreter from which ranks are forked. The run resumes
-    from the last checkpoint, and no process is left.
+    The run resumes from the last checkpoint, of which each node stored its shards. No process is
+    left.
     """
     breaks = breaking(here, "lose node", 13, do_rank=1)
     config = on_nodes(here, 16, max_restarts=1, hyperparameters=breaks)
@@ -61,17 +63,33 @@ def test_a_lost_node_is_replaced(
     result = train(config)
     assert isinstance(result, TrialResult)
     assert result.batches_trained == 16
-    seen = [line[0] for line in lines(here, "samples", 0)]
-    resumed_at = int(seen[len(list(range(13)))]) if 13 not in seen[:14] else int(seen[14])
-    assert resumed_at in (8, 12)
+    seen = [line[0] for line in lines(here, "samples", 1)]
+    assert seen[:13] == list(range(13))
+    assert seen[13:] in (list(range(12, 16)), list(range(8, 16)))
     assert "was lost with its node: its agent has closed the connection" in caplog.text
-    ended = sorted(agent.wait(JOIN_SECONDS) for agent in agents.started)
-    assert ended == [-9, 0, 0]
-    manifests = CheckpointStore(config.checkpoint_storage.url).list()
-    assert {file.rank for file in manifests[-1].files} == {0, 1}
-    assert [
-        p for p in psutil.process_iter() if "trialflow: rank" in _title(p) and _here(p, here)
-    ] == []
+    assert sorted(agent.wait(END_SECONDS) for agent in agents.started) == [-9, 0, 0]
+    manifest = CheckpointStore(config.checkpoint_storage.url).list()[-1]
+    assert {file.rank for file in manifest.files} == {0, 1}
+    assert ranks_in(here) == []
+    logs = Path(result.run_dir) / "logs"
+    assert {log.name for log in logs.iterdir()} >= {"rank-0.log", "rank-1.log"}
+
+
+def test_what_cannot_run_on_several_machines_is_refused(here: Path) -> None:
+    """Before the run waits for a node."""
+    with pytest.raises(ConfigError, match="slots_per_trial: auto counts the accelerators of this"):
+        train(on_nodes(here, 4, resources={"slots_per_trial": "auto"}))
+    with pytest.raises(ConfigError, match="memory:// is seen by this process alone"):
+        train(on_nodes(here, 4, checkpoint_storage="memory://"))
+
+
+def ranks_in(folder: Path) -> list[int]:
+    """The ranks that run below a folder, whatever has started them."""
+    return [
+        each.pid
+        for each in psutil.process_iter()
+        if "trialflow: rank" in _title(each) and _is_in(each, folder)
+    ]
 
 
 def _title(process: psutil.Process) -> str:
@@ -81,7 +99,7 @@ def _title(process: psutil.Process) -> str:
         return ""
 
 
-def _here(process: psutil.Process, folder: Path) -> bool:
+def _is_in(process: psutil.Process, folder: Path) -> bool:
     try:
         return Path(process.cwd()).is_relative_to(folder)
     except (psutil.Error, OSError):

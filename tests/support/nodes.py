@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
+import queue
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from trial_core.messages import Message, encode
+from trial_core.nodes.agent import connect, parse_driver_address
 from trial_core.nodes.engine import AGENT_MODULE
 from trial_core.nodes.hub import Hub, ListenAddress
 from trial_core.nodes.join_token import new_token
+from trial_core.nodes.node_messages import (
+    AgentHello,
+    Alive,
+    NodeReady,
+    ToAgent,
+    Welcome,
+    to_agent_decoder,
+)
+from trial_core.nodes.versions import own_versions
+from trial_core.slots.framing import HEADER, frame, frame_length
 
 LOOPBACK = "127.0.0.1"
+DEADLINE_SECONDS = 60.0
 
 
 @contextmanager
@@ -31,6 +49,75 @@ def hub(
     )
     with opened:
         yield opened
+
+
+class FakeAgent:
+    """An agent that starts no ranks: it joins, and says what it is told to. Lives in a thread.
+
+    Args:
+        hello: fields of its `AgentHello`.
+
+    Attributes:
+        heard: what the driver has said, but for signs of life.
+    """
+
+    def __init__(self, address: str, token: str, *, beats: bool = True, **hello: Any) -> None:
+        self.heard: queue.Queue[ToAgent] = queue.Queue()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        ((host, port),) = parse_driver_address(address)
+        self._reader, self._writer = self._run(connect(host, port, token.encode()))
+        fields = {
+            "node": "", "host": "here", "pid": os.getpid(), "slots": None,
+            "versions": own_versions(), **hello,
+        }  # fmt: skip
+        self.say(AgentHello(**fields))
+        self._listening = asyncio.run_coroutine_threadsafe(self._listen(beats), self._loop)
+
+    def say(self, message: Message) -> None:
+        """Send a message to the driver."""
+        self._loop.call_soon_threadsafe(self._writer.write, frame(encode(message)))
+
+    def next(self) -> ToAgent:
+        """The next message of the driver."""
+        return self.heard.get(timeout=DEADLINE_SECONDS)
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._listening.cancel()
+        self._run(self._disconnect())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(DEADLINE_SECONDS)
+
+    async def _disconnect(self) -> None:
+        self._writer.close()
+
+    async def _listen(self, beats: bool) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            while True:
+                length = frame_length(await self._reader.readexactly(HEADER.size))
+                message = to_agent_decoder.decode(await self._reader.readexactly(length))
+                if not isinstance(message, Alive):
+                    self.heard.put(message)
+                elif beats:
+                    self.say(Alive())
+
+
+@contextmanager
+def fake_agent(hub: Hub, token: str, slots: int = 1, **hello: Any) -> Iterator[FakeAgent]:
+    """An agent that has joined and is ready."""
+    agent = FakeAgent(hub.address, token, **hello)
+    try:
+        assert isinstance(agent.next(), Welcome)
+        agent.say(NodeReady(slots=slots, address=LOOPBACK))
+        yield agent
+    finally:
+        agent.close()
 
 
 class Agents:

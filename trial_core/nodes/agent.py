@@ -418,7 +418,7 @@ async def _join(
         problems = []
         for host, port in addresses:
             try:
-                return await asyncio.wait_for(_connect(host, port, token), HANDSHAKE_SECONDS)
+                return await asyncio.wait_for(connect(host, port, token), HANDSHAKE_SECONDS)
             except ProtocolError as error:
                 raise LaunchError(f"the driver at {host}:{port} is another one: {error}") from None
             except (OSError, EOFError, asyncio.TimeoutError) as error:
@@ -432,9 +432,15 @@ async def _join(
         await asyncio.sleep(RETRY_SECONDS)
 
 
-async def _connect(
+async def connect(
     host: str, port: int, token: bytes
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to a driver. Both ends prove the token.
+
+    Raises:
+        ProtocolError: the driver does not know the token, or somebody is between.
+        EOFError: it has closed the connection: it knows another token.
+    """
     reader, writer = await asyncio.open_connection(host, port, ssl=agent_context())
     try:
         secured = writer.get_extra_info("ssl_object")

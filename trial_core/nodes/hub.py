@@ -11,8 +11,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-import ssl
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -55,6 +53,7 @@ from trial_core.slots.rank_network import own_addresses
 logger = logging.getLogger(__name__)
 
 HELLO_MAX_BYTES = 16384
+ACCEPT_RETRY_SECONDS = 1.0
 LOGGED_STRANGERS = 20
 """So many refused connections are logged, so that a port scan does not fill the log."""
 
@@ -142,6 +141,7 @@ class Hub:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._context, self._certificate = make_certificate()
         self._socket = _bind(listen)
+        self._socket.setblocking(False)
         port = self._socket.getsockname()[1]
         hosts = [listen.advertise or listen.bind] if listen.advertise or listen.bind else None
         self.address = driver_address([host for host in hosts or own_addresses() if host], port)
@@ -150,7 +150,7 @@ class Hub:
             target=self._loop.run_forever, name="trialflow-hub", daemon=True
         )
         self._thread.start()
-        self._server = self._run(asyncio.start_server(self._serve, sock=self._socket))
+        self._accepting = asyncio.run_coroutine_threadsafe(self._accept(), self._loop)
 
     def __enter__(self) -> Hub:
         return self
@@ -176,29 +176,56 @@ class Hub:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _shut(self) -> None:
-        self._server.close()
+        self._accepting.cancel()
+        self._socket.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        if task is not None:
+    async def _accept(self) -> None:
+        while True:
+            try:
+                connection, origin = await self._loop.sock_accept(self._socket)
+            except OSError as error:  # for example too many open files
+                logger.warning("the driver cannot accept a connection: %s", error)
+                await asyncio.sleep(ACCEPT_RETRY_SECONDS)
+                continue
+            task = self._loop.create_task(self._serve(connection, origin))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._talk(reader, writer)
-        with contextlib.suppress(OSError, asyncio.CancelledError):
-            writer.close()  # what was written is sent first
-            await asyncio.wait_for(writer.wait_closed(), HANDSHAKE_SECONDS)
 
-    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        origin = writer.get_extra_info("peername")
+    async def _serve(self, connection: socket.socket, origin: Any) -> None:
+        writer: asyncio.StreamWriter | None = None
         try:
+            reader, writer = await self._secure(connection)
             hello = await asyncio.wait_for(self._admit(reader, writer), HANDSHAKE_SECONDS)
         except (ProtocolError, OSError, EOFError, asyncio.TimeoutError, msgspec.MsgspecError) as e:
             self._log_stranger(origin, e)
-            return
+        else:
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._talk(hello, reader, writer)
+        if writer is not None:
+            with contextlib.suppress(OSError, asyncio.TimeoutError):
+                writer.close()  # what was written is sent first
+                await asyncio.wait_for(writer.wait_closed(), HANDSHAKE_SECONDS)
+
+    async def _secure(
+        self, connection: socket.socket
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """The streams of an accepted connection, once TLS has begun."""
+        reader = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        transport, _ = await self._loop.connect_accepted_socket(
+            lambda: protocol,
+            connection,
+            ssl=self._context,
+            ssl_handshake_timeout=HANDSHAKE_SECONDS,
+        )
+        return reader, asyncio.StreamWriter(transport, protocol, reader, self._loop)
+
+    async def _talk(
+        self, hello: AgentHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         if why := self._refusal(hello):
             writer.write(frame(encode(Refused(why=why))))
             self._reject(f"node {hello.node or hello.host} is refused: {why}")
@@ -226,7 +253,6 @@ class Hub:
     async def _admit(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> AgentHello:
-        await _start_tls(reader, writer, self._context)
         nonce, certificate = new_nonce(), self._certificate
         writer.write(nonce)
         seen = await reader.readexactly(PROOF_BYTES)
@@ -333,23 +359,6 @@ def _call_unless_closed(
 
 async def _read_frame(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(frame_length(await reader.readexactly(HEADER.size)))
-
-
-async def _start_tls(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, context: ssl.SSLContext
-) -> None:
-    """TLS begins after the connection was accepted, so that a failure of it can be logged."""
-    if sys.version_info >= (3, 11):
-        await writer.start_tls(context)
-        return
-    # What Python 3.11 does there.
-    protocol: Any = writer.transport.get_protocol()
-    streams: list[Any] = [reader, writer, protocol]
-    loop = asyncio.get_running_loop()
-    secured = await loop.start_tls(writer.transport, protocol, context, server_side=True)
-    for stream in streams:
-        stream._transport = secured
-    protocol._over_ssl = True
 
 
 def _bind(listen: ListenAddress) -> socket.socket:

@@ -1,0 +1,271 @@
+"""Who may join a run, and when a node is lost. Agents that start no ranks; real TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.support.nodes import DEADLINE_SECONDS, LOOPBACK, FakeAgent, fake_agent, hub
+from trial_core.errors import LaunchError
+from trial_core.nodes import hub as hub_module
+from trial_core.nodes.agent import Agent, connect, parse_driver_address
+from trial_core.nodes.hub import Hub, ListenAddress, driver_address
+from trial_core.nodes.join_token import checked_token, new_token, token_of_file, write_token
+from trial_core.nodes.node_messages import Leave, NodeReady, Refused, Welcome
+from trial_core.nodes.tls import agent_context, digest_of, make_certificate
+from trial_core.nodes.versions import own_versions
+from trial_core.slots.fork_server import ForkServer
+from trial_core.slots.framing import NONCE_BYTES, PROOF_BYTES, ProtocolError, proof
+
+TOKEN = new_token()
+
+
+@pytest.fixture
+def driver() -> Iterator[Hub]:
+    """A hub that nodes may join with `TOKEN`."""
+    with hub(slots_per_node=3, token=TOKEN) as opened:
+        yield opened
+
+
+def wait_for(hub: Hub, is_so: Callable[[], bool]) -> None:
+    """Wait until the hub has changed so that something is so."""
+    with hub.changed:
+        assert hub.changed.wait_for(is_so, DEADLINE_SECONDS)
+
+
+def port_of(hub: Hub) -> int:
+    ((_, port),) = parse_driver_address(hub.address)
+    return port
+
+
+def said_by_stranger(port: int, said: bytes, secured: bool) -> bytes:
+    """What the driver answers to a stranger until it closes the connection."""
+    with socket.create_connection((LOOPBACK, port), DEADLINE_SECONDS) as plain:
+        connection = agent_context().wrap_socket(plain) if secured else plain
+        answer = connection.recv(NONCE_BYTES) if secured else b""
+        connection.sendall(said)
+        while data := connection.recv(4096):
+            answer += data
+        return answer
+
+
+def test_an_agent_joins_and_is_lost_when_it_disconnects(driver: Hub) -> None:
+    """It gets a name that no other node has, and is told how many slots it shall offer."""
+    with fake_agent(driver, TOKEN, slots=2), fake_agent(driver, TOKEN):
+        wait_for(driver, lambda: len(driver.agents) == 2)
+        assert set(driver.agents) == {"here", "here-2"}
+        assert (driver.agents["here"].slots, driver.agents["here"].lost) == (2, None)
+    wait_for(driver, lambda: all(agent.lost for agent in driver.agents.values()))
+    lost = driver.agents["here"].lost
+    assert (lost or "").startswith("its agent has closed the connection")
+
+
+def test_an_agent_is_told_what_the_run_needs() -> None:
+    """Unless it was started for a number of slots."""
+    with hub(slots_per_node=3, token=TOKEN, network="lo") as driver:
+        for slots, told in ((None, 3), (5, 5)):
+            agent = FakeAgent(driver.address, TOKEN, slots=slots)
+            welcome = agent.next()
+            agent.close()
+            assert isinstance(welcome, Welcome)
+            assert (welcome.slots_per_node, welcome.network) == (told, "lo")
+
+
+@pytest.mark.parametrize("secured", [False, True], ids=["no-tls", "tls"])
+@pytest.mark.parametrize(
+    "said", [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01" * 99], ids=["http", "hello"]
+)
+def test_a_stranger_is_refused_and_logged(
+    driver: Hub,
+    said: bytes,
+    secured: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And hears nothing but a nonce. The run continues: an agent still gets its messages."""
+    monkeypatch.setattr(hub_module, "HANDSHAKE_SECONDS", 1.0)
+    with fake_agent(driver, TOKEN) as agent:
+        wait_for(driver, lambda: len(driver.agents) == 1)
+        said = said.ljust(PROOF_BYTES + NONCE_BYTES)
+        answer = said_by_stranger(port_of(driver), said, secured)
+        assert len(answer) == NONCE_BYTES if secured else answer[:1] != b"\x16"
+        assert driver.agents["here"].lost is None
+        driver.agents["here"].send(Leave())
+        assert agent.next() == Leave()
+    assert f"rejected a connection from ('{LOOPBACK}'" in caplog.text
+    assert "does not know this run's secret" in caplog.text or not secured
+
+
+def test_a_proof_cannot_be_replayed(driver: Hub, caplog: pytest.LogCaptureFixture) -> None:
+    """Each connection has another nonce."""
+    port, proofs = port_of(driver), []
+    for _ in range(2):
+        with socket.create_connection((LOOPBACK, port)) as plain:
+            connection = agent_context().wrap_socket(plain)
+            nonce = connection.recv(NONCE_BYTES)
+            certificate = digest_of(connection.getpeercert(binary_form=True) or b"")
+            proofs.append(proof(TOKEN.encode(), "agent", nonce, certificate) + bytes(NONCE_BYTES))
+            connection.sendall(proofs[0])
+            answer = connection.recv(PROOF_BYTES)
+            assert len(answer) == (PROOF_BYTES if len(proofs) == 1 else 0)
+    assert "the agent does not know this run's secret" in caplog.text
+
+
+def test_a_relay_between_agent_and_driver_is_refused_by_both(
+    driver: Hub, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It passes on every byte, but both ends see another certificate than the other one."""
+    context, _ = make_certificate()
+    relay = socket.create_server((LOOPBACK, 0))
+
+    def pass_on() -> None:
+        plain, _ = relay.accept()
+        upstream = agent_context().wrap_socket(
+            socket.create_connection((LOOPBACK, port_of(driver)))
+        )
+        with context.wrap_socket(plain, server_side=True) as downstream, upstream:
+            downstream.sendall(upstream.recv(NONCE_BYTES))
+            upstream.sendall(downstream.recv(PROOF_BYTES + NONCE_BYTES))
+            downstream.sendall(upstream.recv(PROOF_BYTES) or bytes(PROOF_BYTES))
+
+    thread = threading.Thread(target=pass_on)
+    thread.start()
+    with pytest.raises(ProtocolError, match="the driver does not know this run's secret"):
+        asyncio.run(connect(LOOPBACK, relay.getsockname()[1], TOKEN.encode()))
+    thread.join()
+    relay.close()
+    assert "the agent does not know this run's secret" in caplog.text
+    assert driver.agents == {}
+
+
+def test_a_silent_node_is_lost(driver: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind a cut cable: the connection stays open."""
+    monkeypatch.setattr(hub_module, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(hub_module, "ALIVE_SECONDS", 0.05)
+    lost: list[str] = []
+    with (
+        fake_agent(driver, TOKEN, host="speaks") as speaks,
+        fake_agent(driver, TOKEN, host="silent", beats=False),
+    ):
+        wait_for(driver, lambda: "silent" in driver.agents)
+        driver.agents["silent"].on_lost = lost.append
+        wait_for(driver, lambda: driver.agents["silent"].lost is not None)
+        assert driver.agents["speaks"].lost is None
+        speaks.say(NodeReady(slots=1, address=LOOPBACK))
+    (why,) = lost
+    assert why.startswith("no sign of life for 0.3 s, the last at ")
+
+
+@pytest.mark.parametrize("package", ["python", "torch", "deepspeed", "trialflow"])
+def test_nodes_with_other_versions_are_refused(driver: Hub, package: str) -> None:
+    """The run fails before training, and says what differs."""
+    with fake_agent(driver, TOKEN):
+        wait_for(driver, lambda: len(driver.agents) == 1)
+        other = {**own_versions(), package: "0.0.1"}
+        late = FakeAgent(driver.address, TOKEN, host="other", versions=other)
+        refused = late.next()
+        late.close()
+    assert isinstance(refused, Refused)
+    assert f"it has {package} 0.0.1 instead of {own_versions()[package]}; install" in refused.why
+    assert driver.rejected == [f"node other is refused: {refused.why}"]
+
+
+def test_a_node_joins_once(driver: Hub) -> None:
+    """An engine's node whose agent lives gets no second one."""
+    with fake_agent(driver, TOKEN, node="gpu-7"):
+        wait_for(driver, lambda: "gpu-7" in driver.agents)
+        second = FakeAgent(driver.address, TOKEN, node="gpu-7")
+        refused = second.next()
+        second.close()
+    assert isinstance(refused, Refused)
+    assert "the agent of a node gpu-7 has joined already" in refused.why
+
+
+def test_an_agent_that_cannot_train_says_why(driver: Hub) -> None:
+    """For example because its GPUs cannot be counted."""
+    agent = FakeAgent(driver.address, TOKEN)
+    assert isinstance(agent.next(), Welcome)
+    agent.say(NodeReady(problem="its GPUs cannot be counted"))
+    wait_for(driver, lambda: bool(driver.rejected))
+    agent.close()
+    assert driver.rejected == ["node here cannot train: its GPUs cannot be counted"]
+
+
+def test_an_agent_ends_when_its_driver_refuses_it_or_is_another_one(
+    driver: Hub, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """And says so."""
+    folder = tmp_path_factory.mktemp("node")
+
+    def join(token: str, seconds: float = 5.0) -> None:
+        asyncio.run(Agent(folder, ForkServer(), "gpu-7").serve(driver.address, token, seconds))
+
+    with pytest.raises(LaunchError, match=r"no driver answered within 0 s \(127.*the token is"):
+        join(new_token(), 0)
+    with fake_agent(driver, TOKEN, node="gpu-7"):
+        wait_for(driver, lambda: "gpu-7" in driver.agents)
+        with pytest.raises(LaunchError, match="the driver refuses this node: the agent of"):
+            join(TOKEN)
+
+
+def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """IPv4 and IPv6; the first free port of a range; an advertised name in place of the bound."""
+    text = driver_address(["10.0.0.5", "fd00::5"], 7600)
+    assert text == "tls://10.0.0.5:7600,[fd00::5]:7600"
+    assert parse_driver_address(text) == [("10.0.0.5", 7600), ("fd00::5", 7600)]
+    for wrong in ("10.0.0.5:7600", "tls://10.0.0.5", "tls://a:b", "tls://:1", "http://a:1", ""):
+        with pytest.raises(LaunchError, match="expected tls://HOST:PORT"):
+            parse_driver_address(wrong)
+    with socket.create_server((LOOPBACK, 0)) as taken:
+        port = taken.getsockname()[1]
+        with Hub(ListenAddress(LOOPBACK, (port, port + 20), "login.example"), TOKEN) as driver:
+            ((host, found),) = parse_driver_address(driver.address)
+        assert host == "login.example"
+        assert port < found <= port + 20
+        with pytest.raises(LaunchError, match=f"on {LOOPBACK}, port {port}: .*resources.channel"):
+            Hub(ListenAddress(LOOPBACK, (port, port)), TOKEN)
+    with Hub(ListenAddress("::1"), TOKEN) as driver, fake_agent(driver, TOKEN):
+        wait_for(driver, lambda: len(driver.agents) == 1)
+
+
+def test_the_connection_is_at_least_tls_1_3(driver: Hub) -> None:
+    """Older versions are refused."""
+    context = agent_context()
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with (
+        socket.create_connection((LOOPBACK, port_of(driver))) as plain,
+        pytest.raises(ssl.SSLError, match="(?i)protocol"),
+    ):
+        context.wrap_socket(plain)
+
+
+def test_tokens(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Only their owner can read the file; a short token is refused."""
+    path = tmp_path_factory.mktemp("token") / "token"
+    token = write_token(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert token_of_file(path) == token != write_token(path)
+    with pytest.raises(LaunchError, match="standard input has 5 characters, and a token at least"):
+        checked_token("short\n", "standard input")
+    with pytest.raises(LaunchError, match="cannot be read: No such file"):
+        token_of_file(path.with_name("none"))
+
+
+def test_only_so_many_strangers_are_logged(
+    driver: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A port scan does not fill the log."""
+    monkeypatch.setattr(hub_module, "LOGGED_STRANGERS", 2)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(4):
+            said_by_stranger(port_of(driver), b"x" * 99, secured=False)
+    refusals = [each.getMessage() for each in caplog.records if "rejected" in each.getMessage()]
+    assert len(refusals) == 2
+    assert refusals[1].endswith("; later ones are not logged")
