@@ -84,7 +84,9 @@ class FakeAgent:
         return self.heard.get(timeout=DEADLINE_SECONDS)
 
     def close(self) -> None:
-        """Disconnect."""
+        """Disconnect. A second call does nothing."""
+        if self._loop.is_closed():
+            return
         self._listening.cancel()
         self._run(self._disconnect())
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -83,6 +83,7 @@ class ConnectedAgent:
         on_message: gets what it tells, in the hub's thread; set for each launch.
         on_lost: called with the reason when it is lost, in the hub's thread; likewise.
         code_digest: the code that it was given last.
+        heard_at: when it last said something, by the clock of the hub's loop.
     """
 
     def __init__(self, name: str, hello: AgentHello, send: Callable[[bytes], None]) -> None:
@@ -95,6 +96,7 @@ class ConnectedAgent:
         self.on_message: Callable[[FromAgent], None] = lambda message: None
         self.on_lost: Callable[[str], None] = lambda why: None
         self.code_digest: str | None = None
+        self.heard_at = 0.0
         self._send = send
 
     def send(self, message: Message) -> None:
@@ -230,11 +232,14 @@ class Hub:
             writer.write(frame(encode(Refused(why=why))))
             self._reject(f"node {hello.node or hello.host} is refused: {why}")
             return
+        if self._is_closing:
+            return
         self._versions = hello.versions
         agent = ConnectedAgent(
             self._name(hello), hello,
             lambda data: _call_unless_closed(self._loop, writer.write, data),
         )  # fmt: skip
+        agent.heard_at = self._loop.time()
         agent.send(
             Welcome(
                 node=agent.name,
@@ -243,11 +248,14 @@ class Hub:
                 network=self._network,
             )
         )
-        beating = asyncio.ensure_future(self._beat(agent))
+        beating = asyncio.ensure_future(self._beat(agent, writer))
         try:
             why = await self._listen_to(agent, reader)
         finally:
             beating.cancel()
+        if (seconds := self._loop.time() - agent.heard_at) >= SILENCE_SECONDS:
+            last = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
+            why = f"no sign of life for {SILENCE_SECONDS:g} s, the last at {last}"
         self._lose(agent, why)
 
     async def _admit(
@@ -295,15 +303,12 @@ class Hub:
         """Handle what an agent tells. Returns why it is lost."""
         while True:
             try:
-                data = await asyncio.wait_for(_read_frame(reader), SILENCE_SECONDS)
-                message = from_agent_decoder.decode(data)
-            except asyncio.TimeoutError:
-                last = time.strftime("%H:%M:%S", time.localtime(time.time() - SILENCE_SECONDS))
-                return f"no sign of life for {SILENCE_SECONDS:g} s, the last at {last}"
+                message = from_agent_decoder.decode(await _read_frame(reader))
             except (OSError, EOFError) as error:
                 return f"its agent has closed the connection ({type(error).__name__})"
             except (ProtocolError, msgspec.MsgspecError, UnicodeDecodeError) as error:
                 return f"its agent has sent an invalid message: {error}"
+            agent.heard_at = self._loop.time()
             if isinstance(message, NodeReady):
                 self._is_ready(agent, message)
             elif not isinstance(message, Alive):
@@ -337,10 +342,12 @@ class Hub:
             self.rejected.append(why)
             self.changed.notify_all()
 
-    async def _beat(self, agent: ConnectedAgent) -> None:
-        while True:
-            await asyncio.sleep(ALIVE_SECONDS)
+    async def _beat(self, agent: ConnectedAgent, writer: asyncio.StreamWriter) -> None:
+        """Send signs of life, and disconnect the agent when it sends none."""
+        while self._loop.time() - agent.heard_at < SILENCE_SECONDS:
             agent.send(Alive())
+            await asyncio.sleep(ALIVE_SECONDS)
+        writer.transport.abort()
 
 
 def driver_address(hosts: list[str], port: int) -> str:

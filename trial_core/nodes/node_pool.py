@@ -13,6 +13,7 @@ from collections.abc import Callable
 from trial_core.errors import LaunchError, Stopped
 from trial_core.nodes.engine import Engine, Gang, Node, NodeRequest
 from trial_core.nodes.hub import ConnectedAgent, Hub
+from trial_core.nodes.node_messages import Leave
 from trial_core.slots.announcer import Pace
 from trial_core.text_format import plural
 
@@ -121,6 +122,9 @@ class NodePool:
             why = self._ended.get(node.name) or (agent.lost if agent is not None else None)
             if why is None:
                 continue
+            self._ended[node.name] = why
+            if agent is not None:
+                agent.send(Leave())  # it may live, where the engine takes the node back
             if agent is None:  # it has never joined: another node would probably fare the same
                 raise LaunchError(f"the agent of node {node.name} has not joined: {why}")
             _logger.warning("node %s is lost (%s): waiting for another one", node.name, why)
@@ -140,33 +144,35 @@ class NodePool:
         spare = [
             agent
             for agent in self._hub.agents.values()
-            if agent.lost is None and agent not in self._members
+            if self._is_there(agent) and agent not in self._members
         ]
         for place, agent in enumerate(self._members):
-            if agent.lost is not None and spare:
+            if not self._is_there(agent) and spare:
                 self._members[place] = spare.pop(0)
         while spare and self._slots() < self._request.slots:
             self._members.append(spare.pop(0))
         if self._slots() >= self._request.slots:  # a smaller node may have taken a place
-            self._members = _first_with(self._request.slots, self._members)
+            self._members = self._first_with(self._request.slots)
+
+    def _first_with(self, slots: int) -> list[ConnectedAgent]:
+        """The first members that together have as many slots, without lost ones."""
+        chosen: list[ConnectedAgent] = []
+        for agent in self._members:
+            if sum(each.slots for each in chosen) >= slots:
+                break
+            if self._is_there(agent):
+                chosen.append(agent)
+        return chosen
+
+    def _is_there(self, agent: ConnectedAgent) -> bool:
+        return agent.lost is None and agent.name not in self._ended
 
     def _slots(self) -> int:
-        return sum(agent.slots for agent in self._members if agent.lost is None)
+        return sum(agent.slots for agent in self._members if self._is_there(agent))
 
     def _what_is_missing(self) -> str:
-        there = [agent for agent in self._members if agent.lost is None]
+        there = [agent for agent in self._members if self._is_there(agent)]
         return (
             f"{plural(len(there), 'node')} with {self._slots()} of {self._request.slots} slots "
             "there"
         )
-
-
-def _first_with(slots: int, agents: list[ConnectedAgent]) -> list[ConnectedAgent]:
-    """The first living agents that together have as many slots."""
-    chosen: list[ConnectedAgent] = []
-    for agent in agents:
-        if sum(each.slots for each in chosen) >= slots:
-            break
-        if agent.lost is None:
-            chosen.append(agent)
-    return chosen

@@ -241,7 +241,7 @@ def test_the_connection_is_at_least_tls_1_3(driver: Hub) -> None:
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     with (
         socket.create_connection((LOOPBACK, port_of(driver))) as plain,
-        pytest.raises(ssl.SSLError, match="(?i)protocol"),
+        pytest.raises(ssl.SSLError, match=r"(?i)protocol"),
     ):
         context.wrap_socket(plain)
 
