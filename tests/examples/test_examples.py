@@ -106,7 +106,7 @@ def test_roc_auc_stops_when_its_area_stops_improving(here: Path) -> None:
 def test_the_core_api_script_learns_and_continues(here: Path) -> None:
     """A second run of the trial starts from its checkpoint, and trains further."""
     pytest.importorskip("sklearn", reason="this example reads data of scikit-learn")
-    config = example("core_api", here)
+    config = example("core_api/experiment.yaml", here)
     result = train(config)
     assert result.batches_trained == 600
     assert result.validation_metrics["accuracy"] >= 0.97

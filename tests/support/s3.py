@@ -52,9 +52,9 @@ class S3Server:
 
 
 @contextmanager
-def moto_server() -> Iterator[S3Server]:
+def moto_server(address: str = "127.0.0.1") -> Iterator[S3Server]:
     """Moto on a thread of this process. It accepts any credentials."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server = ThreadedMotoServer(ip_address=address, port=0, verbose=False)
     server.start()
     try:
         host, port = server.get_host_and_port()
