@@ -23,10 +23,12 @@ from trial_core.nodes.join_engine import JoinEngine
 from trial_core.nodes.join_token import new_token, token_of_file, write_token
 from trial_core.nodes.node_launcher import NodeCode, NodeLauncher
 from trial_core.nodes.node_pool import NodePool
+from trial_core.run.observer import current_observer
 from trial_core.slots.accelerators import resolve_slot_count
 from trial_core.slots.fork_server import ForkServer
 from trial_core.slots.launcher import Launcher, LocalLauncher
 from trial_core.slots.rank_main import SCRIPT_MODULES, TRIAL_MODULES
+from trial_core.text_format import plural
 from trialflow.tasks.trial_run import TrialRun
 
 JOIN_TOKEN = "join-token"
@@ -71,7 +73,7 @@ class OnNodes:
 
     def prepare(self, run: TrialRun) -> tuple[int, Launcher]:
         """Part of `Placement`. Waits for the nodes."""
-        with run.clock.spending("queue"):
+        with run.stage("wait-for-nodes", plural(self._slots, "slot")):
             agents = self._pool.gather(
                 lambda: run.stopping.request is not None, on_activity=run.note_activity
             )
@@ -122,10 +124,10 @@ def place_ranks(config: ExperimentConfig, run_dir: Path) -> Iterator[Placement]:
         ) as pool,
     ):
         if engine.name == JoinEngine.name:
-            get_run_logger().info(
-                "run this on each node: trialflow join --driver %s --token-file %s",
-                hub.address, _token_path(config, run_dir),
-            )  # fmt: skip
+            command = f"--driver {hub.address} --token-file {_token_path(config, run_dir)}"
+            how = f"run this on each node: trialflow join {command}"
+            get_run_logger().info("%s", how)
+            current_observer().notice(how)
         yield OnNodes(pool, request.slots)
 
 

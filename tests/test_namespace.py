@@ -210,7 +210,9 @@ def test_every_command_runs_in_a_folder_with_packages_of_our_names(installed: In
     installed.run("trialflow", "evaluate", experiment)
     installed.run("trialflow", "retrain", experiment, "--set", "retraining.start=scratch")
     installed.run("trialflow", "doctor", "--storage", str(installed.folder / "checkpoints"))
-    for command in ("deploy", "up", "worker", "data-arrived", "models promote", "models rollback"):
+    for command in (
+        "deploy", "up", "worker", "join", "data-arrived", "models promote", "models rollback",
+    ):  # fmt: skip
         installed.run("trialflow", *command.split(), "--help")
 
 

@@ -61,6 +61,9 @@ class Display(RunStatus):
     def say(self, line: str) -> None:
         """Show a line permanently."""
 
+    def notice(self, text: str) -> None:
+        self.say(text)
+
     def stopping(self, why: str) -> None:
         """Note a stop request. Called in a signal handler, so it must not print."""
         self._stop_note = f"{why}: saving, then stopping; repeat to stop at once"

@@ -41,6 +41,9 @@ class Observer:
     def stage_takes_long(self, activity: str) -> None:
         """What rank 0 is doing in a stage that takes long, and for how long it has."""
 
+    def notice(self, text: str) -> None:
+        """What a person has to know or do now, for the run to continue."""
+
     def batches_trained(self, batches: int) -> None:
         """Training has reached `batches`; called a few times a second."""
 
