@@ -35,6 +35,10 @@ JOIN_TOKEN = "join-token"
 """The file with the run's token, in the run's folder, unless the experiment names another."""
 
 
+ENGINE_VARIABLE = "TRIALFLOW_ENGINE"
+"""The engine of runs whose experiment leaves it to the place: ``resources.engine: auto``."""
+
+
 class Placement(Protocol):
     """Where the ranks of all launches of a run start."""
 
@@ -134,10 +138,25 @@ def place_ranks(config: ExperimentConfig, run_dir: Path) -> Iterator[Placement]:
 def choose_engine(
     config: ExperimentConfig, environment: Mapping[str, str] = os.environ
 ) -> Engine | None:
-    """What finds the run's nodes; None: the ranks start on this machine."""
-    name = config.resources.engine
+    """What finds the run's nodes; None: the ranks start on this machine.
+
+    Raises:
+        ConfigError: the environment names an engine that there is not.
+    """
+    name: str = config.resources.engine
+    if name == "auto":  # the engine belongs to the place more than to the experiment
+        name = environment.get(ENGINE_VARIABLE) or ("slurm" if has_nodes(environment) else "local")
     if name == "join":
         return JoinEngine()
+    if name == "ray":
+        return RayEngine(config.resources.ray.address, config.resources.ray.insecure)
+    if name == "slurm":
+        return SlurmEngine(environment)
+    if name != "local":
+        raise ConfigError(
+            f"the environment variable {ENGINE_VARIABLE} is {name!r}, expected local, join, ray or "
+            "slurm, as resources.engine"
+        )
     return None
 
 

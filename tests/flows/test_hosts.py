@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from trial_core.nodes.join_token import write_token
 
 pytestmark = pytest.mark.long
 PORT = 7655
+DEADLINE_SECONDS = 180.0
 
 
 @pytest.fixture
@@ -89,3 +93,34 @@ def test_two_hosts_train_and_continue(
         token = (here / "token").read_text()
         hosts.start_agent(name, f"tls://{DRIVER}:{PORT}", token, folder)
     assert train(further, trial=result.trial).batches_trained == 12
+
+
+def test_a_cut_cable_costs_only_that_host(
+    here: Path,
+    hosts: Hosts,
+    storage: S3Server,
+    tmp_path_factory: pytest.TempPathFactory,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is named, a third host takes its place, and its own ranks end without the driver."""
+    config = on_hosts(here, storage, 2, 300, max_restarts=1)
+    start_agents(hosts, here, tmp_path_factory.mktemp("agents"), 3)
+    store = CheckpointStore(config.checkpoint_storage.url, config.checkpoint_storage.options)
+    cut: list[str] = []
+
+    def cut_after_a_checkpoint() -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not store.list() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        cut.append(next(name for name in hosts.names if hosts.ranks(name)))
+        hosts.cut(cut[0])
+
+    cutting = threading.Thread(target=cut_after_a_checkpoint)
+    cutting.start()
+    result = train(config)
+    cutting.join()
+    assert result.batches_trained == 300
+    assert re.search(r"was lost with its node: no sign of life for 20 s, the last at", caplog.text)
+    victim = hosts.agents[hosts.names.index(cut[0])]
+    assert victim.wait(DEADLINE_SECONDS) == 1
+    assert hosts.ranks(cut[0]) == []

@@ -7,6 +7,7 @@ iproute2 and util-linux from the distribution.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from trial_core.nodes.engine import AGENT_MODULE
@@ -92,6 +94,18 @@ class Hosts:
     def degrade(self, name: str, *how: str) -> None:
         """Make a host's network worse: ``delay 20ms``, ``loss 5%``."""
         run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", "netem", *how)
+
+    def ranks(self, name: str) -> list[int]:
+        """The ranks that run on a host."""
+        done = subprocess.run(
+            ["ip", "netns", "pids", name], capture_output=True, text=True, check=True
+        )
+        found = []
+        for pid in done.stdout.split():
+            with contextlib.suppress(psutil.Error):
+                if "trialflow: rank" in " ".join(psutil.Process(int(pid)).cmdline()):
+                    found.append(int(pid))
+        return found
 
     def close(self) -> None:
         """End the agents and delete the hosts."""

@@ -134,7 +134,7 @@ def resolve_slot_count(requested: int | str, environment: Mapping[str, str] = os
         raise LaunchError(
             f"resources.slots_per_trial is {requested}, but this machine has {accelerators} "
             f"accelerator{'s' if accelerators != 1 else ''}; ask for at most {accelerators} "
-            f'(or "auto"); {ADVICE}'
+            f'(or "auto"), or train on several machines (resources.engine); {ADVICE}'
         )
     cores = available_cores()
     limit = max(CPU_SLOTS_PER_CORE * cores, MIN_CPU_SLOT_LIMIT)
@@ -142,7 +142,7 @@ def resolve_slot_count(requested: int | str, environment: Mapping[str, str] = os
         raise LaunchError(
             f"resources.slots_per_trial is {requested}, but this machine has no accelerator and "
             f"{cores} core{'s' if cores != 1 else ''}: each slot would be a process on a CPU; ask "
-            f'for at most {limit} (or "auto")'
+            f'for at most {limit} (or "auto"), or train on several machines (resources.engine)'
         )
     return requested
 
