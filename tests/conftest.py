@@ -40,6 +40,7 @@ pytest_plugins = [
     "tests.support.s3",
     "tests.support.slots",
     "tests.support.prefect",
+    "tests.support.ray",
     "tests.support.flow",
     "tests.support.faults.scene",
     "tests.support.stores",
@@ -82,6 +83,8 @@ def _group(item: pytest.Item, path: Path) -> str:
         return "gateway"
     if item.get_closest_marker("slots"):
         return "ranks"
+    if item.get_closest_marker("ray"):
+        return "ray"
     if path.parts[:2] == ("trial_core", "pytorch"):
         return "loaders"
     return ""

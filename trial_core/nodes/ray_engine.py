@@ -1,0 +1,339 @@
+"""Nodes of a Ray cluster, by Ray Core: a placement group is the gang, an actor holds each agent.
+
+The flow's process is the Ray driver. Ray gives the gang its places all at once, hands out GPUs, and
+tells which actor or machine has died. It also finds another place for what was on a dead machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from trial_core.errors import LaunchError
+from trial_core.nodes.engine import AGENT_MODULE, NODE_SECONDS, AgentEnded, Node, NodeRequest
+from trial_core.nodes.ray_connection import (
+    Deadline,
+    check_admission,
+    connection,
+    import_ray,
+    last_line,
+)
+from trial_core.slots.accelerators import CPU_SLOTS
+
+POLL_SECONDS = 0.2
+LAST_LINES = 20
+MAX_LINE_CHARACTERS = 500
+
+_TIED_TO_PARENT = """
+import ctypes, os, signal, sys
+parent, *command = sys.argv[1:]
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; exec keeps it
+    if os.getppid() != int(parent):
+        sys.exit("the Ray actor of this agent has ended")
+os.execv(command[0], command)
+"""
+"""Runs a command that the kernel kills when the thread that has started it ends. A `preexec_fn`
+could wait for ever for a lock that another thread of the actor's process held at the fork. A raylet
+ends the children of dead actors, too, but may be dead itself."""
+
+
+class RayEngine:
+    """Nodes of a Ray cluster whose clients need a token, unless that is waived.
+
+    Args:
+        address: ``auto`` (``RAY_ADDRESS``, or the cluster that this machine belongs to),
+            ``host:port`` or ``ray://host:port``. A process that is connected stays so.
+        is_insecure: whether the cluster may admit clients without a token.
+        agent_module: what runs on each node.
+    """
+
+    name = "ray"
+
+    def __init__(
+        self, address: str = "auto", is_insecure: bool = False, agent_module: str = AGENT_MODULE
+    ) -> None:
+        self._address = address
+        self._is_insecure = is_insecure
+        self._agent_module = agent_module
+
+    def place(
+        self, request: NodeRequest, seconds: float, should_abort: Callable[[], bool]
+    ) -> RayGang:
+        """See `Engine.place`."""
+        ray = import_ray()
+        address = self._address
+        if address == "auto":
+            address = os.environ.get("RAY_ADDRESS", address)
+        if ray.is_initialized() and "://" not in address:
+            address = ray.get_runtime_context().gcs_address
+        check_admission(address, self._is_insecure, seconds, should_abort)
+        connection.enter(address)
+        gang = None
+        try:
+            gang = RayGang(divide(request, _machines()), self._agent_module)
+            gang.occupy(seconds, should_abort)
+        except BaseException:
+            if gang is None:
+                connection.leave()
+            else:
+                gang.release()
+            raise
+        return gang
+
+
+class RayGang:
+    """The nodes of one run. See `Gang`.
+
+    Its placement group serves the whole run: when a machine dies, Ray puts its bundle on another.
+    A second group would wait for just what the first one has taken.
+    """
+
+    def __init__(self, bundles: Sequence[Mapping[str, float]], agent_module: str) -> None:
+        self._bundles = bundles
+        self._agent_module = agent_module
+        self._places: dict[str, _Place] = {}
+        self._bundle_of: dict[str, int] = {}
+        self._is_released = False
+        # Not STRICT_SPREAD, which asks for as many machines as bundles.
+        self._group = import_ray().util.placement_group([*map(dict, bundles)], strategy="SPREAD")
+
+    @property
+    def nodes(self) -> Sequence[Node]:
+        """See `Gang.nodes`."""
+        return [place.node for place in self._places.values()]
+
+    def occupy(self, seconds: float, should_abort: Callable[[], bool]) -> None:
+        """Wait for the places, and put an actor on each.
+
+        Raises:
+            LaunchError: see `Engine.place`; the caller releases the gang.
+        """
+        ray = import_ray()
+        deadline = Deadline(seconds, should_abort)
+        while not self._group.wait(min(POLL_SECONDS, deadline.left_seconds())):
+            if not deadline.left_seconds():
+                raise LaunchError(
+                    f"Ray has not placed {_told(self._bundles)}: {deadline.how()}. "
+                    f"{_told_machines(_machines())}; other programs use the rest. Wait until "
+                    "they end, or ask for less"
+                )
+        deadline = Deadline(NODE_SECONDS, should_abort)
+        actors = [self._actor(bundle) for bundle in range(len(self._bundles))]
+        hosts = [actor.host.remote() for actor in actors]
+        for bundle, (actor, host) in enumerate(zip(actors, hosts, strict=True)):
+            try:
+                self._add(_wait_for(host, deadline), bundle, actor)
+            except (ray.exceptions.RayError, TimeoutError) as error:
+                raise LaunchError(
+                    "a node of the Ray cluster cannot run an agent. Each needs the same versions "
+                    f"of Python, Ray and trialflow as this process: {last_line(error)}"
+                ) from error
+
+    def start(self, node: Node, arguments: Sequence[str], token: str) -> None:
+        """See `Gang.start`."""
+        place = self._places[node.name]
+        place.end = place.actor.run.remote(self._agent_module, [*arguments], token, node.slots)
+
+    def ended(self) -> Sequence[AgentEnded]:
+        """See `Gang.ended`."""
+        ray = import_ray()
+        places = {place.end: place for place in self._places.values() if place.end is not None}
+        if not places:
+            return []
+        found = []
+        for end in ray.wait([*places], num_returns=len(places), timeout=0)[0]:
+            try:
+                why = ray.get(end)
+            except ray.exceptions.RayError as error:
+                why = f"Ray has lost the agent: {last_line(error)}"
+            places[end].end = None
+            found.append(AgentEnded(places[end].node.name, why))
+        return found
+
+    def replace(self, lost: Node, seconds: float, should_abort: Callable[[], bool]) -> Node | None:
+        """See `Gang.replace`. It is the same machine if Ray says that this lives."""
+        ray = import_ray()
+        deadline = Deadline(seconds, should_abort)
+        bundle = self._bundle_of[lost.name]
+        if place := self._places.pop(lost.name, None):
+            ray.kill(place.actor)
+        while deadline.left_seconds():
+            # Until Ray knows that a machine is dead, it sends actors there. They fail then.
+            actor = self._actor(bundle)
+            try:
+                return self._add(_wait_for(actor.host.remote(), deadline), bundle, actor)
+            except (ray.exceptions.RayError, TimeoutError):
+                ray.kill(actor)
+                time.sleep(min(POLL_SECONDS, deadline.left_seconds()))
+        return None
+
+    def release(self) -> None:
+        """See `Gang.release`."""
+        if self._is_released:
+            return
+        self._is_released = True
+        self._places.clear()
+        try:
+            # With the group, Ray ends its actors; their agents end with them.
+            import_ray().util.remove_placement_group(self._group)
+        finally:
+            connection.leave()
+
+    def _actor(self, bundle: int) -> Any:
+        ray = import_ray()
+        resources = self._bundles[bundle]
+        where = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            self._group, placement_group_bundle_index=bundle
+        )
+        return (
+            ray.remote(AgentHost)
+            .options(
+                num_cpus=resources["CPU"],
+                num_gpus=resources.get("GPU", 0),
+                max_restarts=0,
+                scheduling_strategy=where,
+            )
+            .remote()
+        )
+
+    def _add(self, host: str, bundle: int, actor: Any) -> Node:
+        node = Node(f"{host}-{len(self._bundle_of)}", int(self._bundles[bundle]["CPU"]))
+        self._bundle_of[node.name] = bundle
+        self._places[node.name] = _Place(node, actor)
+        return node
+
+
+class AgentHost:
+    """The actor: runs an agent on a node, in a process of Ray's."""
+
+    def host(self) -> str:
+        """The node's host name."""
+        return socket.gethostname()
+
+    def run(self, module: str, arguments: Sequence[str], token: str, cores: int) -> str:
+        """Run an agent until it ends; return its exit code and last lines, for people.
+
+        Args:
+            cores: of the bundle. Ray sets ``OMP_NUM_THREADS`` to it, as if there were one rank.
+        """
+        environment = dict(os.environ)
+        if environment.get("OMP_NUM_THREADS") == str(cores):
+            del environment["OMP_NUM_THREADS"]
+        read_end, write_end = os.pipe()
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _TIED_TO_PARENT, str(os.getpid()),
+             sys.executable, "-m", module, *arguments],
+            env=environment, stdin=read_end, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            encoding="utf-8", errors="replace",
+        )  # fmt: skip
+        os.close(read_end)
+        with contextlib.suppress(BrokenPipeError), open(write_end, "w", encoding="utf-8") as pipe:
+            pipe.write(token)
+        lines: deque[str] = deque(maxlen=LAST_LINES)
+        # A thread, since the agent's children may keep its output open.
+        reader = threading.Thread(target=_follow, args=(process.stdout, lines), daemon=True)
+        reader.start()
+        # Ray lets an actor live as long as it is busy, also when its parent, the raylet, has died.
+        raylet = os.getppid()
+        while process.poll() is None and os.getppid() == raylet:
+            time.sleep(POLL_SECONDS)
+        if process.returncode is None:
+            process.kill()
+            return f"Ray's raylet, process {raylet} on {self.host()}, has ended"
+        code = process.returncode
+        reader.join(timeout=1.0)
+        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        return "\n".join([f"the agent has ended with {how}", *lines])
+
+
+def _follow(output: Iterable[str], lines: deque[str]) -> None:
+    """Copy an agent's output to the log that Ray keeps of the actor, and its end to `lines`."""
+    for line in output:
+        print(line, end="", flush=True)
+        lines.append(line.rstrip()[:MAX_LINE_CHARACTERS])
+
+
+@dataclass
+class _Place:
+    node: Node
+    actor: Any
+    end: Any = None
+    """The future of `AgentHost.run`; None: no agent runs."""
+
+
+class Machine(NamedTuple):
+    """A machine of the cluster, and what it has when nothing runs on it."""
+
+    host: str
+    cpus: int
+    gpus: int
+
+
+def _machines() -> list[Machine]:
+    """The machines of the cluster that are alive."""
+    return [
+        Machine(
+            node["NodeManagerHostname"],
+            int(node["Resources"].get("CPU", 0)),
+            int(node["Resources"].get("GPU", 0)),
+        )
+        for node in import_ray().nodes()
+        if node["Alive"]
+    ]
+
+
+def divide(request: NodeRequest, machines: Sequence[Machine]) -> list[dict[str, float]]:
+    """What each node of a run gets.
+
+    Raises:
+        LaunchError: the machines do not have that much, whatever else runs on them.
+    """
+    gpus = 0 if request.on_cpu else max((each.gpus for each in machines), default=0)
+    size = min(request.slots, request.slots_per_node or gpus or CPU_SLOTS)
+    count, rest = divmod(request.slots, size)
+    kinds = ("CPU", "GPU") if gpus else ("CPU",)
+    bundles = [{kind: float(each) for kind in kinds} for each in [size] * count + [rest] if each]
+    room = [min(each.cpus, each.gpus) if gpus else each.cpus for each in machines]
+    full = sum(each // size for each in room)
+    if full < count or (full == count and all(each % size < rest for each in room)):
+        raise LaunchError(
+            f"the Ray cluster can never place {_told(bundles)}: {_told_machines(machines)}. Ask "
+            "for fewer slots, or set resources.slots_per_node to what each machine has"
+        )
+    return bundles
+
+
+def _told(bundles: Sequence[Mapping[str, float]]) -> str:
+    """As in ``2 nodes with 8 CPU, 8 GPU and 1 node with 4 CPU, 4 GPU``."""
+    counts = Counter(", ".join(f"{n:g} {kind}" for kind, n in each.items()) for each in bundles)
+    return " and ".join(f"{n} node{'s' * (n > 1)} with {each}" for each, n in counts.items())
+
+
+def _told_machines(machines: Sequence[Machine]) -> str:
+    each = (f"{host} has {cpus} CPU, {gpus} GPU" for host, cpus, gpus in machines)
+    return "; ".join(each) or "it has no machine"
+
+
+def _wait_for(future: Any, deadline: Deadline) -> Any:
+    """The result of a future.
+
+    Raises:
+        TimeoutError: there is none in time.
+        RayError: the actor has failed.
+    """
+    ray = import_ray()
+    while not ray.wait([future], timeout=min(POLL_SECONDS, deadline.left_seconds()))[0]:
+        if not deadline.left_seconds():
+            raise TimeoutError(deadline.how())
+    return ray.get(future)
