@@ -23,6 +23,7 @@ from trial_core.nodes.join_engine import JoinEngine
 from trial_core.nodes.join_token import new_token, token_of_file, write_token
 from trial_core.nodes.node_launcher import NodeCode, NodeLauncher
 from trial_core.nodes.node_pool import NodePool
+from trial_core.nodes.ray_engine import RayEngine
 from trial_core.run.observer import current_observer
 from trial_core.slots.accelerators import resolve_slot_count
 from trial_core.slots.fork_server import ForkServer
@@ -145,17 +146,15 @@ def choose_engine(
     """
     name: str = config.resources.engine
     if name == "auto":  # the engine belongs to the place more than to the experiment
-        name = environment.get(ENGINE_VARIABLE) or ("slurm" if has_nodes(environment) else "local")
+        name = environment.get(ENGINE_VARIABLE, "local")
     if name == "join":
         return JoinEngine()
     if name == "ray":
         return RayEngine(config.resources.ray.address, config.resources.ray.insecure)
-    if name == "slurm":
-        return SlurmEngine(environment)
     if name != "local":
         raise ConfigError(
-            f"the environment variable {ENGINE_VARIABLE} is {name!r}, expected local, join, ray or "
-            "slurm, as resources.engine"
+            f"the environment variable {ENGINE_VARIABLE} is {name!r}, expected local, join or "
+            "ray, as resources.engine"
         )
     return None
 

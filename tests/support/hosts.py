@@ -112,7 +112,8 @@ class Hosts:
         for agent in self.agents:
             agent.kill()
             agent.wait()
-        for name in self.names:
+        for number, name in enumerate(self.names, 1):
+            run("ip", "link", "delete", f"trialflow{number}")  # now, not when the last process ends
             for pid in subprocess.run(
                 ["ip", "netns", "pids", name], capture_output=True, text=True, check=True
             ).stdout.split():

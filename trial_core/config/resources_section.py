@@ -149,9 +149,8 @@ class ResourcesConfig(Section):
         title="Engine",
         description='What finds the machines. "local": ranks run on this machine. "join": on '
         'machines that run `trialflow join`. "ray": on a Ray cluster. "slurm": in the Slurm '
-        'allocation that the run was started in. "auto": what the '
-        "environment variable TRIALFLOW_ENGINE names, else slurm in an allocation of several nodes, "
-        "else local.",
+        'allocation that the run was started in. "auto": what '
+        "TRIALFLOW_ENGINE names, else slurm in an allocation of several nodes, else local.",
     )
     slots_per_node: Annotated[
         int | Literal["auto"], PlainValidator(_slots), WithJsonSchema(_SLOTS_SCHEMA)
