@@ -170,7 +170,8 @@ def _request(config: ExperimentConfig, engine: Engine) -> NodeRequest:
     if not isinstance(slots, int):
         raise ConfigError(
             f"resources.slots_per_trial: auto counts the accelerators of this machine; with "
-            f"engine {engine.name}, say how many slots the run needs on all machines"
+            f"engine {engine.name}, say how many slots the run needs on all machines (--set "
+            "resources.slots_per_trial=8)"
         )
     if config.checkpoint_storage.url.startswith("memory://"):
         raise ConfigError(
