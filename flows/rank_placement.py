@@ -24,6 +24,7 @@ from trial_core.nodes.join_token import new_token, token_of_file, write_token
 from trial_core.nodes.node_launcher import NodeCode, NodeLauncher
 from trial_core.nodes.node_pool import NodePool
 from trial_core.nodes.ray_engine import RayEngine
+from trial_core.nodes.slurm_engine import SlurmEngine, in_allocation
 from trial_core.run.observer import current_observer
 from trial_core.slots.accelerators import resolve_slot_count
 from trial_core.slots.fork_server import ForkServer
@@ -146,17 +147,24 @@ def choose_engine(
     """
     name: str = config.resources.engine
     if name == "auto":  # the engine belongs to the place more than to the experiment
-        name = environment.get(ENGINE_VARIABLE, "local")
+        name = environment.get(ENGINE_VARIABLE) or _engine_here(environment)
     if name == "join":
         return JoinEngine()
     if name == "ray":
         return RayEngine(config.resources.ray.address, config.resources.ray.insecure)
+    if name == "slurm":
+        return SlurmEngine(environment)
     if name != "local":
         raise ConfigError(
-            f"the environment variable {ENGINE_VARIABLE} is {name!r}, expected local, join or "
-            "ray, as resources.engine"
+            f"the environment variable {ENGINE_VARIABLE} is {name!r}, expected local, join, ray "
+            "or slurm, as resources.engine"
         )
     return None
+
+
+def _engine_here(environment: Mapping[str, str]) -> str:
+    has_several = in_allocation(environment) and environment.get("SLURM_JOB_NUM_NODES") != "1"
+    return "slurm" if has_several else "local"
 
 
 def _request(config: ExperimentConfig, engine: Engine) -> NodeRequest:

@@ -45,6 +45,7 @@ pytest_plugins = [
     "tests.support.faults.scene",
     "tests.support.stores",
     "tests.support.wire",
+    "tests.support.slurm",
 ]
 
 

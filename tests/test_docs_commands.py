@@ -39,6 +39,7 @@ BEFORE: Mapping[str, tuple[str, ...]] = {
     "docs/guides/pytorch.md": (INIT,),
     "docs/guides/retraining.md": (INIT, TRAIN),
     "docs/guides/scripts.md": (INIT, TRAIN),
+    "docs/guides/slurm.md": (),
     "docs/guides/stopping.md": (INIT, TRAIN, DEPLOY),
     "examples/digits/README.md": (),
     "examples/gan/README.md": (),
@@ -63,6 +64,11 @@ NOT_RUN = {
     "echo": "the same",
     "docker build": "needs Docker: tests/deployments/test_deploy_image.py",
     "helm": "needs Kubernetes",
+    "cp deployments/slurm": "the test's folder is no checkout",
+    "sbatch": "needs Slurm: tests/trial_core/nodes/test_slurm_engine.py",
+    "salloc": "the same",
+    "squeue": "the same",
+    "scancel": "the same",
 }
 """How commands begin that are not run here, and why. Those of `trialflow` are parsed even so."""
 

@@ -9,7 +9,7 @@ from trial_core.nodes.engine import NodeRequest
 from trial_core.nodes.ray_engine import RayEngine
 
 address, folder, *insecure = sys.argv[1:]
-engine = RayEngine(address, bool(insecure), "tests.support.agent_stand_in")
+engine = RayEngine(address, bool(insecure), "tests.support.stand_in_ray_agent")
 gang = engine.place(NodeRequest(slots=4), 120, lambda: False)
 for node in gang.nodes:
     gang.start(node, [folder], "a token")

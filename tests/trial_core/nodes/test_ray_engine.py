@@ -25,7 +25,7 @@ from trial_core.nodes.ray_engine import Machine, RayEngine, RayGang, divide
 
 pytestmark = pytest.mark.ray
 
-AGENT = "tests.support.agent_stand_in"
+AGENT = "tests.support.stand_in_ray_agent"
 DRIVER = ROOT / "tests" / "support" / "scripts" / "ray_driver.py"
 SECONDS = 120.0
 

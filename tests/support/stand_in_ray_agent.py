@@ -1,4 +1,4 @@
-"""An agent that reads its token: ``agent_stand_in FOLDER [CODE]``.
+"""An agent that reads its token: ``stand_in_ray_agent FOLDER [CODE]``.
 
 It writes what it got to a file of FOLDER. Then it says so and exits with CODE, or waits for ever.
 """
