@@ -35,10 +35,11 @@ from trial_core.nodes.node_messages import (
     AgentHello,
     Alive,
     EndRanks,
+    ForwardSignal,
     Leave,
     NodeReady,
     PrepareRanks,
-    RankEnded,
+    RankGone,
     RankJoined,
     RankLeft,
     RankLogged,
@@ -47,7 +48,6 @@ from trial_core.nodes.node_messages import (
     RanksPrepared,
     RanksWrote,
     Refused,
-    SignalRank,
     StartRanks,
     ToAgent,
     ToRanks,
@@ -135,7 +135,7 @@ class Agent:
             LaunchError: the driver cannot be reached, refuses this node, or is gone.
         """
         self._loop = asyncio.get_running_loop()
-        reader, self._writer = await _join(driver, token.encode(), wait_seconds)
+        reader, self._writer = await join(driver, token.encode(), wait_seconds)
         self._send(
             AgentHello(
                 node=self._name,
@@ -197,7 +197,7 @@ class Agent:
                 self._prepare(message)
             elif isinstance(message, StartRanks):
                 self._start(message)
-            elif isinstance(message, SignalRank):
+            elif isinstance(message, ForwardSignal):
                 self._signal(message)
             elif isinstance(message, EndRanks):
                 self._end_ranks()
@@ -291,7 +291,7 @@ class Agent:
             if here.store is not None:
                 here.store.close()
 
-    def _signal(self, message: SignalRank) -> None:
+    def _signal(self, message: ForwardSignal) -> None:
         here = self._ranks
         if here is None or here.number != message.launch:
             return
@@ -364,7 +364,7 @@ class Agent:
             if process.rank == rank:
                 while self._send_log(here, process):
                     pass
-        self._send(RankEnded(launch=here.number, rank=rank, code=code))
+        self._send(RankGone(launch=here.number, rank=rank, code=code))
 
 
 class _Relay:
@@ -404,7 +404,7 @@ def _check_storage(message: PrepareRanks) -> None:
         )
 
 
-async def _join(
+async def join(
     driver: str, token: bytes, wait_seconds: float
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to the first of the driver's addresses that answers, and prove the token.

@@ -115,7 +115,8 @@ class Hub:
 
     Attributes:
         changed: notified when an agent is ready, refused, unfit or lost.
-        agents: those that are ready, by the name of their node, lost ones included.
+        agents: those that are ready, by the name of their node, lost ones included. Each one gets
+            a new dictionary, so other threads may iterate over it.
         rejected: why nodes were refused, or cannot train.
     """
 
@@ -320,7 +321,7 @@ class Hub:
             return
         agent.slots, agent.address = ready.slots, ready.address
         with self.changed:
-            self.agents[agent.name] = agent
+            self.agents = {**self.agents, agent.name: agent}
             self.changed.notify_all()
 
     def _dispatch(self, agent: ConnectedAgent, message: FromAgent) -> None:

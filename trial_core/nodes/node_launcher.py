@@ -19,6 +19,7 @@ from trial_core.messages import Message, Peer, decode_from_rank, encode
 from trial_core.nodes.hub import ConnectedAgent
 from trial_core.nodes.node_messages import (
     EndRanks,
+    ForwardSignal,
     FromAgent,
     OfRank,
     PrepareRanks,
@@ -29,7 +30,6 @@ from trial_core.nodes.node_messages import (
     RanksNotStarted,
     RanksPrepared,
     RanksWrote,
-    SignalRank,
     StartRanks,
     ToRanks,
 )
@@ -73,7 +73,7 @@ class RemoteRank(RankLog):
 
     def signal(self, number: int) -> None:
         """Send the rank a signal, if it still runs."""
-        self.agent.send(SignalRank(launch=self._launch, rank=self.rank, signal=number))
+        self.agent.send(ForwardSignal(launch=self._launch, rank=self.rank, signal=number))
 
     def written_bytes(self) -> int:
         """Grows when the rank writes to a disk of its node, or to its log."""

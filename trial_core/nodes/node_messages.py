@@ -2,7 +2,7 @@
 
 An agent joins with `AgentHello`. The driver answers `Welcome`, to which the agent replies
 `NodeReady`, or `Refused`. For each launch of ranks follow, in this order: `PrepareRanks` and
-`RanksPrepared`; `StartRanks`; what the ranks send and get, and `RankEnded` of each; `EndRanks`.
+`RanksPrepared`; `StartRanks`; what the ranks send and get, and `RankGone` of each; `EndRanks`.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class ToRanks(Message):
     data: bytes
 
 
-class SignalRank(Message):
+class ForwardSignal(Message):
     """Send a rank a signal. SIGKILL also ends its children."""
 
     launch: int
@@ -182,7 +182,7 @@ class RankLeft(Message):
     protocol_error: str | None
 
 
-class RankEnded(Message):
+class RankGone(Message):
     """A rank and its children have ended, and its whole log was sent."""
 
     launch: int
@@ -205,11 +205,19 @@ class RanksWrote(Message):
     written_bytes: dict[int, int]
 
 
-OfRank = RankJoined | RankSent | RankLeft | RankEnded | RankLogged
+OfRank = RankJoined | RankSent | RankLeft | RankGone | RankLogged
 """What an agent tells of one rank."""
 FromAgent = Alive | NodeReady | RanksPrepared | RanksNotStarted | RanksWrote | OfRank
 ToAgent = (
-    Alive | Welcome | Refused | PrepareRanks | StartRanks | ToRanks | SignalRank | EndRanks | Leave
+    Alive
+    | Welcome
+    | Refused
+    | PrepareRanks
+    | StartRanks
+    | ToRanks
+    | ForwardSignal
+    | EndRanks
+    | Leave
 )
 
 hello_decoder = msgspec.msgpack.Decoder(AgentHello)
