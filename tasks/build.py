@@ -21,7 +21,7 @@ from trial_core.messages import (
     LoadersBuilt,
     TrialBuilt,
 )
-from trial_core.text_format import plural
+from trial_core.text_format import plural, ranks_by_node
 from trial_core.transfer.fetch import fetch_files
 from trial_core.units import EpochLength
 from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
@@ -52,6 +52,10 @@ def build_trial(run: TrialRun) -> None:
     run.batch_samples = built.batch_samples
     _warn_of_another_batch_size(run.config.hyperparameters, built)
     run.logger.info("trial %s on %s", run.trial, _describe(built))
+    nodes = run.slots.nodes
+    if len(set(nodes)) > 1:
+        run.logger.info("%s", ranks_by_node(nodes))
+    run.observer.ranks_placed(nodes)
 
 
 def _warn_of_another_batch_size(hyperparameters: Mapping[str, Any], built: TrialBuilt) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
@@ -114,6 +115,16 @@ def training_speed(batches: int, batch_samples: int, seconds: float) -> str:
         return speed(batches * batch_samples / seconds)
     digits = 0 if batches >= 100 * seconds else 1
     return f"{batches / seconds:.{digits}f} batches/s"
+
+
+def ranks_by_node(nodes: Sequence[str]) -> str:
+    """``ranks 0-1 on gpu-7, 2-3 on gpu-8``: where each rank is, in the order of ranks."""
+    parts = []
+    for node, group in itertools.groupby(range(len(nodes)), lambda rank: nodes[rank]):
+        ranks = list(group)
+        span = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+        parts.append(f"{span} on {node}")
+    return f"ranks {', '.join(parts)}"
 
 
 def plural(count: int, noun: str) -> str:

@@ -124,6 +124,14 @@ class Report(Observer):
             facts.run_status.run_started(trial, total_batches, begins_at, batch_samples)
         self._observer.run_started(trial, total_batches, begins_at, batch_samples)
 
+    def ranks_placed(self, nodes: Sequence[str]) -> None:
+        placed = text_format.ranks_by_node(nodes) if len(set(nodes)) > 1 else ""
+        with self._update() as facts:
+            if facts.placed and placed != facts.placed:
+                facts.history.add_event(facts.run_status.batches, f"now {placed or 'on one node'}")
+            facts.placed = placed
+        self._observer.ranks_placed(nodes)
+
     def stage_started(self, stage: str, detail: str) -> None:
         with self._update() as facts:
             facts.run_status.stage_started(stage, detail)

@@ -51,6 +51,7 @@ class TrialFacts:
         name: the experiment's.
         checkpoints_url: the folder of all checkpoints.
         locations: what else belongs to the run, and where it is: ``("Logs", "s3://…")``.
+        placed: where each rank is, if they are on several nodes.
         status: ``running``, ``completed``, or how else the run ended.
         last: the last metrics of each kind, with their batch.
         waits: of the last train-workloads: seconds, and how many of them each rank waited for its
@@ -64,6 +65,7 @@ class TrialFacts:
     smaller_is_better: bool
     checkpoints_url: str
     locations: dict[str, str] = field(default_factory=dict)
+    placed: str = ""
     status: str = "running"
     is_over: bool = False
     run_status: RunStatus = field(default_factory=RunStatus)

@@ -122,7 +122,6 @@ class Agent:
         self._ranks: RanksHere | None = None
         # What may take long is done in one other thread, in the driver's order.
         self._worker = ThreadPoolExecutor(1, "agent")
-        self._has_left = asyncio.Event()
 
     async def serve(self, driver: str, token: str, wait_seconds: float) -> None:
         """Join the driver, and serve it until the run ends.
@@ -183,7 +182,7 @@ class Agent:
         if isinstance(message, Alive):
             return
         if isinstance(message, ToRanks):
-            if ranks is not None and ranks.number == message.launch and ranks.link is not None:
+            if ranks is not None and self._is_of(message.launch) and ranks.link is not None:
                 ranks.link.send_encoded(message.data)
         else:
             self._worker.submit(self._work, message)
@@ -199,7 +198,7 @@ class Agent:
                 self._start(message)
             elif isinstance(message, ForwardSignal):
                 self._signal(message)
-            elif isinstance(message, EndRanks):
+            elif isinstance(message, EndRanks) and self._is_of(message.launch):
                 self._end_ranks()
         except Exception:
             logger.exception("this node ends: %s failed", type(message).__name__)
@@ -271,7 +270,7 @@ class Agent:
 
     def _start(self, message: StartRanks) -> None:
         here = self._ranks
-        if here is None or here.number != message.launch:
+        if here is None or not self._is_of(message.launch):
             return
         ranks = range(message.first_rank, message.first_rank + message.count)
         place = Place(
@@ -293,11 +292,15 @@ class Agent:
 
     def _signal(self, message: ForwardSignal) -> None:
         here = self._ranks
-        if here is None or here.number != message.launch:
+        if here is None or not self._is_of(message.launch):
             return
         for rank in here.ranks:
             if rank.rank == message.rank:
                 rank.kill() if message.signal == signal.SIGKILL else rank.signal(message.signal)
+
+    def _is_of(self, launch: int) -> bool:
+        """Whether a message is of the launch whose ranks are here now."""
+        return self._ranks is not None and self._ranks.number == launch
 
     def _end_ranks(self) -> None:
         """Kill the ranks of the last launch."""

@@ -29,6 +29,9 @@ class Observer:
             batch_samples: samples in one batch on all ranks; 0: unknown.
         """
 
+    def ranks_placed(self, nodes: Sequence[str]) -> None:
+        """All ranks have joined; the node of each. Again after a restart."""
+
     def subject_changed(self, subject: str) -> None:
         """The next stages are of one model of several: ``challenger``; empty: of the run."""
 

@@ -152,6 +152,11 @@ class SlotGroup:
         """The ranks' process ids, by rank."""
         return [self._peers[rank].pid for rank in sorted(self._peers)]
 
+    @property
+    def nodes(self) -> list[str]:
+        """The name of each rank's machine, by rank."""
+        return [self._peers[rank].host for rank in sorted(self._peers)]
+
     def _wait_until_joined(self, timeout_seconds: float, should_abort: Callable[[], bool]) -> None:
         deadline = time.monotonic() + timeout_seconds
         pace = Pace("starting the ranks", time.monotonic())

@@ -295,3 +295,19 @@ def test_a_stage_that_takes_long_is_explained(new_report: NewReport) -> None:
     report.stage_ended("build-trial", "", 60.0)
     report.write()
     assert "compiling" not in text(report)
+
+
+@no_artifact
+def test_the_nodes_of_the_ranks_are_shown(new_report: NewReport) -> None:
+    """Where each rank is; a node that was replaced is an event. One node is not mentioned."""
+    report = new_report()
+    report.run_started("toy-0000beef", 40, 0, 4)
+    report.ranks_placed(["gpu-7"] * 2)
+    report.write()
+    assert "gpu-7" not in text(report)
+    for last in ("gpu-8", "gpu-9"):
+        report.ranks_placed(["gpu-7", "gpu-7", last])
+        report.batches_trained(10)
+    report.write()
+    assert text(report).count("ranks 0-1 on gpu-7, 2 on gpu-9") == 2
+    assert "now ranks 0-1 on gpu-7, 2 on gpu-9" in text(report)
