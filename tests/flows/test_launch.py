@@ -21,7 +21,7 @@ from trial_core.errors import CheckpointError, LaunchError, RankFailed
 from trial_core.run.observer import Observer
 from trial_core.slots.accelerators import resolve_slot_count
 from trialflow.flows.lifecycle.crash_limit import CrashedTooOften
-from trialflow.flows.rank_placement import ThisMachine
+from trialflow.flows.rank_placement import Placement, ThisMachine
 from trialflow.flows.train import launch_slots
 from trialflow.tasks.trial_run import TrialRun
 
@@ -80,7 +80,7 @@ def test_a_flow_gives_its_devices_to_its_run(
         time.sleep(WAIT_SECONDS)
         yield {"CUDA_VISIBLE_DEVICES": "2,3"}
 
-    def reached(run: TrialRun) -> Any:
+    def reached(run: TrialRun, placement: Placement) -> Any:
         raise _Reached(run.devices, run.clock.slot_milliseconds().get("queue", 0))
 
     monkeypatch.setattr(module, "gpu_slots", devices)

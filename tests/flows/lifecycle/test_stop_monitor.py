@@ -182,7 +182,9 @@ def test_a_stop_that_saves_and_then_fails(
     monkeypatch.setattr(trialflow.flows.train, "train_trial", train_trial)
     monkeypatch.setattr(trialflow.flows.train, "build_trial", lambda run: None)
     ranks = SimpleNamespace(stop=lambda: None)
-    monkeypatch.setattr(trialflow.flows.train, "launch_slots", lambda run: nullcontext(ranks))
+    monkeypatch.setattr(
+        trialflow.flows.train, "launch_slots", lambda run, placement: nullcontext(ranks)
+    )
     monkeypatch.setattr(trialflow.flows.train, "follow_schedule", fail_after_the_save)
     run, _ = stage.train()
     saved = f"{failure}; the last checkpoint is at batch 60"

@@ -152,7 +152,7 @@ def test_validation_waits_for_the_folder_of_a_dying_attempt(
     class Launched(Exception):
         pass
 
-    def launch(run: Any) -> None:
+    def launch(run: Any, placement: Any) -> None:
         raise Launched
 
     monkeypatch.setenv("PREFECT__RUNTIME__DEPLOYMENT__ID", "by-a-worker")

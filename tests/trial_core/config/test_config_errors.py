@@ -100,8 +100,7 @@ def problems(**fields: Any) -> list[str]:
         ),
         (
             {"resources": {"slots_per_trial": 5000}},
-            "resources.slots_per_trial: expected at most 1024, got 5000; a trial's slots are "
-            "processes on one machine",
+            "resources.slots_per_trial: expected at most 1024, got 5000",
         ),
         (
             {"stopping": {"grace_seconds": 1e300}},

@@ -63,9 +63,11 @@ def connected(ray_cluster: RayCluster) -> Iterator[None]:
     """This process is connected already, as a flow that uses Ray itself."""
     import ray
 
+    on_sigterm = signal.getsignal(signal.SIGTERM)  # `ray.init` sets another handler
     ray.init(ray_cluster.address, log_to_driver=False)
     yield
     ray.shutdown()
+    signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def test_agents_run_on_different_nodes_and_end_with_the_gang(

@@ -111,8 +111,9 @@ def test_more_slots_than_gpus_is_refused() -> None:
         resolve_slot_count(3, {})
     assert str(error.value) == (
         "resources.slots_per_trial is 3, but this machine has 2 accelerators; ask for at most 2 "
-        '(or "auto"); to train on the CPU, set resources.accelerator: cpu in the experiment, or '
-        "the environment variable DS_ACCELERATOR=cpu"
+        '(or "auto"), or train on several machines (resources.engine); to train on the CPU, set '
+        "resources.accelerator: cpu in the experiment, or the environment variable "
+        "DS_ACCELERATOR=cpu"
     )
 
 
