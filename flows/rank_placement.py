@@ -124,6 +124,7 @@ def place_ranks(config: ExperimentConfig, run_dir: Path) -> Iterator[Placement]:
         network=resources.network,
     )
     with (
+        _deleted_at_end(config, engine, run_dir),
         hub,
         NodePool(
             engine, hub, request, token, resources.max_wait_seconds, ("--preload", what)
@@ -196,6 +197,16 @@ def _request(config: ExperimentConfig, engine: Engine) -> NodeRequest:
 def _token_path(config: ExperimentConfig, run_dir: Path) -> Path:
     given = config.resources.channel.token_file
     return (given.expanduser() if given is not None else run_dir / JOIN_TOKEN).absolute()
+
+
+@contextmanager
+def _deleted_at_end(config: ExperimentConfig, engine: Engine, run_dir: Path) -> Iterator[None]:
+    """Delete the token in the run's folder when the run has ended."""
+    try:
+        yield
+    finally:
+        if engine.name == JoinEngine.name and config.resources.channel.token_file is None:
+            _token_path(config, run_dir).unlink(missing_ok=True)
 
 
 def _join_token(config: ExperimentConfig, run_dir: Path) -> str:

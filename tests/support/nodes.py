@@ -77,7 +77,11 @@ class FakeAgent:
 
     def say(self, message: Message) -> None:
         """Send a message to the driver."""
-        self._loop.call_soon_threadsafe(self._writer.write, frame(encode(message)))
+        self.say_bytes(frame(encode(message)))
+
+    def say_bytes(self, data: bytes) -> None:
+        """Send bytes to the driver, which need not be a message."""
+        self._loop.call_soon_threadsafe(self._writer.write, data)
 
     def next(self) -> ToAgent:
         """The next message of the driver."""

@@ -29,6 +29,7 @@ import msgspec
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import LaunchError, TrialflowError
 from trial_core.messages import FromRank, Message, Peer, encode
+from trial_core.nodes.frames import read_frame
 from trial_core.nodes.node_messages import (
     ALIVE_SECONDS,
     SILENCE_SECONDS,
@@ -61,13 +62,11 @@ from trial_core.slots.accelerators import resolve_slot_count
 from trial_core.slots.fork_server import ForkServer, disk_bytes
 from trial_core.slots.framing import (
     HANDSHAKE_SECONDS,
-    HEADER,
     NONCE_BYTES,
     PROOF_BYTES,
     ProtocolError,
     check_proof,
     frame,
-    frame_length,
     new_nonce,
     proof,
 )
@@ -135,6 +134,7 @@ class Agent:
         """
         self._loop = asyncio.get_running_loop()
         reader, self._writer = await join(driver, token.encode(), wait_seconds)
+        self._heard()
         self._send(
             AgentHello(
                 node=self._name,
@@ -163,12 +163,13 @@ class Agent:
     async def _obey(self, reader: asyncio.StreamReader) -> None:
         while True:
             try:
-                data = await asyncio.wait_for(_read_frame(reader), SILENCE_SECONDS)
-                message = to_agent_decoder.decode(data)
-            except asyncio.TimeoutError:
-                raise LaunchError(f"the driver was silent for {SILENCE_SECONDS:g} s") from None
+                message = to_agent_decoder.decode(await read_frame(reader, self._heard))
             except (OSError, EOFError) as error:
-                raise LaunchError("the driver is gone") from error
+                if self._loop.time() - self._heard_at >= SILENCE_SECONDS:
+                    why = f"the driver was silent for {SILENCE_SECONDS:g} s"
+                else:
+                    why = "the driver is gone"
+                raise LaunchError(why) from error
             except (ProtocolError, msgspec.MsgspecError, UnicodeDecodeError) as error:
                 raise LaunchError(f"the driver has sent an invalid message: {error}") from error
             if isinstance(message, Leave):
@@ -330,9 +331,14 @@ class Agent:
             self._writer.write(data)
 
     async def _beat(self) -> None:
-        while True:
+        """Send signs of life, and disconnect when the driver sends none."""
+        while self._loop.time() - self._heard_at < SILENCE_SECONDS:
             self._send(Alive())
             await asyncio.sleep(ALIVE_SECONDS)
+        self._writer.transport.abort()
+
+    def _heard(self) -> None:
+        self._heard_at = self._loop.time()
 
     async def _send_logs(self) -> None:
         while True:
@@ -456,10 +462,6 @@ async def connect(
         writer.close()
         raise
     return reader, writer
-
-
-async def _read_frame(reader: asyncio.StreamReader) -> bytes:
-    return await reader.readexactly(frame_length(await reader.readexactly(HEADER.size)))
 
 
 def parse_driver_address(text: str) -> list[tuple[str, int]]:

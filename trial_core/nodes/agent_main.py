@@ -16,7 +16,7 @@ from pathlib import Path
 import filelock
 from setproctitle import setproctitle
 
-from trial_core.errors import TrialflowError
+from trial_core.errors import LaunchError, TrialflowError
 from trial_core.nodes.agent import Agent
 from trial_core.nodes.join_token import checked_token, token_of_file
 from trial_core.run.run_dirs import home_folder
@@ -51,6 +51,8 @@ def run_agent(
     Raises:
         LaunchError: the driver cannot be reached, refuses this node, or is gone.
     """
+    if slots is not None and slots < 1:
+        raise LaunchError(f"a node offers at least one slot, got {slots}")
     setproctitle(f"trialflow: agent of {driver}")
     with node_folder() as folder, ForkServer(PRELOADS[preload]) as fork_server:
         asyncio.run(_serve(folder, fork_server, driver, token, node, slots, wait_seconds))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import socket
 import threading
@@ -21,6 +22,7 @@ import msgspec
 
 from trial_core.errors import LaunchError
 from trial_core.messages import Message, encode
+from trial_core.nodes.frames import read_frame
 from trial_core.nodes.node_messages import (
     ALIVE_SECONDS,
     SILENCE_SECONDS,
@@ -53,6 +55,8 @@ from trial_core.slots.rank_network import own_addresses
 logger = logging.getLogger(__name__)
 
 HELLO_MAX_BYTES = 16384
+MAX_UNPROVEN = 256
+"""So many connections at once may not have proved yet that they know the token."""
 ACCEPT_RETRY_SECONDS = 1.0
 LOGGED_STRANGERS = 20
 """So many refused connections are logged, so that a port scan does not fill the log."""
@@ -72,13 +76,22 @@ class ListenAddress:
     ports: tuple[int, int] = (0, 0)
     advertise: str | None = None
 
+    @property
+    def hosts(self) -> list[str]:
+        """Where nodes reach the driver: the advertised name, else the bound addresses."""
+        if self.advertise is not None:
+            return [self.advertise]
+        if self.bind is None or ipaddress.ip_address(self.bind).is_unspecified:
+            return own_addresses()
+        return [self.bind]
+
 
 class ConnectedAgent:
     """An agent that has joined, as the driver sees it.
 
     Attributes:
         name: of its node, which no other has.
-        host, pid, address, slots: as in `AgentHello` and `NodeReady`.
+        host, pid, versions, address, slots: as in `AgentHello` and `NodeReady`.
         lost: why it is lost; None: it lives.
         on_message: gets what it tells, in the hub's thread; set for each launch.
         on_lost: called with the reason when it is lost, in the hub's thread; likewise.
@@ -89,6 +102,7 @@ class ConnectedAgent:
     def __init__(self, name: str, hello: AgentHello, send: Callable[[bytes], None]) -> None:
         self.name = name
         self.host = hello.host
+        self.versions = hello.versions
         self.pid = hello.pid
         self.address = ""
         self.slots = 0
@@ -98,6 +112,10 @@ class ConnectedAgent:
         self.code_digest: str | None = None
         self.heard_at = 0.0
         self._send = send
+
+    def heard(self) -> None:
+        """Note that it has sent something."""
+        self.heard_at = asyncio.get_running_loop().time()
 
     def send(self, message: Message) -> None:
         """Send a message, unless the agent is lost. For any thread."""
@@ -117,7 +135,6 @@ class Hub:
         changed: notified when an agent is ready, refused, unfit or lost.
         agents: those that are ready, by the name of their node, lost ones included. Each one gets
             a new dictionary, so other threads may iterate over it.
-        rejected: why nodes were refused, or cannot train.
     """
 
     def __init__(
@@ -131,7 +148,8 @@ class Hub:
     ) -> None:
         self.changed = threading.Condition()
         self.agents: dict[str, ConnectedAgent] = {}
-        self.rejected: list[str] = []
+        self._rejected: list[str] = []
+        self._unproven = 0
         self._token = token.encode()
         self._slots_per_node = slots_per_node
         self._environment = dict(environment or {})
@@ -146,8 +164,7 @@ class Hub:
         self._socket = _bind(listen)
         self._socket.setblocking(False)
         port = self._socket.getsockname()[1]
-        hosts = [listen.advertise or listen.bind] if listen.advertise or listen.bind else None
-        self.address = driver_address([host for host in hosts or own_addresses() if host], port)
+        self.address = driver_address(listen.hosts, port)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="trialflow-hub", daemon=True
@@ -160,6 +177,12 @@ class Hub:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def take_rejected(self) -> list[str]:
+        """Why nodes were refused, or cannot train, since the last call."""
+        with self.changed:
+            taken, self._rejected = self._rejected, []
+        return taken
 
     def close(self) -> None:
         """Tell the agents that the run has ended, and disconnect them."""
@@ -199,12 +222,22 @@ class Hub:
 
     async def _serve(self, connection: socket.socket, origin: Any) -> None:
         writer: asyncio.StreamWriter | None = None
+        if self._unproven >= MAX_UNPROVEN:
+            self._log_stranger(origin, ProtocolError("too many connections at once"))
+            connection.close()
+            return
+        self._unproven += 1
         try:
             reader, writer = await self._secure(connection)
             hello = await asyncio.wait_for(self._admit(reader, writer), HANDSHAKE_SECONDS)
         except (ProtocolError, OSError, EOFError, asyncio.TimeoutError, msgspec.MsgspecError) as e:
+            self._unproven -= 1
             self._log_stranger(origin, e)
+        except asyncio.CancelledError:
+            connection.close()
+            return
         else:
+            self._unproven -= 1
             with contextlib.suppress(asyncio.CancelledError):
                 await self._talk(hello, reader, writer)
         if writer is not None:
@@ -235,12 +268,11 @@ class Hub:
             return
         if self._is_closing:
             return
-        self._versions = hello.versions
         agent = ConnectedAgent(
             self._name(hello), hello,
             lambda data: _call_unless_closed(self._loop, writer.write, data),
         )  # fmt: skip
-        agent.heard_at = self._loop.time()
+        agent.heard()
         agent.send(
             Welcome(
                 node=agent.name,
@@ -304,12 +336,11 @@ class Hub:
         """Handle what an agent tells. Returns why it is lost."""
         while True:
             try:
-                message = from_agent_decoder.decode(await _read_frame(reader))
+                message = from_agent_decoder.decode(await read_frame(reader, agent.heard))
             except (OSError, EOFError) as error:
                 return f"its agent has closed the connection ({type(error).__name__})"
             except (ProtocolError, msgspec.MsgspecError, UnicodeDecodeError) as error:
                 return f"its agent has sent an invalid message: {error}"
-            agent.heard_at = self._loop.time()
             if isinstance(message, NodeReady):
                 self._is_ready(agent, message)
             elif not isinstance(message, Alive):
@@ -320,6 +351,7 @@ class Hub:
             self._reject(f"node {agent.name} cannot train: {ready.problem}")
             return
         agent.slots, agent.address = ready.slots, ready.address
+        self._versions = agent.versions
         with self.changed:
             self.agents = {**self.agents, agent.name: agent}
             self.changed.notify_all()
@@ -340,7 +372,7 @@ class Hub:
 
     def _reject(self, why: str) -> None:
         with self.changed:
-            self.rejected.append(why)
+            self._rejected.append(why)
             self.changed.notify_all()
 
     async def _beat(self, agent: ConnectedAgent, writer: asyncio.StreamWriter) -> None:
@@ -363,10 +395,6 @@ def _call_unless_closed(
 ) -> None:
     with contextlib.suppress(RuntimeError):  # the hub was closed meanwhile
         loop.call_soon_threadsafe(function, data)
-
-
-async def _read_frame(reader: asyncio.StreamReader) -> bytes:
-    return await reader.readexactly(frame_length(await reader.readexactly(HEADER.size)))
 
 
 def _bind(listen: ListenAddress) -> socket.socket:

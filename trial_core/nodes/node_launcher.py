@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +16,7 @@ import msgspec
 
 from trial_core.checkpoint.code_objects import RunCode
 from trial_core.checkpoint.store import StorageSpec
-from trial_core.errors import LaunchError
+from trial_core.errors import LaunchError, RankFailed, Stopped
 from trial_core.messages import Message, Peer, decode_from_rank, encode
 from trial_core.nodes.hub import ConnectedAgent
 from trial_core.nodes.node_messages import (
@@ -38,6 +40,8 @@ from trial_core.slots.rank_handle import RankHandle, RankLog
 
 PREPARE_SECONDS = 120.0
 """How long a node may take to unpack the code and to look into the storage."""
+
+POLL_SECONDS = 0.2
 
 _LAUNCHES = itertools.count(1)
 
@@ -77,7 +81,9 @@ class RemoteRank(RankLog):
 
     def written_bytes(self) -> int:
         """Grows when the rank writes to a disk of its node, or to its log."""
-        return self.disk_bytes + self.log_size()
+        with suppress(OSError):  # the log was deleted
+            return self.disk_bytes + self.log_size()
+        return self.disk_bytes
 
     def ended(self, code: int) -> None:
         """Note that the rank and its children have ended."""
@@ -133,6 +139,7 @@ class NodeLauncher:
             link.start(ranks)
         except BaseException:
             link.close()
+            link.give_up()
             raise
         return link
 
@@ -163,7 +170,15 @@ class NodeLink:
         self._launch = launch
         self._shares = shares
         self._number = next(_LAUNCHES)
-        self._ranks: dict[int, RemoteRank] = {}
+        self._has_started = False
+        launch.log_dir.mkdir(parents=True, exist_ok=True)
+        self._ranks = {
+            rank: RemoteRank(
+                rank, launch.log_dir / f"rank-{rank}.log", agent, self._number, launch.on_exit
+            )
+            for agent, share in shares
+            for rank in share
+        }
         self._prepared: dict[str, RanksPrepared] = {}
         self._lost: dict[str, str] = {}
         self._changed = threading.Condition()
@@ -171,13 +186,15 @@ class NodeLink:
             agent.on_lost = partial(self._node_lost, agent, share)
             agent.on_message = partial(self._receive, agent, share)
             if agent.lost is not None:  # meanwhile
-                self._lost[agent.name] = agent.lost
+                self._node_lost(agent, share, agent.lost)
 
     def prepare(self, code: NodeCode, storage: StorageSpec, storage_key: str) -> None:
         """Have all nodes unpack the code, and look whether they see the storage.
 
         Raises:
-            LaunchError: a node cannot, does not answer in time, or is lost.
+            LaunchError: a node cannot, or does not answer in time.
+            RankFailed: a node is lost.
+            Stopped: the run was asked to stop meanwhile.
         """
         digest = code.archive.digest if code.archive is not None else None
         for agent, share in self._shares:
@@ -195,13 +212,12 @@ class NodeLink:
                 )
             )
             agent.code_digest = digest
-        with self._changed:
-            have_answered = self._changed.wait_for(self._is_prepared, PREPARE_SECONDS)
+        have_answered = self._wait_until_prepared()
+        self._check_lost()
         for agent, _ in self._shares:
             answer = self._prepared.get(agent.name)
-            problem = self._lost.get(agent.name) or (answer.problem if answer else None)
-            if problem is not None:
-                raise LaunchError(f"node {agent.name} cannot start its ranks: {problem}")
+            if answer is not None and answer.problem is not None:
+                raise LaunchError(f"node {agent.name} cannot start its ranks: {answer.problem}")
         if not have_answered:
             silent = [a.name for a, _ in self._shares if a.name not in self._prepared]
             raise LaunchError(
@@ -209,19 +225,38 @@ class NodeLink:
                 f"within {PREPARE_SECONDS:g} s"
             )
 
+    def _wait_until_prepared(self) -> bool:
+        """Return whether all nodes have answered, or one is lost."""
+        deadline = time.monotonic() + PREPARE_SECONDS
+        with self._changed:
+            while not self._changed.wait_for(self._is_prepared, POLL_SECONDS):
+                if self._launch.should_abort():
+                    raise Stopped("the run was stopped while its nodes got ready")
+                if time.monotonic() > deadline:
+                    return False
+        return True
+
     def _is_prepared(self) -> bool:
         return bool(self._lost) or len(self._prepared) == len(self._shares)
 
+    def _check_lost(self) -> None:
+        """Raise RankFailed, so that the run may start its ranks again, if a node is lost."""
+        for agent, share in self._shares:
+            if (why := self._lost.get(agent.name)) is not None:
+                raise RankFailed(rank=share[0], host=agent.name, during="its start", node_lost=why)
+
     def start(self, ranks: list[RankHandle]) -> None:
-        """Start the ranks. Each is added to `ranks` before."""
+        """Start the ranks. Each is added to `ranks` before.
+
+        Raises:
+            RankFailed: a node is lost.
+        """
         launch, (first, _) = self._launch, self._shares[0]
         store = first.address, self._prepared[first.name].store_port
-        launch.log_dir.mkdir(parents=True, exist_ok=True)
-        for agent, share in self._shares:
-            for rank in share:
-                path = launch.log_dir / f"rank-{rank}.log"
-                self._ranks[rank] = RemoteRank(rank, path, agent, self._number, launch.on_exit)
-                ranks.append(self._ranks[rank])
+        with self._changed:
+            ranks.extend(self._ranks[rank] for rank in range(launch.world_size))
+            self._has_started = True  # from here on, the listener is told of a lost node
+            self._check_lost()
         for index, (agent, share) in enumerate(self._shares):
             agent.send(
                 StartRanks(
@@ -247,6 +282,11 @@ class NodeLink:
             agent.on_message, agent.on_lost = _ignore, _ignore
             agent.send(EndRanks(launch=self._number))
 
+    def give_up(self) -> None:
+        """Wait for no rank: none was started, or its agent ends it."""
+        for rank in self._ranks.values():
+            rank.lost()
+
     # -------------------------------------------------------------------- in the hub's thread
 
     def _receive(self, agent: ConnectedAgent, share: range, message: FromAgent) -> None:
@@ -257,7 +297,9 @@ class NodeLink:
                 self._prepared[agent.name] = message
                 self._changed.notify_all()
         elif isinstance(message, RanksNotStarted):
-            self._launch.listener.node_lost(share, f"its ranks cannot be started: {message.why}")
+            for rank in share:
+                self._ranks[rank].lost()
+            self._launch.listener.node_lost(share, f"its agent cannot start them: {message.why}")
         elif isinstance(message, RanksWrote):
             for rank, count in message.written_bytes.items():
                 if rank in share:
@@ -288,12 +330,12 @@ class NodeLink:
     def _node_lost(self, agent: ConnectedAgent, share: range, why: str) -> None:
         with self._changed:
             self._lost[agent.name] = why
+            has_started = self._has_started
             self._changed.notify_all()
-        ranks = [self._ranks[rank] for rank in share if rank in self._ranks]
-        for rank in ranks:
-            rank.lost()
-        if ranks:
-            self._launch.listener.node_lost([rank.rank for rank in ranks], why)
+        for rank in share:
+            self._ranks[rank].lost()
+        if has_started:
+            self._launch.listener.node_lost(share, why)
 
 
 def _ignore(what: object) -> None:

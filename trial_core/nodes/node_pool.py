@@ -57,9 +57,11 @@ class NodePool:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._hub.close()  # first: agents that get word of the end are not killed
-        if self._gang is not None:
-            self._gang.release()
+        try:
+            self._hub.close()  # first: agents that get word of the end are not killed
+        finally:
+            if self._gang is not None:
+                self._gang.release()
 
     def gather(
         self,
@@ -92,10 +94,12 @@ class NodePool:
                 raise Stopped("the run was stopped while it waited for its nodes")
             self._replace_lost(self._gang, deadline, should_abort)
             self._take_ready()
-            if self._hub.rejected:
-                raise LaunchError(self._hub.rejected[0])
             if self._slots() >= self._request.slots:
+                for why in self._hub.take_rejected():
+                    _logger.warning("%s", why)
                 return list(self._members)
+            if rejected := self._hub.take_rejected():
+                raise LaunchError(rejected[0])
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"not enough nodes within {self._max_wait_seconds:g} s: "

@@ -35,6 +35,7 @@ class Launch:
             the ranks.
         listener: gets the ranks' messages.
         on_exit: called with a rank and its return code when it and its children have ended.
+        should_abort: asked while something takes long whether to give up.
     """
 
     world_size: int
@@ -43,6 +44,7 @@ class Launch:
     environment: Mapping[str, str]
     listener: Listener
     on_exit: Callable[[int, int], None]
+    should_abort: Callable[[], bool] = lambda: False
 
 
 class Link(Protocol):
@@ -66,6 +68,8 @@ class Launcher(Protocol):
 
         Raises:
             LaunchError: they cannot be started; `ranks` has those that were, which the caller ends.
+            RankFailed: a machine was lost meanwhile; likewise.
+            Stopped: `should_abort` returned True; likewise.
         """
 
 

@@ -128,8 +128,9 @@ class SlotGroup:
         )
         try:
             launch = Launch(
-                world_size, working_dir, self.log_dir, environment or {}, self, self._rank_exited
-            )
+                world_size, working_dir, self.log_dir, environment or {}, self, self._rank_exited,
+                should_abort,
+            )  # fmt: skip
             self._link = (launcher or LocalLauncher()).launch(launch, self._ranks)
             self._wait_until_joined(JOIN_SECONDS, should_abort)
         except BaseException:

@@ -7,6 +7,7 @@ import logging
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -21,7 +22,8 @@ from trial_core.nodes.node_messages import Leave, NodeReady, Refused, Welcome
 from trial_core.nodes.tls import agent_context, digest_of, make_certificate
 from trial_core.nodes.versions import own_versions
 from trial_core.slots.fork_server import ForkServer
-from trial_core.slots.framing import NONCE_BYTES, PROOF_BYTES, ProtocolError, proof
+from trial_core.slots.framing import HEADER, NONCE_BYTES, PROOF_BYTES, ProtocolError, proof
+from trial_core.slots.rank_network import own_addresses
 
 TOKEN = new_token()
 
@@ -162,6 +164,38 @@ def test_a_silent_node_is_lost(driver: Hub, monkeypatch: pytest.MonkeyPatch) -> 
     assert why.startswith("no sign of life for 0.3 s, the last at ")
 
 
+def test_a_large_message_on_a_slow_network_is_no_silence(
+    driver: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part of it counts as a sign of life."""
+    monkeypatch.setattr(hub_module, "SILENCE_SECONDS", 0.6)
+    monkeypatch.setattr(hub_module, "ALIVE_SECONDS", 0.05)
+    with fake_agent(driver, TOKEN, beats=False) as agent:
+        wait_for(driver, lambda: "here" in driver.agents)
+        agent.say_bytes(HEADER.pack(10**6))
+        begun = time.monotonic()
+        while time.monotonic() < begun + 1.5:
+            agent.say_bytes(b"x")
+            time.sleep(0.05)
+        assert driver.agents["here"].lost is None
+        wait_for(driver, lambda: driver.agents["here"].lost is not None)
+
+
+def test_strangers_do_not_use_up_the_drivers_files(
+    driver: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of those that have proved nothing, only so many are connected at once."""
+    monkeypatch.setattr(hub_module, "MAX_UNPROVEN", 2)
+    strangers = [socket.create_connection((LOOPBACK, port_of(driver))) for _ in range(3)]
+    strangers[2].settimeout(DEADLINE_SECONDS)
+    assert strangers[2].recv(1) == b""
+    assert "too many connections at once" in caplog.text
+    for stranger in strangers:
+        stranger.close()
+    with fake_agent(driver, TOKEN):
+        wait_for(driver, lambda: len(driver.agents) == 1)
+
+
 @pytest.mark.parametrize("package", ["python", "torch", "deepspeed", "trialflow"])
 def test_nodes_with_other_versions_are_refused(driver: Hub, package: str) -> None:
     """The run fails before training, and says what differs."""
@@ -173,7 +207,7 @@ def test_nodes_with_other_versions_are_refused(driver: Hub, package: str) -> Non
         late.close()
     assert isinstance(refused, Refused)
     assert f"it has {package} 0.0.1 instead of {own_versions()[package]}; install" in refused.why
-    assert driver.rejected == [f"node other is refused: {refused.why}"]
+    assert driver.take_rejected() == [f"node other is refused: {refused.why}"]
 
 
 def test_a_node_joins_once(driver: Hub) -> None:
@@ -192,9 +226,9 @@ def test_an_agent_that_cannot_train_says_why(driver: Hub) -> None:
     agent = FakeAgent(driver.address, TOKEN)
     assert isinstance(agent.next(), Welcome)
     agent.say(NodeReady(problem="its GPUs cannot be counted"))
-    wait_for(driver, lambda: bool(driver.rejected))
+    wait_for(driver, lambda: bool(driver._rejected))
     agent.close()
-    assert driver.rejected == ["node here cannot train: its GPUs cannot be counted"]
+    assert driver.take_rejected() == ["node here cannot train: its GPUs cannot be counted"]
 
 
 def test_an_agent_ends_when_its_driver_refuses_it_or_is_another_one(
@@ -230,6 +264,8 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
         assert port < found <= port + 20
         with pytest.raises(LaunchError, match=f"on {LOOPBACK}, port {port}: .*resources.channel"):
             Hub(ListenAddress(LOOPBACK, (port, port)), TOKEN)
+    assert LOOPBACK not in ListenAddress("0.0.0.0").hosts or len(own_addresses()) == 1
+    assert ListenAddress("0.0.0.0").hosts == ListenAddress().hosts == own_addresses()
     with Hub(ListenAddress("::1"), TOKEN) as driver, fake_agent(driver, TOKEN):
         wait_for(driver, lambda: len(driver.agents) == 1)
 

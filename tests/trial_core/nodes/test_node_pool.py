@@ -13,6 +13,7 @@ from trial_core.nodes.engine import AgentEnded, Engine, Gang, Node, NodeRequest
 from trial_core.nodes.hub import Hub
 from trial_core.nodes.join_engine import JoinEngine
 from trial_core.nodes.join_token import new_token
+from trial_core.nodes.node_messages import Refused
 from trial_core.nodes.node_pool import NodePool
 
 TOKEN = new_token()
@@ -161,6 +162,19 @@ def test_too_few_nodes(driver: Hub) -> None:
             "start more, or reduce resources.slots_per_trial",
         ):  # fmt: skip
             nodes.gather()
+
+
+def test_a_node_that_is_refused_is_not_needed(
+    driver: Hub, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stray one, whenever it has tried to join, does not end a run that has enough nodes."""
+    with fake_agent(driver, TOKEN), pool(JoinEngine(), driver, 1) as nodes:
+        assert names(nodes) == ["here"]
+        stray = FakeAgent(driver.address, TOKEN, host="stray", versions={"trialflow": "0"})
+        assert isinstance(stray.next(), Refused)
+        assert names(nodes) == ["here"]
+        stray.close()
+    assert "node stray is refused" in caplog.text
 
 
 def test_a_node_that_is_refused_fails_the_run(driver: Hub) -> None:
