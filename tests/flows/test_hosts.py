@@ -17,7 +17,7 @@ from tests.support.slots import toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.nodes.join_token import write_token
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.slots, pytest.mark.server]
 PORT = 7655
 DEADLINE_SECONDS = 180.0
 

@@ -18,6 +18,8 @@ from trial_core.errors import ConfigError
 from trial_core.nodes.join_token import write_token
 from trialflow.flows.train import TrialResult
 
+pytestmark = [pytest.mark.slots, pytest.mark.server]
+
 END_SECONDS = 60.0
 
 

@@ -13,7 +13,7 @@ from tests.support.ray import RayCluster
 from tests.support.slots import lines, toy_config
 from trial_core.errors import LaunchError
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.slots, pytest.mark.server]
 
 
 def on_ray(here: Path, cluster: RayCluster, batches: int, **changes: Any) -> Any:

@@ -12,7 +12,7 @@ from tests.support.nodes import LOOPBACK
 from tests.support.slots import lines, toy_config
 from tests.support.slurm import Slurm
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.slots, pytest.mark.server]
 
 
 def test_a_lost_agent_in_an_allocation_is_replaced(

@@ -28,6 +28,8 @@ from trial_core.nodes.node_pool import NodePool
 from trial_core.slots.slot_group import SlotGroup
 from trial_core.transfer.code_folder import pack_code
 
+pytestmark = pytest.mark.xdist_group("nodes")
+
 KEY = "claims/trial.json"
 
 
