@@ -73,6 +73,8 @@ def started_ray_cluster(
     environment = {
         **os.environ, "RAY_AUTH_MODE": mode, **client, "RAY_TMPDIR": folder,
         "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT),
+        # A process that serves a client may take long to start on a busy machine.
+        "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "150",
     }  # fmt: skip
     process = subprocess.Popen(
         [sys.executable, str(SCRIPT), *map(str, (client_port, *cores))],

@@ -15,7 +15,7 @@ from typing import Any
 
 from trial_core.errors import LaunchError
 
-CONNECT_SECONDS = 60.0
+CONNECT_SECONDS = 120.0
 POLL_SECONDS = 0.2
 
 _TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
