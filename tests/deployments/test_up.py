@@ -168,6 +168,7 @@ def test_only_this_user_reaches_the_server(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.server
 @pytest.mark.slots
+@pytest.mark.timeout(900)
 def test_runs_save_and_resume_with_the_next_up(tmp_path: Path) -> None:
     """A killed server is started again, while the run continues. After Ctrl-C the run saves, and
     no process is left. The next `up` resumes the same run."""
@@ -199,7 +200,7 @@ def test_runs_save_and_resume_with_the_next_up(tmp_path: Path) -> None:
     saved = store.list()[-1].progress.batches_trained
     assert saved == len(seen()) > 5
     with up(tmp_path, 0) as running:
-        until(lambda: len(seen()) > saved + 5, "training again")
+        until(lambda: len(seen()) > saved + 5, "training again", 400)
         assert seen()[: saved + 5] == list(range(saved + 5))
         (run,) = running.query("flow_runs/filter")
         assert (run["id"], run["state_name"]) == (run_id, "Running")
