@@ -1,4 +1,4 @@
-"""Hosts of a small network on this machine: namespaces with addresses and folders of their own.
+"""Hosts of a small network on this machine: namespaces, each with separate addresses and folders.
 
 The driver's host is this one, at `Hosts.DRIVER`. The others see an empty folder in place of the
 driver's, and only the loopback interface and the network between the hosts. Needs root, and

@@ -1,4 +1,4 @@
-"""Nodes on this machine: agents that join a driver, each a process as on a machine of its own."""
+"""Nodes on this machine: agents that join a driver, each a process as on a separate machine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """An agent that reads its token: ``stand_in_ray_agent FOLDER [CODE]``.
 
-It writes what it got to a file of FOLDER. Then it says so and exits with CODE, or waits for ever.
+It writes what it got to a file of FOLDER. Then it says so and exits with CODE, or waits until it is
+killed.
 """
 
 from __future__ import annotations

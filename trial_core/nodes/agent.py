@@ -447,7 +447,7 @@ async def connect(
     """Connect to a driver. Both ends prove the token.
 
     Raises:
-        ProtocolError: the driver does not know the token, or somebody is between.
+        ProtocolError: the driver does not know the token, or a relay is between.
         EOFError: it has closed the connection: it knows another token.
     """
     reader, writer = await asyncio.open_connection(host, port, ssl=agent_context())

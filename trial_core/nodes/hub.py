@@ -1,8 +1,9 @@
 """The driver's end of the connections to its nodes: one per agent, with TLS.
 
 Both ends prove that they know the run's token, and that they see the same certificate, before
-anything else is said (`trial_core/slots/framing.py`). Whoever cannot is logged and disconnected. An
-agent that says nothing for `SILENCE_SECONDS` is lost, as is one whose connection ends.
+anything else is said (`trial_core/slots/framing.py`). A stranger who cannot is logged and
+disconnected. An agent that says nothing for `SILENCE_SECONDS` is lost, as is one whose connection
+ends.
 """
 
 from __future__ import annotations

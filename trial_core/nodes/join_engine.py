@@ -8,7 +8,7 @@ from trial_core.nodes.engine import AgentEnded, Gang, Node, NodeRequest
 
 
 class JoinEngine:
-    """Starts nothing, and waits for nobody: agents join when they are started."""
+    """Starts nothing and does not wait: agents join when they are started."""
 
     name = "join"
 

@@ -44,7 +44,7 @@ if sys.platform == "linux":
 os.execv(command[0], command)
 """
 """Runs a command that the kernel kills when the thread that has started it ends. A `preexec_fn`
-could wait for ever for a lock that another thread of the actor's process held at the fork. A raylet
+could wait without end for a lock that another thread of the process held at the fork. A raylet
 ends the children of dead actors, too, but may be dead itself."""
 
 
