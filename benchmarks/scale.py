@@ -130,7 +130,9 @@ def measure(scale: Scale, requests: int, folder: Path) -> dict[str, float]:
     with (
         Hub(ListenAddress(LOOPBACK_ADDRESS), token) as hub,
         agent_processes(scale, hub.address, token) as processes,
-        NodePool(JoinEngine(), hub, NodeRequest(scale.ranks), token, WAIT_SECONDS) as pool,
+        NodePool(
+            JoinEngine(), hub, NodeRequest(scale.ranks, scale.ranks), token, WAIT_SECONDS
+        ) as pool,
     ):
         watch = Watch()
         for process in processes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -52,6 +52,16 @@ class Placement(Protocol):
             Stopped: the run was asked to stop while it waited for nodes.
         """
 
+    def leave_out(self, slots: int) -> bool:
+        """Launch no longer this number of ranks, which the trial cannot be trained with.
+
+        Returns:
+            Whether another number is possible.
+        """
+
+    def watching(self, run: TrialRun) -> AbstractContextManager[None]:
+        """Tell the run during the block when its ranks should be launched on other nodes."""
+
 
 class ThisMachine:
     """The ranks start on this machine.
@@ -66,20 +76,34 @@ class ThisMachine:
     def prepare(self, run: TrialRun) -> tuple[int, Launcher]:
         """Part of `Placement`."""
         variables = {**os.environ, **run.config.rank_variables, **run.devices}
-        slots = resolve_slot_count(run.config.resources.slots_per_trial, variables)
+        resources = run.config.resources
+        slots = resolve_slot_count(resources.min_slots, variables, resources.max_slots)
         return slots, LocalLauncher(self._fork_server)
+
+    def leave_out(self, slots: int) -> bool:
+        """Part of `Placement`."""
+        return False
+
+    def watching(self, run: TrialRun) -> AbstractContextManager[None]:
+        """Part of `Placement`."""
+        return nullcontext()
 
 
 class OnNodes:
-    """The ranks start on nodes."""
+    """The ranks start on nodes.
 
-    def __init__(self, pool: NodePool, slots: int) -> None:
+    Args:
+        pool: has the nodes.
+        wanted: what the run needs, for people.
+    """
+
+    def __init__(self, pool: NodePool, wanted: str) -> None:
         self._pool = pool
-        self._slots = slots
+        self._wanted = wanted
 
     def prepare(self, run: TrialRun) -> tuple[int, Launcher]:
         """Part of `Placement`. Waits for the nodes."""
-        with run.stage("wait-for-nodes", plural(self._slots, "slot")):
+        with run.stage("wait-for-nodes", self._wanted):
             agents = self._pool.gather(
                 lambda: run.stopping.request is not None, on_activity=run.note_activity
             )
@@ -93,7 +117,15 @@ class OnNodes:
             )
         code = NodeCode(None if is_shared else run.code.archive, run.code.folder)
         key = layout.claim_key(run.trial)
-        return self._slots, NodeLauncher(agents, code, run.store.spec, key)
+        return self._pool.slots_of(agents), NodeLauncher(agents, code, run.store.spec, key)
+
+    def leave_out(self, slots: int) -> bool:
+        """Part of `Placement`."""
+        return self._pool.leave_out(slots)
+
+    def watching(self, run: TrialRun) -> AbstractContextManager[None]:
+        """Part of `Placement`."""
+        return self._pool.watching(run.move_now, run.move_at_checkpoint)
 
 
 @contextmanager
@@ -127,7 +159,13 @@ def place_ranks(config: ExperimentConfig, run_dir: Path) -> Iterator[Placement]:
         _deleted_at_end(config, engine, run_dir),
         hub,
         NodePool(
-            engine, hub, request, token, resources.max_wait_seconds, ("--preload", what)
+            engine,
+            hub,
+            request,
+            token,
+            resources.max_wait_seconds,
+            resources.replace_seconds,
+            ("--preload", what),
         ) as pool,
     ):
         if engine.name == JoinEngine.name:
@@ -135,7 +173,8 @@ def place_ranks(config: ExperimentConfig, run_dir: Path) -> Iterator[Placement]:
             how = f"run this on each node: trialflow join {command}"
             get_run_logger().info("%s", how)
             current_observer().notice(how)
-        yield OnNodes(pool, request.slots)
+        least = f"{request.min_slots} to " if request.min_slots < request.slots else ""
+        yield OnNodes(pool, least + plural(request.slots, "slot"))
 
 
 def choose_engine(
@@ -175,8 +214,11 @@ def _request(config: ExperimentConfig, engine: Engine) -> NodeRequest:
         ConfigError: the experiment does not say how many ranks; or its storage is no other
             process's.
     """
-    slots, per_node = config.resources.slots_per_trial, config.resources.slots_per_node
-    if not isinstance(slots, int):
+    resources = config.resources
+    slots, min_slots, per_node = (
+        resources.max_slots, resources.min_slots, resources.slots_per_node,
+    )  # fmt: skip
+    if not isinstance(slots, int) or not isinstance(min_slots, int):
         raise ConfigError(
             f"resources.slots_per_trial: auto counts the accelerators of this machine; with "
             f"engine {engine.name}, say how many slots the run needs on all machines (--set "
@@ -189,8 +231,9 @@ def _request(config: ExperimentConfig, engine: Engine) -> NodeRequest:
         )
     return NodeRequest(
         slots,
+        min_slots,
         per_node if isinstance(per_node, int) else None,
-        on_cpu=config.resources.accelerator == "cpu",
+        on_cpu=resources.accelerator == "cpu",
     )
 
 

@@ -27,6 +27,7 @@ from trial_core.errors import (
     RankFailed,
     Stalled,
     Stopped,
+    TopologyMismatch,
     TrialError,
 )
 from trial_core.ledger.run_clock import RunClock
@@ -162,6 +163,7 @@ def train_trial(
                     Uploads(run) as uploads,
                     launch_slots(run, placement) as run.slots,
                     stopping_ranks(run),
+                    placement.watching(run),
                 ):
                     clock.switch("idle")
                     build_trial(run)
@@ -170,8 +172,13 @@ def train_trial(
                         result = follow_script(run, stages)
                     else:
                         result = follow_schedule(stages)
-            except (RankFailed, Stalled) as failure:
+            except (RankFailed, Stalled, TopologyMismatch) as failure:
                 clock.switch("idle")
+                if _leaves_out(placement, run, failure):
+                    clear_rank_files(run_dir)
+                    continue
+                if isinstance(failure, TopologyMismatch):
+                    raise
                 get_run_logger().error("%s", failure.report())
                 if stopping.request is not None:
                     raise Stopped(f"{while_stopping(failure)}{report.last_checkpoint}") from failure
@@ -188,6 +195,10 @@ def train_trial(
                     raise
                 raise type(failure)(f"{failure}{report.last_checkpoint}") from failure
             else:
+                if run.moves and _continues_elsewhere(run, result):
+                    report.moving(run.moves)
+                    clear_rank_files(run_dir)
+                    continue
                 if not result.stopped_early:
                     clear_kept(run_dir)
                 request = stopping.final_request()
@@ -200,6 +211,32 @@ def train_trial(
                     run_dir=str(run_dir),
                     ledger=ledger.read().to_json(),
                 )
+
+
+def _leaves_out(
+    placement: Placement, run: TrialRun, failure: RankFailed | Stalled | TopologyMismatch
+) -> bool:
+    """Whether to try fewer ranks: the trial refuses the present number, which is not the largest.
+
+    The global batch may not be divisible by it, or the ranks by the trial's pipeline stages.
+    """
+    is_refusal = isinstance(failure, TopologyMismatch) or (
+        isinstance(failure, RankFailed)
+        and failure.error_type is not None
+        and failure.during == "build-trial"
+    )
+    if not is_refusal or run.stopping.request is not None:
+        return False
+    slots = run.slots.world_size
+    if slots == run.config.resources.max_slots or not placement.leave_out(slots):
+        return False
+    get_run_logger().warning("the trial refuses %d slots, so it gets fewer: %s", slots, failure)
+    return True
+
+
+def _continues_elsewhere(run: TrialRun, result: TrialResult) -> bool:
+    """Whether a launch that has moved away from its nodes has more to train."""
+    return result.stopped_early and not run.stop_requested and run.stopping.request is None
 
 
 def describe_saved(result: TrialResult) -> str:
@@ -311,6 +348,8 @@ class TrainStages:
         run_callbacks(self._run, hook, batches_trained, **arguments)
         if hook == "on_training_start":  # from here on a stop request saves first
             self._run.can_save = True
+            if self._run.moves:
+                self._run.slots.stop()
 
     def metric_names(self) -> list[str] | None:
         return check_metrics(self._run)
@@ -332,7 +371,9 @@ class TrainStages:
             return Validation(mistake=mistake)
 
     def save(self, progress: Progress) -> StagedCheckpoint:
-        return checkpoint_save(self._run, progress)
+        staged = checkpoint_save(self._run, progress)
+        self._run.has_saved()
+        return staged
 
     def start_upload(self, staged: StagedCheckpoint) -> None:
         self._uploads.start(checkpoint_upload.submit(self._run, staged))

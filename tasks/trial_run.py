@@ -51,6 +51,7 @@ class TrialRun:
         topology, versions, batch_samples: reported by the ranks, once the trial is built.
         epoch: the length of an epoch, once the loaders are built; None if it is unknown.
         stop_requested: whether the trial has requested a stop.
+        moves: why the ranks save and end now, to be launched on other nodes; None: they do not.
         can_save: whether a workload has begun. A stop request before that aborts the ranks.
         has_trained: whether this launch has finished a train-workload.
         batches_trained: where the last train-workload ended, or this launch began.
@@ -96,7 +97,9 @@ class TrialRun:
         self.batch_samples = 0
         self.epoch: EpochLength | None = None
         self.stop_requested = False
+        self.moves: str | None = None
         self.can_save = False
+        self._moves_at_checkpoint: str | None = None
         self.has_trained = False
         self.batches_trained = 0
         self.writes_run_files = False
@@ -104,8 +107,27 @@ class TrialRun:
 
     @property
     def should_stop(self) -> bool:
-        """Whether to save and end, because the trial or a stop request asks for it."""
-        return self.stop_requested or self.stopping.request is not None
+        """Whether to save and end: the trial or a stop request asks for it, or the ranks move."""
+        return self.stop_requested or self.stopping.request is not None or self.moves is not None
+
+    def move_now(self, why: str) -> None:
+        """Have the ranks save and end, to be launched on other nodes. For any thread."""
+        if self.moves is None:
+            self.moves = why
+            self.clock.drains()
+            self.logger.info("the run saves, to continue on other nodes: %s", why)
+            if self.can_save:
+                self.slots.stop()
+
+    def move_at_checkpoint(self, why: str) -> None:
+        """As `move_now`, after the next checkpoint. For any thread."""
+        self.logger.info("%s: the run takes them after its next checkpoint", why)
+        self._moves_at_checkpoint = why
+
+    def has_saved(self) -> None:
+        """Note that a checkpoint is staged."""
+        if (why := self._moves_at_checkpoint) is not None:
+            self.move_now(why)
 
     def note_batches(self, batches: int) -> None:
         """Note that training has reached `batches`. Also called in the channel's thread."""

@@ -15,6 +15,7 @@
     │   ├── StorageError       the storage cannot be reached, read or written
     │   ├── CheckpointNotFound no committed checkpoint has that name
     │   ├── CheckpointDamaged  a file does not match its manifest
+    │   ├── TopologyMismatch   other ranks than these can restore a checkpoint
     │   └── CommitConflict     another writer has committed under the same name
     │       └── Superseded     another attempt has taken over the trial
     └── RegistryError          an error of models, their versions and aliases
@@ -115,6 +116,10 @@ class CheckpointNotFound(CheckpointError):
 
 class CheckpointDamaged(CheckpointError):
     """A stored file does not match its manifest."""
+
+
+class TopologyMismatch(CheckpointError):
+    """These ranks cannot restore a checkpoint; others, or another number of them, can."""
 
 
 class CommitConflict(CheckpointError):

@@ -86,6 +86,10 @@ class Display(RunStatus):
                 f"{text_format.plural(total_batches, 'batch')}"
             )
 
+    def moving(self, reason: str) -> None:
+        self.say(f"saved; the run continues on other nodes: {text_format.one_line(reason)}")
+        super().moving(reason)
+
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
         begin = "the beginning" if self.committed_at is None else "the last checkpoint"
         self.say(

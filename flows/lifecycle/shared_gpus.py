@@ -55,7 +55,8 @@ def _acquire(config: ExperimentConfig, held: ExitStack) -> dict[str, str]:
     variables = {**os.environ, **config.rank_variables}
     if count_accelerators(variables) == 0:
         return {}
-    count = resolve_slot_count(config.resources.slots_per_trial, variables)
+    resources = config.resources
+    count = resolve_slot_count(resources.min_slots, variables, resources.max_slots)
     if not _has_limit(count):
         return {}
     held.enter_context(concurrency_slots(GPU_LIMIT, count, LEASE_LABEL))

@@ -92,6 +92,7 @@ class Report(Observer):
         self._searcher_metrics: dict[int, float] = {}
         self._blocked_seconds: dict[str, float] = {}
         self._warned: set[str] = set()
+        self._placed: str | None = None
         earlier = self._read_history()
         # How the previous run ended; None if there was none, empty once this run trains.
         self._previous_end: str | None = None
@@ -127,9 +128,9 @@ class Report(Observer):
     def ranks_placed(self, nodes: Sequence[str]) -> None:
         placed = text_format.ranks_by_node(nodes) if len(set(nodes)) > 1 else ""
         with self._update() as facts:
-            if facts.placed and placed != facts.placed:
+            if self._placed not in (None, placed):
                 facts.history.add_event(facts.run_status.batches, f"now {placed or 'on one node'}")
-            facts.placed = placed
+            facts.placed = self._placed = placed
         self._observer.ranks_placed(nodes)
 
     def stage_started(self, stage: str, detail: str) -> None:
@@ -214,6 +215,13 @@ class Report(Observer):
 
     def stopping(self, why: str) -> None:
         self._observer.stopping(why)
+
+    def moving(self, reason: str) -> None:
+        with self._update() as facts:
+            what = f"saved, to continue on other nodes: {text_format.one_line(reason)}"
+            facts.history.add_event(facts.run_status.batches, what)
+            facts.run_status.moving(reason)
+        self._observer.moving(reason)
 
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
         with self._update() as facts:

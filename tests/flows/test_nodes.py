@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from tests.support.flow import breaking, train
 from tests.support.nodes import LOOPBACK, Agents
 from tests.support.slots import lines, toy_config
+from tests.support.waiting import until
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import ConfigError
 from trial_core.nodes.join_token import write_token
@@ -37,6 +40,11 @@ def on_nodes(here: Path, batches: int, **changes: Any) -> Any:
     return toy_config(here, batches, resources=resources, **{**fields, **changes})
 
 
+def driver_of(config: Any) -> str:
+    """Where the agents of a run reach its driver."""
+    return f"tls://{LOOPBACK}:{config.resources.channel.ports}"
+
+
 @pytest.fixture
 def nodes(here: Path) -> Iterator[Callable[[Any, int], Agents]]:
     """Starts as many agents for a run; they wait for its driver."""
@@ -45,7 +53,7 @@ def nodes(here: Path) -> Iterator[Callable[[Any, int], Agents]]:
         def start(config: Any, count: int) -> Agents:
             token = write_token(here / "token")
             for _ in range(count):
-                agents.start(f"tls://{LOOPBACK}:{config.resources.channel.ports}", token)
+                agents.start(driver_of(config), token)
             return agents
 
         yield start
@@ -75,6 +83,73 @@ def test_a_lost_node_is_replaced(
     assert ranks_in(here) == []
     logs = Path(result.run_dir) / "logs"
     assert {log.name for log in logs.iterdir()} >= {"rank-0.log", "rank-1.log"}
+
+
+def test_a_draining_node_is_left_without_a_crash(
+    here: Path, nodes: Callable[[Any, int], Agents]
+) -> None:
+    """An agent gets SIGTERM at batch 13, as before a machine is taken away.
+
+    The run saves where it is, and continues on a spare: no batch is trained twice, and no restart
+    is spent.
+    """
+    breaks = breaking(here, "drain node", 13, do_rank=1)
+    config = on_nodes(here, 60, hyperparameters=breaks, min_checkpoint_period=None)
+    agents = nodes(config, 3)
+    result = train(config)
+    assert isinstance(result, TrialResult)
+    assert result.batches_trained == 60
+    assert result.ledger["slot_seconds"]["drain"] > 0
+    for rank in (0, 1):
+        assert [line[0] for line in lines(here, "samples", rank)] == list(range(60))
+    assert [agent.wait(END_SECONDS) for agent in agents.started] == [0, 0, 0]
+    left = [n for n in range(3) if "leaves the run when that has saved" in agents.log(n)]
+    assert len(left) == 1
+    report = Path(result.report_path).read_text()
+    assert re.search(r"saved, to continue on other nodes: node \S+ \(its agent was asked", report)
+    assert "restart" not in report
+
+
+def test_a_run_shrinks_and_grows(
+    here: Path, nodes: Callable[[Any, int], Agents], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a range of slots: a lost node is not waited for, and one that joins later is taken.
+
+    Each batch has the same samples as on two nodes.
+    """
+    files = {"paused": str(here / "paused"), "wait_for": str(here / "go")}
+    breaks = breaking(
+        here, "lose node", 13, do_rank=1, batch_size=4, pause_at=22, shuffle=False, **files
+    )
+    config = on_nodes(
+        here, 40, max_restarts=1, hyperparameters=breaks,
+        resources={"slots_per_trial": {"min": 1, "max": 2}, "replace_seconds": 0.5},
+    )  # fmt: skip
+    agents = nodes(config, 2)
+
+    def offer_a_node() -> None:
+        until((here / "paused").exists, "one node trains")
+        agents.start(driver_of(config), (here / "token").read_text())
+        until(lambda: "there are nodes for 2 slots" in caplog.text, "the node is offered")
+        (here / "go").touch()
+
+    with ThreadPoolExecutor() as threads:
+        offered = threads.submit(offer_a_node)
+        result = train(config)
+        offered.result()
+    assert isinstance(result, TrialResult)
+    assert result.batches_trained == 40
+    assert sorted(agent.wait(END_SECONDS) for agent in agents.started) == [-9, 0, 0]
+    report = Path(result.report_path).read_text()
+    assert re.search(r"now on one node(.|\n)*saved, to continue on other nodes: there are nodes for 2 "
+                     r"slots(.|\n)*now ranks 0 on", report)  # fmt: skip
+    records = [lines(here, "samples", rank) for rank in (0, 1)]
+    resumed = {line[0] for line in records[0]} - {line[0] for line in records[1]}
+    assert resumed == set(range(13, 24))  # batches that one rank trained, of 2 micro-batches each
+    for batch in range(40):
+        seen = {index for record in records for line in record if line[0] == batch
+                for index in line[2:]}  # fmt: skip
+        assert seen == {float(4 * batch % 64 + place) for place in range(4)}
 
 
 def test_what_cannot_run_on_several_machines_is_refused(here: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trial_core.checkpoint.manifest import Manifest, Topology
-from trial_core.errors import CheckpointDamaged, CheckpointError
+from trial_core.errors import CheckpointDamaged, TopologyMismatch
 from trial_core.run.sequencer import Progress
 
 Restore = Literal["everything", "state", "weights"]
@@ -68,7 +68,7 @@ class ResumePoint:
         when they restore.
 
         Raises:
-            CheckpointError: they cannot; says why, and which topology can.
+            TopologyMismatch: they cannot; says why, and which topology can.
         """
         if self.checkpoint is None or self.restore == "weights":
             return
@@ -82,7 +82,7 @@ class ResumePoint:
             return
         if self.restore == "state":
             reason += ", or restore only its weights: searcher.source_weights_only=true"
-        raise CheckpointError(f"checkpoint {self.checkpoint.uuid} was saved by {reason}")
+        raise TopologyMismatch(f"checkpoint {self.checkpoint.uuid} was saved by {reason}")
 
 
 def no_intact_checkpoint(tried: Sequence[ResumePoint], damage: str) -> CheckpointDamaged:

@@ -60,7 +60,8 @@ _NOT_IN_DIGEST: dict[str, Any] = {
         True,
     ),
     "resources": {
-        "preload", "engine", "slots_per_node", "network", "max_wait_seconds", "channel", "ray",
+        "preload", "engine", "slots_per_node", "network", "max_wait_seconds", "replace_seconds",
+        "channel", "ray",
     },
 }  # fmt: skip
 

@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    WithJsonSchema,
+    model_validator,
+)
+from typing_extensions import Self
 
 from trial_core.config import determined
 from trial_core.config.error_text import format_value, validation_error
@@ -19,14 +27,18 @@ MAX_SLOTS = 1024
 """More than the driver's connections were measured with."""
 
 
-def _slots(value: Any) -> int | str:
+def _slots(value: Any) -> Any:
+    return value if value == "auto" else _slot_count(value, ' or "auto"')
+
+
+def _slot_count(value: Any, alternative: str = "") -> int:
     if type(value) is int and value > MAX_SLOTS:
         raise validation_error(f"expected at most {MAX_SLOTS}, got {format_value(value)}")
-    if value == "auto" or (type(value) is int and value > 0):
-        return value  # type: ignore[no-any-return]  # narrowed by the condition
+    if type(value) is int and value > 0:
+        return value
     advice = "; a slot is a CPU process where there is no accelerator" if value == 0 else ""
     raise validation_error(
-        f'expected a positive integer or "auto", got {format_value(value)}{advice}'
+        f"expected a positive integer{alternative}, got {format_value(value)}{advice}"
     )
 
 
@@ -35,6 +47,12 @@ _SLOTS_SCHEMA = {
         {"type": "integer", "minimum": 1, "maximum": MAX_SLOTS},
         {"type": "string", "const": "auto"},
     ]
+}
+_RANGE_SCHEMA = {
+    "type": "object",
+    "properties": {"min": {"type": "integer", "minimum": 1}, "max": {"type": "integer"}},
+    "required": ["min", "max"],
+    "additionalProperties": False,
 }
 _PORTS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
@@ -59,6 +77,29 @@ def _address(value: Any) -> Any:
             f"expected an address of this machine, such as 10.0.0.5, got {format_value(value)}"
         ) from None
     return value
+
+
+class SlotRange(Section):
+    """As many slots as there are, within limits."""
+
+    yaml_path: ClassVar[str] = "resources.slots_per_trial"
+
+    min: Annotated[int, PlainValidator(_slot_count)]
+    max: Annotated[int, PlainValidator(_slot_count)]
+
+    @model_validator(mode="after")
+    def _is_range(self) -> Self:
+        if self.min > self.max:
+            raise validation_error(f"min is {self.min}, and max only {self.max}")
+        return self
+
+
+def _slots_or_range(value: Any) -> Any:
+    return SlotRange.model_validate(value) if isinstance(value, Mapping) else _slots(value)
+
+
+def _plain_slots(value: int | str | SlotRange) -> Any:
+    return value.model_dump() if isinstance(value, SlotRange) else value
 
 
 class ChannelConfig(Section):
@@ -123,14 +164,16 @@ class ResourcesConfig(Section):
     ignored: ClassVar[Mapping[str, str]] = determined.IGNORED_RESOURCES
 
     slots_per_trial: Annotated[
-        int | Literal["auto"],
-        PlainValidator(_slots),
-        WithJsonSchema(_SLOTS_SCHEMA),
+        int | Literal["auto"] | SlotRange,
+        PlainValidator(_slots_or_range),
+        PlainSerializer(_plain_slots),
+        WithJsonSchema({"anyOf": [*_SLOTS_SCHEMA["anyOf"], _RANGE_SCHEMA]}),
     ] = Field(
         default=1,
         title="Slots per trial",
         description='Rank processes, each with one accelerator if the machine has any. "auto": one '
-        "per accelerator of this machine, or two on the CPU if it has none.",
+        "per accelerator of this machine, or two on the CPU if it has none. {min: 8, max: 32}: as "
+        "many as there are, with the same batches; more or fewer when machines come and leave.",
     )
     accelerator: Literal["auto", "cpu"] = Field(
         default="auto",
@@ -176,6 +219,15 @@ class ResourcesConfig(Section):
         description="Seconds that a run waits for its machines, at its start and after it has "
         "lost one.",
     )
+    replace_seconds: float = Field(
+        default=60.0,
+        ge=0,
+        le=MAX_SECONDS,
+        allow_inf_nan=False,
+        title="Wait for a replacement",
+        description="With a range of slots, seconds that a run waits for more machines before it "
+        "trains with those that it has.",
+    )
     channel: ChannelConfig = Field(
         default=ChannelConfig(),
         title="Channel",
@@ -184,3 +236,15 @@ class ResourcesConfig(Section):
     ray: RayConfig = Field(
         default=RayConfig(), title="Ray", description="The Ray cluster of engine: ray."
     )
+
+    @property
+    def min_slots(self) -> int | Literal["auto"]:
+        """With fewer slots, the run does not train."""
+        slots = self.slots_per_trial
+        return slots.min if isinstance(slots, SlotRange) else slots
+
+    @property
+    def max_slots(self) -> int | Literal["auto"]:
+        """The run uses no more slots."""
+        slots = self.slots_per_trial
+        return slots.max if isinstance(slots, SlotRange) else slots

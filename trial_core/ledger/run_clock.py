@@ -17,6 +17,7 @@ train              train batches for the first time
 redone             train batches again that an earlier launch has trained and that were lost
 validate           validate
 checkpoint_stall   wait for a snapshot, or for an upload that must end first
+drain              save and end before time, to be launched on other nodes
 idle               everything else: between the stages, at the end, before a restart; and what
                    followed the last finished batch of ranks that died or hung
 =================  ==============================================================================
@@ -34,8 +35,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, get_args
 
 Bucket = Literal[
-    "queue", "launch", "build", "restore", "train", "redone", "validate", "checkpoint_stall", "idle"
-]
+    "queue", "launch", "build", "restore", "train", "redone", "validate", "checkpoint_stall",
+    "drain", "idle",
+]  # fmt: skip
 BUCKETS: tuple[Bucket, ...] = get_args(Bucket)
 
 _OF_STAGE: Mapping[str, Bucket] = {
@@ -86,6 +88,7 @@ class RunClock:
         self._began = self._since
         self._slots: int | None = None
         self._bucket: Bucket = "queue"
+        self._is_draining = False
         self._spent: Counter[Bucket] = Counter()
         self._trained_before = 0
         self._trained_to = 0
@@ -97,8 +100,16 @@ class RunClock:
         """Be in `bucket` from now on. Returns the bucket before."""
         with self._lock:
             self._settle_in(self._present())
+            if bucket == "launch":
+                self._is_draining = False
             before, self._bucket = self._bucket, bucket
             return before
+
+    def drains(self) -> None:
+        """Until the next launch, what is not training is done to leave nodes, or to get others."""
+        with self._lock:
+            self._settle_in(self._present())
+            self._is_draining = True
 
     @contextmanager
     def spending(self, bucket: Bucket) -> Iterator[None]:
@@ -194,6 +205,8 @@ class RunClock:
 
     def _present(self) -> Bucket:
         """The bucket of the time that is not settled yet."""
+        if self._is_draining and self._bucket in ("checkpoint_stall", "idle"):
+            return "drain"
         redoes = self._bucket == "train" and self._batches < self._trained_before
         return "redone" if redoes else self._bucket
 

@@ -6,7 +6,8 @@ also after a restart. The agent's folder has their logs, which the driver gets t
 what they stage and fetch.
 
 The agent ends, with all its ranks, when the run has ended, when the driver is gone or has been
-silent for `SILENCE_SECONDS`, and by SIGTERM. If it is killed, its fork server ends the ranks.
+silent for `SILENCE_SECONDS`. By SIGTERM it asks the driver to let it leave, which saves first. If
+it is killed, its fork server ends the ranks.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from trial_core.nodes.node_messages import (
     SILENCE_SECONDS,
     AgentHello,
     Alive,
+    Draining,
     EndRanks,
     ForwardSignal,
     Leave,
@@ -118,6 +120,7 @@ class Agent:
         self._name = name
         self._slots = slots
         self._address = ""
+        self._is_draining = False
         self._ranks: RanksHere | None = None
         # What may take long is done in one other thread, in the driver's order.
         self._worker = ThreadPoolExecutor(1, "agent")
@@ -155,8 +158,14 @@ class Agent:
             self._writer.close()
 
     def _terminate(self) -> None:
-        logger.warning("this node leaves the run: SIGTERM")
-        self._writer.close()
+        """Leave when the ranks have saved; at the second signal, now."""
+        if self._is_draining:
+            logger.warning("this node leaves the run at once: a second signal")
+            self._writer.close()
+            return
+        logger.warning("this node leaves the run when that has saved; a second signal: at once")
+        self._is_draining = True
+        self._send(Draining(why="its agent was asked to leave (SIGTERM)"))
 
     # ----------------------------------------------------------------------- the driver says
 

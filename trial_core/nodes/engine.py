@@ -24,13 +24,15 @@ class NodeRequest:
     """The nodes that a run needs.
 
     Attributes:
-        slots: how many ranks they must have together.
+        slots: how many ranks they have room for together, at most as many as the run uses.
+        min_slots: with room for fewer ranks, the run cannot train.
         slots_per_node: the ranks of each node; None: one per accelerator of the node, or two on the
             CPU.
         on_cpu: whether ranks use no accelerators, also where there are some.
     """
 
     slots: int
+    min_slots: int
     slots_per_node: int | None = None
     on_cpu: bool = False
 
@@ -62,15 +64,33 @@ class AgentEnded:
     why: str
 
 
+@dataclass(frozen=True)
+class NodeDraining:
+    """A node will be taken away. Its agent still runs.
+
+    Attributes:
+        node: the node's name.
+        why: what the engine knows, for people.
+        can_stay: whether the engine waits until the run leaves the node.
+    """
+
+    node: str
+    why: str
+    can_stay: bool = False
+
+
+GangEvent = AgentEnded | NodeDraining
+
+
 class Gang(Protocol):
-    """The nodes of one run. Its methods are called by one thread."""
+    """The nodes of one run. Its methods are called by one thread at a time."""
 
     @property
     def nodes(self) -> Sequence[Node]:
         """The nodes that the run has now."""
 
     def start(self, node: Node, arguments: Sequence[str], token: str) -> None:
-        """Start the agent of a node. Returns at once; `ended` tells what became of it.
+        """Start the agent of a node. Returns at once; `events` tells what became of it.
 
         Args:
             arguments: of `AGENT_MODULE`.
@@ -78,21 +98,19 @@ class Gang(Protocol):
                 node may see it.
         """
 
-    def ended(self) -> Sequence[AgentEnded]:
-        """The agents that have ended since the last call, for whatever reason. Returns at once."""
+    def events(self) -> Sequence[GangEvent]:
+        """What has happened to the nodes since the last call. Returns at once.
 
-    def replace(self, lost: Node, seconds: float, should_abort: Callable[[], bool]) -> Node | None:
-        """Another node with as many slots, in place of one that is lost or whose agent has ended.
+        An agent that ends is told whatever the reason, and a node that drains once.
+        """
 
-        The node that is lost leaves `nodes`, and is given back. The new one may be the same machine
-        if that is well, but has another name.
+    def give_up(self, node: Node) -> None:
+        """Give a node back, which is lost or drains, or whose agent has ended."""
 
-        Args:
-            seconds: how long to wait for it.
-            should_abort: asked meanwhile whether to give up.
+    def offer(self) -> Node | None:
+        """One more node for the request, if there is one now. Returns at once.
 
-        Returns:
-            None: there is none within that time, or it was given up.
+        It may be a machine that was given up, if that is well, but has another name.
         """
 
     def release(self) -> None:
@@ -106,14 +124,14 @@ class Engine(Protocol):
     """As in ``resources.engine``."""
 
     def place(self, request: NodeRequest, seconds: float, should_abort: Callable[[], bool]) -> Gang:
-        """Wait for as many nodes as a request needs, all or none.
+        """Wait for the nodes of a request: as many as there are, at least those that it needs.
 
         Args:
             seconds: how long to wait.
             should_abort: asked meanwhile whether to give up; then LaunchError.
 
         Raises:
-            LaunchError: there are none within that time, or there never will be, or the engine
+            LaunchError: there are too few within that time, or there never will be, or the engine
                 cannot be reached. The message says what was asked for, what there is, and what to
                 do. Nothing stays behind.
         """

@@ -29,6 +29,7 @@ from trial_core.nodes.node_messages import (
     SILENCE_SECONDS,
     AgentHello,
     Alive,
+    Draining,
     FromAgent,
     Leave,
     NodeReady,
@@ -94,13 +95,20 @@ class ConnectedAgent:
         name: of its node, which no other has.
         host, pid, versions, address, slots: as in `AgentHello` and `NodeReady`.
         lost: why it is lost; None: it lives.
+        draining: why its node will be taken away; None: it stays.
         on_message: gets what it tells, in the hub's thread; set for each launch.
         on_lost: called with the reason when it is lost, in the hub's thread; likewise.
         code_digest: the code that it was given last.
         heard_at: when it last said something, by the clock of the hub's loop.
     """
 
-    def __init__(self, name: str, hello: AgentHello, send: Callable[[bytes], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        hello: AgentHello,
+        send: Callable[[bytes], None],
+        disconnect: Callable[[], None],
+    ) -> None:
         self.name = name
         self.host = hello.host
         self.versions = hello.versions
@@ -108,11 +116,14 @@ class ConnectedAgent:
         self.address = ""
         self.slots = 0
         self.lost: str | None = None
+        self.draining: str | None = None
         self.on_message: Callable[[FromAgent], None] = lambda message: None
         self.on_lost: Callable[[str], None] = lambda why: None
         self.code_digest: str | None = None
         self.heard_at = 0.0
         self._send = send
+        self._disconnect = disconnect
+        self._given_up: str | None = None
 
     def heard(self) -> None:
         """Note that it has sent something."""
@@ -122,6 +133,19 @@ class ConnectedAgent:
         """Send a message, unless the agent is lost. For any thread."""
         if self.lost is None:
             self._send(frame(encode(message)))
+
+    def give_up(self, why: str) -> None:
+        """Take the agent for lost, for a reason that its connection does not tell.
+
+        If it lives, it ends its ranks. For any thread.
+        """
+        if self.lost is None:
+            self._given_up = why
+            self._disconnect()
+
+    def why_lost(self, seen: str) -> str:
+        """Why the agent is lost: what `give_up` was told, else what was seen."""
+        return self._given_up or seen
 
 
 class Hub:
@@ -133,7 +157,7 @@ class Hub:
         slots_per_node, environment, network: as in `Welcome`.
 
     Attributes:
-        changed: notified when an agent is ready, refused, unfit or lost.
+        changed: notified when an agent is ready, refused, unfit, draining or lost.
         agents: those that are ready, by the name of their node, lost ones included. Each one gets
             a new dictionary, so other threads may iterate over it.
     """
@@ -272,6 +296,7 @@ class Hub:
         agent = ConnectedAgent(
             self._name(hello), hello,
             lambda data: _call_unless_closed(self._loop, writer.write, data),
+            lambda: _call_unless_closed(self._loop, writer.transport.abort),
         )  # fmt: skip
         agent.heard()
         agent.send(
@@ -290,7 +315,7 @@ class Hub:
         if (seconds := self._loop.time() - agent.heard_at) >= SILENCE_SECONDS:
             last = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
             why = f"no sign of life for {SILENCE_SECONDS:g} s, the last at {last}"
-        self._lose(agent, why)
+        self._lose(agent, agent.why_lost(why))
 
     async def _admit(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -344,6 +369,8 @@ class Hub:
                 return f"its agent has sent an invalid message: {error}"
             if isinstance(message, NodeReady):
                 self._is_ready(agent, message)
+            elif isinstance(message, Draining):
+                self._drain(agent, message.why)
             elif not isinstance(message, Alive):
                 self._dispatch(agent, message)
 
@@ -355,6 +382,11 @@ class Hub:
         self._versions = agent.versions
         with self.changed:
             self.agents = {**self.agents, agent.name: agent}
+            self.changed.notify_all()
+
+    def _drain(self, agent: ConnectedAgent, why: str) -> None:
+        with self.changed:
+            agent.draining = why
             self.changed.notify_all()
 
     def _dispatch(self, agent: ConnectedAgent, message: FromAgent) -> None:
@@ -392,10 +424,10 @@ def driver_address(hosts: list[str], port: int) -> str:
 
 
 def _call_unless_closed(
-    loop: asyncio.AbstractEventLoop, function: Callable[[bytes], None], data: bytes
+    loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any
 ) -> None:
     with contextlib.suppress(RuntimeError):  # the hub was closed meanwhile
-        loop.call_soon_threadsafe(function, data)
+        loop.call_soon_threadsafe(function, *arguments)
 
 
 def _bind(listen: ListenAddress) -> socket.socket:

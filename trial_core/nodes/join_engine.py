@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from trial_core.nodes.engine import AgentEnded, Gang, Node, NodeRequest
+from trial_core.nodes.engine import Gang, GangEvent, Node, NodeRequest
 
 
 class JoinEngine:
@@ -25,12 +25,15 @@ class _NoGang:
     def start(self, node: Node, arguments: Sequence[str], token: str) -> None:
         """Part of `Gang`. There is no node to call it for."""
 
-    def ended(self) -> Sequence[AgentEnded]:
+    def events(self) -> Sequence[GangEvent]:
         """Part of `Gang`."""
         return ()
 
-    def replace(self, lost: Node, seconds: float, should_abort: Callable[[], bool]) -> Node | None:
+    def give_up(self, node: Node) -> None:
         """Part of `Gang`. There is no node to call it for."""
+
+    def offer(self) -> Node | None:
+        """Part of `Gang`. Agents come by themselves."""
         return None
 
     def release(self) -> None:

@@ -1,8 +1,9 @@
 """What the driver and the agent of a node tell each other.
 
 An agent joins with `AgentHello`. The driver answers `Welcome`, to which the agent replies
-`NodeReady`, or `Refused`. For each launch of ranks follow, in this order: `PrepareRanks` and
-`RanksPrepared`; `StartRanks`; what the ranks send and get, and `RankGone` of each; `EndRanks`.
+`NodeReady`, or `Refused`. It says `Draining` when its node will be taken away. For each launch of
+ranks follow, in this order: `PrepareRanks` and `RanksPrepared`; `StartRanks`; what the ranks send
+and get, and `RankGone` of each; `EndRanks`.
 """
 
 from __future__ import annotations
@@ -75,6 +76,12 @@ class NodeReady(Message):
     slots: int = 0
     address: str = ""
     problem: str | None = None
+
+
+class Draining(Message):
+    """The node will be taken away. Its ranks save, and the driver lets the agent leave."""
+
+    why: str
 
 
 class PrepareRanks(Message):
@@ -154,7 +161,7 @@ class EndRanks(Message):
 
 
 class Leave(Message):
-    """The run has ended."""
+    """The run has ended, or needs the node no longer."""
 
 
 class RankJoined(Message):
@@ -207,7 +214,7 @@ class RanksWrote(Message):
 
 OfRank = RankJoined | RankSent | RankLeft | RankGone | RankLogged
 """What an agent tells of one rank."""
-FromAgent = Alive | NodeReady | RanksPrepared | RanksNotStarted | RanksWrote | OfRank
+FromAgent = Alive | NodeReady | Draining | RanksPrepared | RanksNotStarted | RanksWrote | OfRank
 ToAgent = (
     Alive
     | Welcome

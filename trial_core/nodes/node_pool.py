@@ -1,17 +1,20 @@
 """The nodes of a run, over all its launches: an engine finds them, and their agents join the hub.
 
-A node that is lost is replaced before the next launch. The other nodes keep their agents, with the
-interpreters that have imported PyTorch, the code, and the files of the last checkpoint.
+A node that is lost or drains is replaced before the next launch; with a range of slots, the run may
+also continue without it. The other nodes keep their agents, with the interpreters that have
+imported PyTorch, the code, and the files of the last checkpoint.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from trial_core.errors import LaunchError, Stopped
-from trial_core.nodes.engine import Engine, Gang, Node, NodeRequest
+from trial_core.nodes.engine import Engine, Gang, Node, NodeDraining, NodeRequest
 from trial_core.nodes.hub import ConnectedAgent, Hub
 from trial_core.nodes.node_messages import Leave
 from trial_core.slots.announcer import Pace
@@ -19,11 +22,16 @@ from trial_core.text_format import plural
 
 POLL_SECONDS = 0.2
 
+WATCH_SECONDS = 0.5
+"""How often to ask the engine while ranks train."""
+
 _logger = logging.getLogger(__name__)
 
 
 class NodePool:
     """Keeps as many nodes as a run needs. A context manager: at its end they are given back.
+
+    One thread uses it, and the thread of `watching`.
 
     Args:
         engine: finds the nodes.
@@ -31,6 +39,7 @@ class NodePool:
         request: what the run needs.
         token: that of the hub.
         max_wait_seconds: how long to wait for nodes, before the first launch and after a loss.
+        replace_seconds: how long to wait for more nodes than the run needs.
         agent_arguments: of `AGENT_MODULE`, besides those that the pool gives it.
     """
 
@@ -41,6 +50,7 @@ class NodePool:
         request: NodeRequest,
         token: str,
         max_wait_seconds: float,
+        replace_seconds: float = 0.0,
         agent_arguments: tuple[str, ...] = (),
     ) -> None:
         self._engine = engine
@@ -48,10 +58,14 @@ class NodePool:
         self._request = request
         self._token = token
         self._max_wait_seconds = max_wait_seconds
+        self._replace_seconds = replace_seconds
         self._agent_arguments = agent_arguments
         self._gang: Gang | None = None
         self._members: list[ConnectedAgent] = []
-        self._ended: dict[str, str] = {}
+        self._chosen: list[ConnectedAgent] = []
+        self._gone: dict[str, str] = {}
+        self._may_leave: dict[str, str] = {}
+        self._unsuitable: set[int] = set()
 
     def __enter__(self) -> NodePool:
         return self
@@ -80,8 +94,10 @@ class NodePool:
             LaunchError: there are too few nodes in time; or a node cannot train.
             Stopped: `should_abort` returned True.
         """
-        deadline = time.monotonic() + self._max_wait_seconds
-        pace = Pace("waiting for nodes", time.monotonic())
+        began = time.monotonic()
+        self._chosen = []  # no ranks run: draining nodes may be left
+        enough_since: float | None = None
+        pace = Pace("waiting for nodes", began)
         if self._gang is None:
             on_activity(f"waiting for nodes of {self._engine.name}: {self._what_is_missing()}")
             gang = self._gang = self._engine.place(
@@ -92,24 +108,97 @@ class NodePool:
         while True:
             if should_abort():
                 raise Stopped("the run was stopped while it waited for its nodes")
-            self._replace_lost(self._gang, deadline, should_abort)
+            if why := self._follow_engine(self._gang):
+                raise LaunchError(why)
             self._take_ready()
-            if self._slots() >= self._request.slots:
+            chosen, now = self._choose(), time.monotonic()
+            if chosen and enough_since is None:
+                enough_since = now
+            has_all = self.slots_of(chosen) == self._request.slots
+            if has_all or (enough_since and now >= enough_since + self._replace_seconds and chosen):
                 for why in self._hub.take_rejected():
                     _logger.warning("%s", why)
-                return list(self._members)
+                self._chosen = chosen
+                return list(chosen)
             if rejected := self._hub.take_rejected():
                 raise LaunchError(rejected[0])
-            if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"not enough nodes within {self._max_wait_seconds:g} s: "
-                    f"{self._what_is_missing()}; start more, or reduce resources.slots_per_trial "
-                    "(the wait: resources.max_wait_seconds)"
-                )
-            if pace.due(None, time.monotonic()) is not None:
+            if now > began + self._max_wait_seconds and not chosen:
+                raise LaunchError(self._too_few())
+            if pace.due(None, now) is not None:
                 on_activity(f"waiting for nodes: {self._what_is_missing()}")
             with self._hub.changed:
                 self._hub.changed.wait(POLL_SECONDS)
+
+    def slots_of(self, agents: list[ConnectedAgent]) -> int:
+        """How many ranks to launch on these nodes."""
+        return min(sum(agent.slots for agent in agents), self._request.slots)
+
+    def leave_out(self, slots: int) -> bool:
+        """Launch no longer this number of ranks. Return whether there are nodes for fewer."""
+        self._unsuitable.add(slots)
+        if self._choose():
+            return True
+        self._unsuitable.discard(slots)
+        return False
+
+    @contextmanager
+    def watching(
+        self, on_draining: Callable[[str], None], on_offer: Callable[[str], None]
+    ) -> Iterator[None]:
+        """Follow the nodes during the block, in which ranks train.
+
+        Args:
+            on_draining: told once, in another thread, that a node will be taken away: the ranks
+                should save and end.
+            on_offer: likewise, that there are nodes for more ranks.
+        """
+        if self._gang is None:
+            raise LaunchError("the nodes are watched before they were gathered")
+        has_ended = threading.Event()
+        watch = threading.Thread(
+            target=self._watch,
+            args=(self._gang, has_ended, on_draining, on_offer),
+            name="node-pool",
+        )
+        watch.start()
+        try:
+            yield
+        finally:
+            has_ended.set()
+            watch.join()
+
+    def _watch(
+        self,
+        gang: Gang,
+        has_ended: threading.Event,
+        on_draining: Callable[[str], None],
+        on_offer: Callable[[str], None],
+    ) -> None:
+        is_offered = is_leaving = False
+        while not has_ended.wait(WATCH_SECONDS):
+            if why := self._follow_engine(gang):
+                _logger.warning("%s; the run continues with the nodes that it has", why)
+                return
+            for agent in self._chosen:
+                if agent.name in self._gone:
+                    agent.give_up(self._gone[agent.name])
+            leaving = [f"{a.name} ({a.draining})" for a in self._chosen if a.draining]
+            if leaving and not is_leaving:
+                is_leaving = True
+                on_draining(f"node {', '.join(leaving)} will be taken away")
+            more = self._slots_offered()
+            if more > self.slots_of(self._chosen) and not is_offered:
+                is_offered = True
+                on_offer(f"there are nodes for {plural(more, 'slot')}")
+
+    def _slots_offered(self) -> int:
+        """How many ranks the next launch may have, if no more nodes come."""
+        members = list(self._members)
+        self._take_ready()
+        more, self._members = self.slots_of(self._choose()), members
+        return more
+
+    # ----------------------------------------------------------------------------- the engine
 
     def _start(self, gang: Gang, node: Node) -> None:
         arguments = (
@@ -118,30 +207,71 @@ class NodePool:
         )  # fmt: skip
         gang.start(node, arguments, self._token)
 
-    def _replace_lost(self, gang: Gang, deadline: float, should_abort: Callable[[], bool]) -> None:
-        """Replace the engine's nodes whose agents are gone."""
-        self._ended.update({each.node: each.why for each in gang.ended()})
+    def _follow_engine(self, gang: Gang) -> str | None:
+        """Give lost and draining nodes back, and take what the engine offers for them.
+
+        Returns:
+            Why the agent of a node has not joined: that of another one would probably fare the
+            same. None: there is no such node.
+        """
+        for event in gang.events():
+            if isinstance(event, NodeDraining):
+                self._note_draining(event)
+            else:
+                self._gone.setdefault(event.node, event.why)
+        self._let_leave()
         for node in list(gang.nodes):
             agent = self._hub.agents.get(node.name)
-            why = self._ended.get(node.name) or (agent.lost if agent is not None else None)
-            if why is None:
+            if agent is not None and agent.lost is not None:
+                self._gone.setdefault(node.name, agent.lost)
+            if (why := self._gone.get(node.name)) is None:
                 continue
-            self._ended[node.name] = why
+            if agent is not None and agent in self._chosen and agent.lost is None:
+                continue  # its ranks still run: see `_watch` and `_let_leave`
             if agent is not None:
                 agent.send(Leave())  # it may live, where the engine takes the node back
-            if agent is None:  # it has never joined: another node would probably fare the same
-                raise LaunchError(f"the agent of node {node.name} has not joined: {why}")
-            _logger.warning("node %s is lost (%s): waiting for another one", node.name, why)
-            new = gang.replace(node, max(0.0, deadline - time.monotonic()), should_abort)
-            if should_abort():
-                raise Stopped("the run was stopped while it waited for a node")
-            if new is None:
-                raise LaunchError(
-                    f"{self._engine.name} has no other node with {plural(node.slots, 'slot')} in "
-                    f"place of {node.name}, which is lost ({why}), within "
-                    f"{self._max_wait_seconds:g} s (resources.max_wait_seconds)"
-                )
-            self._start(gang, new)
+            gang.give_up(node)
+            if agent is None:
+                return f"the agent of node {node.name} has not joined: {why}"
+            if not agent.draining:
+                _logger.warning("node %s is lost: %s", node.name, why)
+        kept = sum(node.slots for node in gang.nodes if self._stays(node))
+        if kept < self._request.slots and (offered := gang.offer()) is not None:
+            _logger.info("%s offers node %s", self._engine.name, offered.name)
+            self._start(gang, offered)
+        return None
+
+    def _stays(self, node: Node) -> bool:
+        agent = self._hub.agents.get(node.name)
+        return node.name not in self._may_leave and (agent is None or not agent.draining)
+
+    def _note_draining(self, event: NodeDraining) -> None:
+        agent = self._hub.agents.get(event.node)
+        if event.can_stay:
+            self._may_leave[event.node] = event.why
+            _logger.warning("%s: the run leaves it when there are other nodes", event.why)
+        elif agent is not None:
+            agent.draining = agent.draining or event.why
+
+    def _let_leave(self) -> None:
+        """Let agents of draining nodes go whose ranks have ended, or that have none."""
+        for name, why in list(self._may_leave.items()):
+            agent = self._hub.agents.get(name)
+            if agent is not None and self._can_do_without(agent):
+                agent.draining = why
+                del self._may_leave[name]
+        for agent in self._hub.agents.values():
+            is_idle = agent not in self._chosen and agent.name not in self._gone
+            if agent.draining and agent.lost is None and is_idle:
+                self._gone[agent.name] = agent.draining
+                _logger.info("node %s has left the run: %s", agent.name, agent.draining)
+                agent.send(Leave())
+
+    def _can_do_without(self, agent: ConnectedAgent) -> bool:
+        others = [a for a in self._hub.agents.values() if a is not agent and self._is_there(a)]
+        return sum(other.slots for other in others) >= self._request.min_slots
+
+    # ------------------------------------------------------------------------------ the agents
 
     def _take_ready(self) -> None:
         """Give the places of lost nodes, and those that are free, to agents that have none."""
@@ -155,28 +285,42 @@ class NodePool:
                 self._members[place] = spare.pop(0)
         while spare and self._slots() < self._request.slots:
             self._members.append(spare.pop(0))
-        if self._slots() >= self._request.slots:  # a smaller node may have taken a place
-            self._members = self._first_with(self._request.slots)
 
-    def _first_with(self, slots: int) -> list[ConnectedAgent]:
-        """The first members that together have as many slots, without lost ones."""
-        chosen: list[ConnectedAgent] = []
-        for agent in self._members:
-            if sum(each.slots for each in chosen) >= slots:
-                break
-            if self._is_there(agent):
-                chosen.append(agent)
-        return chosen
+    def _choose(self) -> list[ConnectedAgent]:
+        """The first members for as many ranks as possible; none: they have too few slots."""
+        there = [agent for agent in self._members if self._is_there(agent)]
+        while there and self.slots_of(there[:-1]) == self.slots_of(there):
+            there.pop()  # a smaller node may have taken a place
+        while there and self.slots_of(there) in self._unsuitable:
+            there.pop()
+        return there if self.slots_of(there) >= self._request.min_slots else []
 
     def _is_there(self, agent: ConnectedAgent) -> bool:
-        return agent.lost is None and agent.name not in self._ended
+        return agent.lost is None and not agent.draining and agent.name not in self._gone
 
     def _slots(self) -> int:
         return sum(agent.slots for agent in self._members if self._is_there(agent))
 
+    # ----------------------------------------------------------------------------- for people
+
     def _what_is_missing(self) -> str:
         there = [agent for agent in self._members if self._is_there(agent)]
+        request = self._request
+        least = f" (at least {request.min_slots})" if request.min_slots < request.slots else ""
         return (
-            f"{plural(len(there), 'node')} with {self._slots()} of {self._request.slots} slots "
+            f"{plural(len(there), 'node')} with {self._slots()} of {request.slots} slots{least} "
             "there"
+        )
+
+    def _too_few(self) -> str:
+        lost = [
+            f"{agent.name} ({self._gone.get(agent.name) or agent.lost or agent.draining})"
+            for agent in self._members
+            if not self._is_there(agent)
+        ]
+        after = f"; in place of {', '.join(lost)} came no other" if lost else ""
+        return (
+            f"not enough nodes of {self._engine.name} within {self._max_wait_seconds:g} s: "
+            f"{self._what_is_missing()}{after}; start more, or reduce resources.slots_per_trial "
+            "(the wait: resources.max_wait_seconds)"
         )

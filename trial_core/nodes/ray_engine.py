@@ -2,6 +2,7 @@
 
 The flow's process is the Ray driver. Ray gives the gang its places all at once, hands out GPUs, and
 tells which actor or machine has died. It also finds another place for what was on a dead machine.
+Nodes that a run can do without, and those in place of draining ones, have a placement group each.
 """
 
 from __future__ import annotations
@@ -17,10 +18,19 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any, NamedTuple
 
 from trial_core.errors import LaunchError
-from trial_core.nodes.engine import AGENT_MODULE, NODE_SECONDS, AgentEnded, Node, NodeRequest
+from trial_core.nodes.engine import (
+    AGENT_MODULE,
+    NODE_SECONDS,
+    AgentEnded,
+    GangEvent,
+    Node,
+    NodeDraining,
+    NodeRequest,
+)
 from trial_core.nodes.ray_connection import (
     Deadline,
     check_admission,
@@ -81,7 +91,8 @@ class RayEngine:
         connection.enter(address)
         gang = None
         try:
-            gang = RayGang(divide(request, _machines()), self._agent_module)
+            needed, more = divide(request, _machines())
+            gang = RayGang(needed, more, self._agent_module)
             gang.occupy(seconds, should_abort)
         except BaseException:
             if gang is None:
@@ -95,45 +106,64 @@ class RayEngine:
 class RayGang:
     """The nodes of one run. See `Gang`.
 
-    Its placement group serves the whole run: when a machine dies, Ray puts its bundle on another.
-    A second group would wait for just what the first one has taken.
+    The placement group of the nodes that the run needs serves the whole run: when a machine dies,
+    Ray puts its bundle on another. A second group would wait for just what the first one has taken.
+
+    Args:
+        needed: the resources of the nodes without which the run cannot train.
+        more: those of further nodes.
     """
 
-    def __init__(self, bundles: Sequence[Mapping[str, float]], agent_module: str) -> None:
-        self._bundles = bundles
+    def __init__(
+        self,
+        needed: Sequence[Mapping[str, float]],
+        more: Sequence[Mapping[str, float]],
+        agent_module: str,
+    ) -> None:
         self._agent_module = agent_module
         self._places: dict[str, _Place] = {}
-        self._bundle_of: dict[str, int] = {}
+        self._count = 0
         self._is_released = False
-        # Not STRICT_SPREAD, which asks for as many machines as bundles.
-        self._group = import_ray().util.placement_group([*map(dict, bundles)], strategy="SPREAD")
+        self._groups: list[Any] = []
+        self._told: set[str] = set()
+        self._bundles = self._reserve(needed)
+        # No node yet, or none any more.
+        self._vacant = [bundle for each in more for bundle in self._reserve([each])]
 
     @property
     def nodes(self) -> Sequence[Node]:
         """See `Gang.nodes`."""
         return [place.node for place in self._places.values()]
 
+    def _reserve(self, resources: Sequence[Mapping[str, float]]) -> list[_Bundle]:
+        """A new placement group, which Ray places when it can."""
+        # Not STRICT_SPREAD, which asks for as many machines as bundles.
+        group = import_ray().util.placement_group([*map(dict, resources)], strategy="SPREAD")
+        self._groups.append(group)
+        return [_Bundle(group, index, each) for index, each in enumerate(resources)]
+
     def occupy(self, seconds: float, should_abort: Callable[[], bool]) -> None:
-        """Wait for the places, and put an actor on each.
+        """Wait for the places of the nodes that the run needs, and put an actor on each.
 
         Raises:
             LaunchError: see `Engine.place`; the caller releases the gang.
         """
         ray = import_ray()
         deadline = Deadline(seconds, should_abort)
-        while not self._group.wait(min(POLL_SECONDS, deadline.left_seconds())):
+        while not self._groups[0].wait(min(POLL_SECONDS, deadline.left_seconds())):
             if not deadline.left_seconds():
+                wanted = [bundle.resources for bundle in self._bundles]
                 raise LaunchError(
-                    f"Ray has not placed {_told(self._bundles)}: {deadline.how()}. "
+                    f"Ray has not placed {_told(wanted)}: {deadline.how()}. "
                     f"{_told_machines(_machines())}; other programs use the rest. Wait until "
                     "they end, or ask for less"
                 )
         deadline = Deadline(NODE_SECONDS, should_abort)
-        actors = [self._actor(bundle) for bundle in range(len(self._bundles))]
-        hosts = [actor.host.remote() for actor in actors]
-        for bundle, (actor, host) in enumerate(zip(actors, hosts, strict=True)):
+        for bundle in self._bundles:
+            self._ask_for_place(bundle)
+        for bundle in self._bundles:
             try:
-                self._add(_wait_for(host, deadline), bundle, actor)
+                self._add(_wait_for(bundle.answer, deadline), bundle)
             except (ray.exceptions.RayError, TimeoutError) as error:
                 raise LaunchError(
                     "a node of the Ray cluster cannot run an agent. Each needs the same versions "
@@ -145,14 +175,18 @@ class RayGang:
         place = self._places[node.name]
         place.end = place.actor.run.remote(self._agent_module, [*arguments], token, node.slots)
 
-    def ended(self) -> Sequence[AgentEnded]:
-        """See `Gang.ended`."""
+    def events(self) -> Sequence[GangEvent]:
+        """See `Gang.events`."""
         ray = import_ray()
+        found: list[GangEvent] = []
+        draining = _draining_machines()
+        for place in self._places.values():
+            if place.machine in draining and place.node.name not in self._told:
+                self._told.add(place.node.name)
+                found.append(NodeDraining(place.node.name, "Ray drains its machine"))
         places = {place.end: place for place in self._places.values() if place.end is not None}
-        if not places:
-            return []
-        found = []
-        for end in ray.wait([*places], num_returns=len(places), timeout=0)[0]:
+        ended = ray.wait([*places], num_returns=len(places), timeout=0)[0] if places else []
+        for end in ended:
             try:
                 why = ray.get(end)
             except ray.exceptions.RayError as error:
@@ -161,21 +195,39 @@ class RayGang:
             found.append(AgentEnded(places[end].node.name, why))
         return found
 
-    def replace(self, lost: Node, seconds: float, should_abort: Callable[[], bool]) -> Node | None:
-        """See `Gang.replace`. It is the same machine if Ray says that this lives."""
+    def give_up(self, node: Node) -> None:
+        """See `Gang.give_up`."""
+        place = self._places.pop(node.name)
+        import_ray().kill(place.actor)
+        bundle = place.bundle
+        bundle.left = place.machine if place.machine in _draining_machines() else None
+        self._vacant.append(bundle)
+
+    def offer(self) -> Node | None:
+        """See `Gang.offer`. It is the same machine if Ray says that this lives."""
         ray = import_ray()
-        deadline = Deadline(seconds, should_abort)
-        bundle = self._bundle_of[lost.name]
-        if place := self._places.pop(lost.name, None):
-            ray.kill(place.actor)
-        while deadline.left_seconds():
-            # Until Ray knows that a machine is dead, it sends actors there. They fail then.
-            actor = self._actor(bundle)
+        draining = _draining_machines()
+        for bundle in list(self._vacant):
+            if bundle.left in draining:
+                continue  # Ray moves it when that machine is dead
+            bundle.left = None
+            if bundle.answer is None:
+                self._ask_for_place(bundle)
+            if not ray.wait([bundle.answer], timeout=0)[0]:
+                continue
             try:
-                return self._add(_wait_for(actor.host.remote(), deadline), bundle, actor)
-            except (ray.exceptions.RayError, TimeoutError):
-                ray.kill(actor)
-                time.sleep(min(POLL_SECONDS, deadline.left_seconds()))
+                answer = ray.get(bundle.answer)
+            except ray.exceptions.RayError:
+                # Until Ray knows that a machine is dead, it sends actors there. They fail then.
+                ray.kill(bundle.actor)
+                bundle.answer = None
+                continue
+            self._vacant.remove(bundle)
+            return self._add(answer, bundle)
+        for bundle in self._vacant:
+            if bundle.left is not None and not bundle.has_stand_in:
+                bundle.has_stand_in = True
+                self._vacant += self._reserve([bundle.resources])
         return None
 
     def release(self) -> None:
@@ -185,41 +237,47 @@ class RayGang:
         self._is_released = True
         self._places.clear()
         try:
-            # With the group, Ray ends its actors; their agents end with them.
-            import_ray().util.remove_placement_group(self._group)
+            # With its group, Ray ends an actor; its agent ends with it.
+            for group in self._groups:
+                import_ray().util.remove_placement_group(group)
         finally:
             connection.leave()
 
-    def _actor(self, bundle: int) -> Any:
+    def _ask_for_place(self, bundle: _Bundle) -> None:
+        """Put an actor on a bundle, whose answer tells where it is."""
         ray = import_ray()
-        resources = self._bundles[bundle]
         where = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-            self._group, placement_group_bundle_index=bundle
+            bundle.group, placement_group_bundle_index=bundle.index
         )
-        return (
+        bundle.actor = (
             ray.remote(AgentHost)
             .options(
-                num_cpus=resources["CPU"],
-                num_gpus=resources.get("GPU", 0),
+                num_cpus=bundle.resources["CPU"],
+                num_gpus=bundle.resources.get("GPU", 0),
                 max_restarts=0,
                 scheduling_strategy=where,
             )
             .remote()
         )
+        bundle.answer = bundle.actor.host.remote()
 
-    def _add(self, host: str, bundle: int, actor: Any) -> Node:
-        node = Node(f"{host}-{len(self._bundle_of)}", int(self._bundles[bundle]["CPU"]))
-        self._bundle_of[node.name] = bundle
-        self._places[node.name] = _Place(node, actor)
+    def _add(self, answer: tuple[str, str], bundle: _Bundle) -> Node:
+        host, machine = answer
+        node = Node(f"{host}-{self._count}", int(bundle.resources["CPU"]))
+        self._count += 1
+        self._places[node.name] = _Place(node, machine, bundle, bundle.actor)
+        bundle.actor = bundle.answer = None
         return node
 
 
 class AgentHost:
     """The actor: runs an agent on a node, in a process of Ray's."""
 
-    def host(self) -> str:
-        """The node's host name."""
-        return socket.gethostname()
+    def host(self) -> tuple[str, str]:
+        """The machine's host name, and Ray's id of it."""
+        import ray
+
+        return socket.gethostname(), ray.get_runtime_context().get_node_id()
 
     def run(self, module: str, arguments: Sequence[str], token: str, cores: int) -> str:
         """Run an agent until it ends; return its exit code and last lines, for people.
@@ -250,7 +308,7 @@ class AgentHost:
             time.sleep(POLL_SECONDS)
         if process.returncode is None:
             process.kill()
-            return f"Ray's raylet, process {raylet} on {self.host()}, has ended"
+            return f"Ray's raylet, process {raylet} on {socket.gethostname()}, has ended"
         code = process.returncode
         reader.join(timeout=1.0)
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
@@ -265,8 +323,31 @@ def _follow(output: Iterable[str], lines: deque[str]) -> None:
 
 
 @dataclass
+class _Bundle:
+    """What Ray reserves for one node.
+
+    Attributes:
+        left: the draining machine that it was on, while Ray has not moved it.
+        has_stand_in: whether another bundle was reserved in its place.
+        actor, answer: an actor that was put there, and the future of `AgentHost.host`.
+    """
+
+    group: Any
+    index: int
+    resources: Mapping[str, float]
+    left: str | None = None
+    has_stand_in: bool = False
+    actor: Any = None
+    answer: Any = None
+
+
+@dataclass
 class _Place:
+    """A bundle with an actor. `machine` is Ray's id of the machine."""
+
     node: Node
+    machine: str
+    bundle: _Bundle
     actor: Any
     end: Any = None
     """The future of `AgentHost.run`; None: no agent runs."""
@@ -293,8 +374,22 @@ def _machines() -> list[Machine]:
     ]
 
 
-def divide(request: NodeRequest, machines: Sequence[Machine]) -> list[dict[str, float]]:
-    """What each node of a run gets.
+def _draining_machines() -> set[str]:
+    """Ray's ids of the machines that it drains, as before a preemption."""
+    # Ray has no public name for it. A `ray://` client cannot ask.
+    from ray._private.state import state
+
+    try:
+        return set(state.get_draining_nodes())
+    except (AttributeError, RuntimeError, import_ray().exceptions.RaySystemError):
+        return set()
+
+
+Bundles = list[dict[str, float]]
+
+
+def divide(request: NodeRequest, machines: Sequence[Machine]) -> tuple[Bundles, Bundles]:
+    """What each node of a run gets: those that it needs, and those that it also uses.
 
     Raises:
         LaunchError: the machines do not have that much, whatever else runs on them.
@@ -304,14 +399,16 @@ def divide(request: NodeRequest, machines: Sequence[Machine]) -> list[dict[str, 
     count, rest = divmod(request.slots, size)
     kinds = ("CPU", "GPU") if gpus else ("CPU",)
     bundles = [{kind: float(each) for kind in kinds} for each in [size] * count + [rest] if each]
+    needed, more = bundles[: (nodes := ceil(request.min_slots / size))], bundles[nodes:]
+    count, rest = divmod(request.slots, size) if not more else (nodes, 0)
     room = [min(each.cpus, each.gpus) if gpus else each.cpus for each in machines]
     full = sum(each // size for each in room)
     if full < count or (full == count and all(each % size < rest for each in room)):
         raise LaunchError(
-            f"the Ray cluster can never place {_told(bundles)}: {_told_machines(machines)}. Ask "
+            f"the Ray cluster can never place {_told(needed)}: {_told_machines(machines)}. Ask "
             "for fewer slots, or set resources.slots_per_node to what each machine has"
         )
-    return bundles
+    return needed, more
 
 
 def _told(bundles: Sequence[Mapping[str, float]]) -> str:

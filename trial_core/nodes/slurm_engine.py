@@ -1,7 +1,7 @@
 """Nodes of a Slurm allocation (``sbatch``, ``salloc``): ``srun`` starts an agent on each.
 
 Slurm has already given the machines, so `place` only chooses among them, and nodes that it leaves
-over are the spares of `replace`. Each agent is one step of the job. An ``srun`` that gets SIGTERM
+over are what `offer` has. Each agent is one step of the job. An ``srun`` that gets SIGTERM
 kills its step, and a step does not outlive its ``srun``.
 """
 
@@ -20,7 +20,15 @@ from dataclasses import dataclass
 from typing import IO
 
 from trial_core.errors import LaunchError
-from trial_core.nodes.engine import AGENT_MODULE, AgentEnded, Gang, Node, NodeRequest
+from trial_core.nodes.engine import (
+    AGENT_MODULE,
+    AgentEnded,
+    Gang,
+    GangEvent,
+    Node,
+    NodeDraining,
+    NodeRequest,
+)
 from trial_core.slots.accelerators import CPU_SLOTS
 from trial_core.text_format import clean, plural
 
@@ -57,6 +65,9 @@ started it. The token goes through the shell's own commands, and so into no list
 QUERY_SECONDS = 5.0
 """How often Slurm is asked for the state of the nodes."""
 
+OFFER_SECONDS = 2.0
+"""How often Slurm is asked for more nodes."""
+
 ANSWER_SECONDS = 2.0
 END_SECONDS = 15.0
 """``srun`` takes up to 12 s to give up a step that it cannot reach."""
@@ -67,7 +78,9 @@ TAIL_BYTES = 4096
 
 LOST_STATES = {"DOWN", "NOT_RESPONDING", "ERROR", "FAIL", "POWERED_DOWN", "POWERING_DOWN"}
 BAD_STATES = LOST_STATES | {"DRAIN", "UNKNOWN", "FUTURE", "REBOOT_ISSUED"}
-"""A node that is drained trains on, but is not chosen."""
+"""A node with such a state is not chosen."""
+DRAIN_STATES = {"DRAIN", "DRAINING", "DRAINED"}
+"""Slurm lets the jobs of such a node end."""
 
 
 def in_allocation(environment: Mapping[str, str]) -> bool:
@@ -147,9 +160,9 @@ class SlurmEngine:
             slots = 0 if host.problem else host.slots(request, on_cpu)
             if slots and sum(node.slots for node in chosen) < request.slots:
                 chosen[Node(host.name, slots)] = host
-        if (found := sum(node.slots for node in chosen)) < request.slots:
+        if (found := sum(node.slots for node in chosen)) < request.min_slots:
             raise LaunchError(
-                f"the run needs {plural(request.slots, 'slot')}, but the nodes of Slurm job "
+                f"the run needs {plural(request.min_slots, 'slot')}, but the nodes of Slurm job "
                 f"{slurm.job} have {found} ({', '.join(map(describe, hosts))}); ask sbatch "
                 "or salloc for more nodes or GPUs, or reduce resources.slots_per_trial"
             )
@@ -279,7 +292,10 @@ class _SlurmGang:
         self._hosts = dict(chosen)
         self._steps: dict[Node, _Step] = {}
         self._told: set[Node] = set()
-        self._replaced = 0
+        self._draining: set[Node] = set()
+        self._given_up: set[str] = set()
+        self._offered = 0
+        self._offer_at = 0.0
         self._asked_at = time.monotonic()
 
     @property
@@ -299,40 +315,45 @@ class _SlurmGang:
         )  # fmt: skip
         self._steps[node] = _Step(command, self._slurm.environment, token)
 
-    def ended(self) -> Sequence[AgentEnded]:
+    def events(self) -> Sequence[GangEvent]:
         """Part of `Gang`. Every few seconds it asks Slurm, which may take two."""
         whys = {node: why for node, step in self._steps.items() if (why := step.why_ended())}
+        drains: dict[Node, str] = {}
         running = {node: self._hosts[node].name for node in self._steps if node not in whys}
         if running and time.monotonic() - self._asked_at > QUERY_SECONDS:
             with suppress(_NoAnswerError):  # no answer says nothing of the nodes
                 states = self._slurm.states(",".join(running.values()))
                 for node, host in running.items():
-                    if problem := _problem(states.get(host, ""), LOST_STATES):
-                        whys[node] = f"Slurm says that node {host} is {problem}"
+                    state = states.get(host, "")
+                    if _problem(state, LOST_STATES):
+                        whys[node] = f"Slurm says that node {host} is {state}"
+                    elif _problem(state, DRAIN_STATES):
+                        drains[node] = f"Slurm drains node {host}: it is {state}"
             self._asked_at = time.monotonic()
-        new = [node for node in whys if node not in self._told]
-        self._told.update(new)
-        return [AgentEnded(node.name, whys[node]) for node in new]
+        ended = [AgentEnded(node.name, why) for node, why in whys.items() if node not in self._told]
+        draining = [
+            NodeDraining(node.name, why, can_stay=True)
+            for node, why in drains.items()
+            if node not in self._draining
+        ]
+        self._told.update(whys)
+        self._draining.update(drains)
+        return [*ended, *draining]
 
-    def replace(self, lost: Node, seconds: float, should_abort: Callable[[], bool]) -> Node | None:
-        """Part of `Gang`. Another node of the allocation, or else the same one, if it is well."""
-        deadline = time.monotonic() + seconds
-        last = self._hosts.pop(lost).name
-        if (step := self._steps.pop(lost, None)) is not None:
+    def give_up(self, node: Node) -> None:
+        """Part of `Gang`."""
+        self._given_up.add(self._hosts.pop(node).name)
+        if (step := self._steps.pop(node, None)) is not None:
             step.end(time.monotonic() + END_SECONDS)
-        while not should_abort():
-            if (host := self._free_host(lost.slots, last)) is not None:
-                self._replaced += 1
-                node = Node(f"{host.name}#{self._replaced}", lost.slots)
-                self._hosts[node] = host
-                return node
-            if time.monotonic() > deadline:
-                break
-            time.sleep(POLL_SECONDS)
-        return None
 
-    def _free_host(self, slots: int, last: str) -> _Host | None:
-        """A machine of the allocation with as many slots that is well and free; `last` if none."""
+    def offer(self) -> Node | None:
+        """Part of `Gang`. A machine that was given up is the last choice.
+
+        Asks Slurm, which may take some seconds, but not more often than `OFFER_SECONDS`.
+        """
+        if time.monotonic() < self._offer_at:
+            return None
+        self._offer_at = time.monotonic() + OFFER_SECONDS
         try:
             hosts = self._slurm.hosts()
         except _NoAnswerError:
@@ -341,11 +362,18 @@ class _SlurmGang:
         free = [
             host
             for host in hosts
-            if not host.problem
-            and host.name not in taken
-            and host.slots(self._request, self._on_cpu) >= slots
+            if not host.problem and host.name not in taken and self._slots(host)
         ]
-        return min(free, key=lambda host: host.name == last, default=None)
+        if not free:
+            return None
+        host = min(free, key=lambda host: host.name in self._given_up)
+        self._offered += 1
+        node = Node(f"{host.name}#{self._offered}", self._slots(host))
+        self._hosts[node] = host
+        return node
+
+    def _slots(self, host: _Host) -> int:
+        return host.slots(self._request, self._on_cpu)
 
     def release(self) -> None:
         """Part of `Gang`. The allocation remains: it ends with the job."""

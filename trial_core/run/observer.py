@@ -79,6 +79,9 @@ class Observer:
     def stopping(self, why: str) -> None:
         """The run was asked to stop and saves. Called in a signal handler, in the main thread."""
 
+    def moving(self, reason: str) -> None:
+        """The ranks have saved, and are launched again on other nodes."""
+
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
         """The slot group has failed and is launched again."""
 

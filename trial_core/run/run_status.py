@@ -123,7 +123,13 @@ class RunStatus(Observer):
     def checkpoint_committed(self, uuid: str, batches: int, total_bytes: int) -> None:
         self.committed_at = batches
 
+    def moving(self, reason: str) -> None:
+        self._launched_again()
+
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
+        self._launched_again()
+
+    def _launched_again(self) -> None:
         self._running.clear()
         self.activity = ""
         self.waiting_for("starting the ranks again")

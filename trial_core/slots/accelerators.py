@@ -113,10 +113,17 @@ def visible_accelerators(environment: Mapping[str, str]) -> Accelerators:
     return Accelerators(NVIDIA, "CUDA_VISIBLE_DEVICES", tuple(devices)) if devices else CPU_ONLY
 
 
-def resolve_slot_count(requested: int | str, environment: Mapping[str, str] = os.environ) -> int:
+def resolve_slot_count(
+    requested: int | str,
+    environment: Mapping[str, str] = os.environ,
+    at_most: int | str | None = None,
+) -> int:
     """The number of ranks to start on this machine for `resources.slots_per_trial`.
 
     ``"auto"`` is one per accelerator, or two CPU ranks without accelerators.
+
+    Args:
+        at_most: how many more to start, if the machine has as many; None: `requested`.
 
     Raises:
         LaunchError: there are fewer accelerators than requested slots; or there are none, and too
@@ -144,7 +151,8 @@ def resolve_slot_count(requested: int | str, environment: Mapping[str, str] = os
             f"{cores} core{'s' if cores != 1 else ''}: each slot would be a process on a CPU; ask "
             f'for at most {limit} (or "auto"), or train on several machines (resources.engine)'
         )
-    return requested
+    wanted = at_most if isinstance(at_most, int) else requested
+    return max(requested, min(wanted, accelerators or limit))
 
 
 def torch_problem() -> str | None:

@@ -87,11 +87,13 @@ class TrainingRecorder(Recorder):
 class ToyTrial(DeepSpeedTrial):
     """A linear model with dropout (so that random state matters) on a few samples.
 
-    Hyperparameters: micro_batch_size, accumulation, zero_stage, train_samples, validation_samples,
-    record (a folder for each rank's records), ballast_mib (the size of a file that each rank adds
-    to its checkpoints), and at_batch + do: what happens in that batch on do_rank; only once with
-    `once`, a file to create; `wait` waits for a file `wait_for`. at_evaluation: the same, in that
-    call of evaluate_batch. records_validations: False for a callback without validation hooks.
+    Hyperparameters: micro_batch_size, accumulation (or batch_size), zero_stage, train_samples,
+    validation_samples, record (a folder for each rank's records), ballast_mib (the size of a
+    file that each rank adds to its checkpoints), and at_batch + do: what happens in that batch
+    on do_rank; only once with `once`, a file to create; `wait` waits for a file `wait_for`.
+    pause_at: in that batch, each rank creates the file `paused` and waits for `wait_for`.
+    at_evaluation: the same, in that call of evaluate_batch. records_validations: False for a
+    callback without validation hooks.
     """
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
@@ -114,7 +116,7 @@ class ToyTrial(DeepSpeedTrial):
             model_parameters=model.parameters(),
             config={
                 "train_micro_batch_size_per_gpu": self.hparams["micro_batch_size"],
-                "gradient_accumulation_steps": self.hparams["accumulation"],
+                **self._batch(),
                 "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
                 "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
                 "zero_optimization": {
@@ -127,12 +129,20 @@ class ToyTrial(DeepSpeedTrial):
         self.record = self.hparams.get("record")
         self.seen: list[list[float]] = []
 
+    def _batch(self) -> dict[str, int]:
+        if (whole := self.hparams.get("batch_size")) is not None:
+            return {"train_batch_size": whole}
+        return {"gradient_accumulation_steps": self.hparams["accumulation"]}
+
     def _file(self, name: str) -> Path:
         return Path(self.record) / f"{name}-{self.context.distributed.get_rank()}.jsonl"
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         if batch_idx == self.hparams.get("at_batch"):
             self._misbehave()
+        if batch_idx == self.hparams.get("pause_at"):
+            Path(self.hparams["paused"]).touch()
+            self._wait()
         inputs, index = self.context.to_device(next(dataloader_iter))
         loss = self._loss(inputs, index)
         self.engine.backward(loss)
@@ -164,6 +174,8 @@ class ToyTrial(DeepSpeedTrial):
             assert "trialflow: agent" in agent.cmdline()[0], agent
             agent.kill()
             time.sleep(3600)
+        if do == "drain node":
+            psutil.Process().parents()[1].terminate()
         if do == "exit":
             os._exit(7)
         if do == "terminate":
@@ -175,10 +187,13 @@ class ToyTrial(DeepSpeedTrial):
         if do == "sleep":
             time.sleep(3600)
         if do == "wait":
-            deadline = time.monotonic() + 60
-            while not Path(self.hparams["wait_for"]).exists():
-                assert time.monotonic() < deadline, "the file was never created"
-                time.sleep(0.01)
+            self._wait()
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + 60
+        while not Path(self.hparams["wait_for"]).exists():
+            assert time.monotonic() < deadline, "the file was never created"
+            time.sleep(0.01)
 
     def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
         if batch_idx == self.hparams.get("at_evaluation"):

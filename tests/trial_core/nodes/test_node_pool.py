@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import pytest
 
 from tests.support.nodes import FakeAgent, fake_agent, hub
 from trial_core.errors import LaunchError, Stopped
-from trial_core.nodes.engine import AgentEnded, Engine, Gang, Node, NodeRequest
+from trial_core.nodes.engine import (
+    AgentEnded,
+    Engine,
+    Gang,
+    GangEvent,
+    Node,
+    NodeDraining,
+    NodeRequest,
+)
 from trial_core.nodes.hub import Hub
 from trial_core.nodes.join_engine import JoinEngine
 from trial_core.nodes.join_token import new_token
-from trial_core.nodes.node_messages import Refused
+from trial_core.nodes.node_messages import Draining, Leave, Refused
 from trial_core.nodes.node_pool import NodePool
 
 TOKEN = new_token()
@@ -23,23 +33,26 @@ class FakeEngine:
     """An engine whose agents join at once.
 
     Args:
-        slots: of its nodes at first, and then of the one that may replace one of them.
+        slots: of its nodes at first.
+        spare: of one that it offers later.
 
     Attributes:
         agents: those that it has started, by the name of their node.
         dies: the agents of these nodes end instead of joining.
+        given_up: nodes that it got back.
     """
 
     name = "fake"
 
     def __init__(self, hub: Hub, slots: Sequence[int], spare: int | None = None) -> None:
         self._hub = hub
-        self._spare = spare
+        self.spare = spare
         self._stack = ExitStack()
         self.nodes = [Node(f"node-{number}", count) for number, count in enumerate(slots)]
         self.agents: dict[str, FakeAgent] = {}
         self.dies: set[str] = set()
-        self.told: list[AgentEnded] = []
+        self.told: list[GangEvent] = []
+        self.given_up: list[str] = []
         self.is_released = False
 
     def place(self, request: NodeRequest, seconds: float, should_abort: Callable[[], bool]) -> Gang:
@@ -55,15 +68,18 @@ class FakeEngine:
         joined = fake_agent(self._hub, token, slots=node.slots, node=node.name)
         self.agents[node.name] = self._stack.enter_context(joined)
 
-    def ended(self) -> Sequence[AgentEnded]:
+    def events(self) -> Sequence[GangEvent]:
         told, self.told = self.told, []
         return told
 
-    def replace(self, lost: Node, seconds: float, should_abort: Callable[[], bool]) -> Node | None:
-        self.nodes.remove(lost)
-        if self._spare is None:
+    def give_up(self, node: Node) -> None:
+        self.nodes.remove(node)
+        self.given_up.append(node.name)
+
+    def offer(self) -> Node | None:
+        if self.spare is None:
             return None
-        new, self._spare = Node(f"{lost.name}-again", self._spare), None
+        new, self.spare = Node("spare", self.spare), None
         self.nodes.append(new)
         return new
 
@@ -73,8 +89,16 @@ class FakeEngine:
 
 
 @contextmanager
-def pool(engine: Engine, driver: Hub, slots: int, seconds: float = 60.0) -> Iterator[NodePool]:
-    with NodePool(engine, driver, NodeRequest(slots), TOKEN, seconds) as opened:
+def pool(
+    engine: Engine,
+    driver: Hub,
+    slots: int,
+    seconds: float = 60.0,
+    min_slots: int | None = None,
+    replace_seconds: float = 0.0,
+) -> Iterator[NodePool]:
+    request = NodeRequest(slots, min_slots or slots)
+    with NodePool(engine, driver, request, TOKEN, seconds, replace_seconds) as opened:
         yield opened
 
 
@@ -98,7 +122,7 @@ def test_a_lost_node_is_replaced_and_the_others_keep_their_places(driver: Hub) -
         engine.agents[lost].close()
         with driver.changed:
             driver.changed.wait_for(lambda: driver.agents[lost].lost is not None, 60)
-        assert names(nodes) == [before[0], f"{lost}-again", before[2]]
+        assert names(nodes) == [before[0], "spare", before[2]]
     assert engine.is_released
 
 
@@ -108,20 +132,126 @@ def test_a_node_that_the_engine_reports_lost_is_replaced(driver: Hub) -> None:
     with pool(engine, driver, 2) as nodes:
         first, second = names(nodes)
         engine.told.append(AgentEnded(first, "the node is down"))
-        assert names(nodes) == [f"{first}-again", second]
+        assert names(nodes) == ["spare", second]
 
 
 def test_without_another_node_the_run_fails(driver: Hub) -> None:
     """And says which node was lost, and why."""
     engine = FakeEngine(driver, [1, 1])
-    with pool(engine, driver, 2) as nodes:
+    with pool(engine, driver, 2, seconds=0.5) as nodes:
         first, _ = names(nodes)
         engine.told.append(AgentEnded(first, "the node is down"))
         with pytest.raises(
-            LaunchError, match=f"fake has no other node with 1 slot in place of {first}, which is "
-            r"lost \(the node is down\), within 60 s",
+            LaunchError, match="not enough nodes of fake within 0.5 s: 1 node with 1 of 2 slots "
+            rf"there; in place of {first} \(the node is down\) came no other; start more",
         ):  # fmt: skip
             nodes.gather()
+
+
+def test_with_a_range_the_run_continues_with_fewer_nodes(driver: Hub) -> None:
+    """And takes another one as soon as there is one, in a launch of its own."""
+    engine = FakeEngine(driver, [2, 2, 2])
+    with pool(engine, driver, 6, min_slots=3) as nodes:
+        first, second, third = names(nodes)
+        engine.told.append(AgentEnded(first, "the node is down"))
+        left = nodes.gather()
+        assert [agent.name for agent in left] == [second, third]
+        assert nodes.slots_of(left) == 4
+        offers: queue.Queue[str] = queue.Queue()
+        with nodes.watching(pytest.fail, offers.put):
+            engine.spare = 2
+            assert offers.get(timeout=60) == "there are nodes for 6 slots"
+        assert names(nodes) == ["spare", second, third]
+        engine.told += [AgentEnded(second, "down"), AgentEnded(third, "down")]
+        nodes._max_wait_seconds = 0.5
+        with pytest.raises(LaunchError, match=r"1 node with 2 of 6 slots \(at least 3\) there"):
+            nodes.gather()
+
+
+def test_a_run_waits_for_more_nodes_than_it_needs(driver: Hub) -> None:
+    """`replace_seconds`, from when it has enough."""
+    with (
+        fake_agent(driver, TOKEN, host="first"),
+        pool(JoinEngine(), driver, 2, min_slots=1, replace_seconds=60) as nodes,
+        ThreadPoolExecutor() as threads,
+    ):
+        told: queue.Queue[str] = queue.Queue()
+        gathered = threads.submit(nodes.gather, on_activity=told.put)
+        assert "0 of 2 slots (at least 1)" in told.get(timeout=60)
+        with fake_agent(driver, TOKEN, host="second"):
+            assert [agent.name for agent in gathered.result(60)] == ["first", "second"]
+
+
+def test_a_number_of_slots_that_the_trial_refuses_is_left_out(driver: Hub) -> None:
+    """The next smaller number of whole nodes follows, down to the least."""
+    engine = FakeEngine(driver, [2, 2, 2])
+    with pool(engine, driver, 6, min_slots=2, replace_seconds=60) as nodes:
+        assert nodes.slots_of(nodes.gather()) == 6
+        nodes._replace_seconds = 0
+        assert nodes.leave_out(6)
+        assert nodes.slots_of(nodes.gather()) == 4
+        assert nodes.leave_out(4)
+        assert nodes.slots_of(nodes.gather()) == 2
+        assert not nodes.leave_out(2)
+
+
+@pytest.mark.parametrize("who", ["engine", "agent"])
+def test_a_draining_node_is_left_once_its_ranks_have_saved(driver: Hub, who: str) -> None:
+    """The engine's offer for it joins meanwhile."""
+    engine = FakeEngine(driver, [1, 1], spare=1)
+    with pool(engine, driver, 2) as nodes:
+        first, second = names(nodes)
+        told: queue.Queue[str] = queue.Queue()
+        with nodes.watching(told.put, pytest.fail):
+            if who == "engine":
+                engine.told.append(NodeDraining(first, "preempted"))
+            else:
+                engine.agents[first].say(Draining(why="preempted"))
+            assert told.get(timeout=60) == f"node {first} (preempted) will be taken away"
+        assert driver.agents[first].lost is None
+        assert first not in engine.given_up
+        assert names(nodes) == ["spare", second]
+        assert isinstance(engine.agents[first].next(), Leave)
+        assert engine.given_up == [first]
+
+
+def test_a_node_that_can_stay_is_left_when_there_is_another(driver: Hub) -> None:
+    """Slurm drains a node when its jobs have ended: without another node, the run stays there."""
+    engine = FakeEngine(driver, [1, 1])
+    with pool(engine, driver, 2) as nodes:
+        first, second = names(nodes)
+        engine.told.append(NodeDraining(first, "Slurm drains it", can_stay=True))
+        assert names(nodes) == [first, second]
+        told: queue.Queue[str] = queue.Queue()
+        with nodes.watching(told.put, pytest.fail):
+            engine.spare = 1
+            assert told.get(timeout=60) == f"node {first} (Slurm drains it) will be taken away"
+        assert names(nodes) == ["spare", second]
+
+
+def test_a_node_that_the_engine_knows_to_be_down_is_lost_at_once(driver: Hub) -> None:
+    """Before its agent has been silent for long; its ranks' launch learns the reason."""
+    engine = FakeEngine(driver, [1, 1])
+    with pool(engine, driver, 2) as nodes:
+        first, _ = nodes.gather()
+        whys: queue.Queue[str] = queue.Queue()
+        first.on_lost = whys.put
+        with nodes.watching(pytest.fail, pytest.fail):
+            engine.told.append(AgentEnded(first.name, "Slurm says that it is DOWN"))
+            assert whys.get(timeout=60) == "Slurm says that it is DOWN"
+
+
+def test_a_spare_that_drains_leaves_at_once(driver: Hub) -> None:
+    with (
+        fake_agent(driver, TOKEN, host="first"),
+        pool(JoinEngine(), driver, 1) as nodes,
+    ):
+        assert names(nodes) == ["first"]
+        with fake_agent(driver, TOKEN, host="spare") as spare, nodes.watching(
+            pytest.fail, pytest.fail
+        ):  # fmt: skip
+            spare.say(Draining(why="SIGTERM"))
+            assert isinstance(spare.next(), Leave)
 
 
 def test_an_agent_that_never_joins_fails_the_run(driver: Hub) -> None:
@@ -158,8 +288,8 @@ def test_too_few_nodes(driver: Hub) -> None:
         with pytest.raises(Stopped, match="stopped while it waited for its nodes"):
             nodes.gather(should_abort=lambda: True)
         with pytest.raises(
-            LaunchError, match=r"not enough nodes within 0\.5 s: 1 node with 2 of 3 slots there; "
-            "start more, or reduce resources.slots_per_trial",
+            LaunchError, match=r"not enough nodes of join within 0\.5 s: 1 node with 2 of 3 slots "
+            "there; start more, or reduce resources.slots_per_trial",
         ):  # fmt: skip
             nodes.gather()
 
