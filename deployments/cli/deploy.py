@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_POOL = "local"
+DEFAULT_IMAGE = "trialflow:latest"
 
 
 class ServerRefused(TrialflowError):
@@ -66,6 +67,17 @@ def deploy(
     ] = False,
     remove: Annotated[bool, Parameter(help="Remove what this command has created.")] = False,
     dry_run: Annotated[bool, Parameter(help="Print the changes without making them.")] = False,
+    nodes: Annotated[
+        int | None,
+        Parameter(
+            help="With --type kubernetes and an experiment file: print a JobSet that trains on so "
+            "many nodes, for `kubectl create -f -`. Changes no server.",
+            validator=Number(gte=1),
+        ),
+    ] = None,
+    image: Annotated[
+        str | None, Parameter(help="With --nodes: the image. Default: trialflow:latest.")
+    ] = None,
 ) -> int:
     """Set up the Prefect server at PREFECT_API_URL for trialflow, or undo it.
 
@@ -80,11 +92,23 @@ def deploy(
     schedule, and an automation if it runs when data arrives. Pass a changed file again to update
     them. With --remove and files, only what belongs to these files is removed.
 
+    With --type kubernetes and --nodes, prints a file instead: a run on several nodes of a
+    Kubernetes cluster, which `kubectl create` starts.
+
     Parameters
     ----------
     files
-        Experiment files (YAML) with a `retraining` section. Default: none.
+        Experiment files (YAML) with a `retraining` section. Default: none. With --nodes: the
+        experiment to train, under its path in the image.
     """
+    if nodes is not None or image is not None:
+        others = {
+            "--pool": pool, "--gpus": gpus, "--directory": directory, "--overwrite": overwrite,
+            "--remove": remove, "--dry-run": dry_run,
+        }  # fmt: skip
+        given = [option for option, value in others.items() if value]
+        print(jobset_of(files, type_, nodes, image, given), end="")
+        return 0
     from trialflow.flows.server.prefect_settings import prepare_prefect
 
     prepare_prefect()
@@ -122,6 +146,46 @@ def deploy(
         worker = "trialflow worker" if pool_type == "process" else "prefect worker start"
         print(f"\nstart a worker on the machine that trains: {worker} --pool {pool_name}")
     return 0
+
+
+def jobset_of(
+    files: Sequence[Path],
+    type_: str | None,
+    nodes: int | None,
+    image: str | None,
+    others: Sequence[str] = (),
+) -> str:
+    """The file that starts a run on several nodes of a Kubernetes cluster.
+
+    Args:
+        others: the given options that mean something for a server alone.
+
+    Raises:
+        ConfigError: the options do not fit together, or the experiment cannot run on the nodes.
+    """
+    from trialflow.deployments.kubernetes_run import render_jobset
+
+    if nodes is None:
+        raise ConfigError(
+            "--image is for --nodes; the image of a work pool's runs is a variable of the pool "
+            "(--job-variable image=…)"
+        )
+    if type_ != "kubernetes":
+        raise ConfigError(
+            f"--nodes {nodes} is for --type kubernetes: it prints a JobSet. Elsewhere the engine "
+            "finds the nodes: resources.engine"
+        )
+    if others:
+        raise ConfigError(f"--nodes prints a file and changes no server: omit {', '.join(others)}")
+    if len(files) != 1:
+        raise ConfigError(f"--nodes needs the experiment file to train, got {len(files)} files")
+    experiment = read_experiment(files[0], [])
+    if experiment.checkpoint_storage.url.startswith("file://"):
+        console.warning(
+            f"checkpoint_storage is {experiment.checkpoint_storage.url}: all pods must see it. "
+            "Mount it in both pod templates, or use an object storage"
+        )
+    return render_jobset(experiment, files[0], nodes, image or DEFAULT_IMAGE)
 
 
 def resolve_pool(
