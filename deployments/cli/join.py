@@ -42,7 +42,8 @@ def join(
     """Train on this machine for a run that was started elsewhere with resources.engine: join.
 
     Starts ranks, watches them, and ends when the run has ended, or when its driver is gone. Run it
-    on each machine by hand, ssh, mpirun, torchrun or a Kubernetes job.
+    on each machine by hand, ssh, mpirun, torchrun or a Kubernetes job. At SIGTERM or Ctrl-C the
+    run saves and continues without this machine; at the second one, this machine leaves at once.
     """
     from trial_core.nodes.agent_main import run_agent
     from trial_core.nodes.join_token import checked_token, token_of_file
@@ -53,6 +54,6 @@ def join(
         token = checked_token(sys.stdin.read(), "standard input")
     form = "%(asctime)s %(message)s"
     logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)
-    run_agent(driver, token, slots=slots, wait_seconds=wait_seconds)
-    console.note("the run has ended")
-    return 0
+    code = run_agent(driver, token, slots=slots, wait_seconds=wait_seconds)
+    console.note("this node has left the run" if code else "the run has ended")
+    return code

@@ -6,8 +6,8 @@ also after a restart. The agent's folder has their logs, which the driver gets t
 what they stage and fetch.
 
 The agent ends, with all its ranks, when the run has ended, when the driver is gone or has been
-silent for `SILENCE_SECONDS`. By SIGTERM it asks the driver to let it leave, which saves first. If
-it is killed, its fork server ends the ranks.
+silent for `SILENCE_SECONDS`. By SIGTERM or SIGINT it asks the driver to let it leave, which has the
+ranks save first. If it is killed, its fork server ends the ranks.
 """
 
 from __future__ import annotations
@@ -120,20 +120,24 @@ class Agent:
         self._name = name
         self._slots = slots
         self._address = ""
-        self._is_draining = False
+        self._asked_by: signal.Signals | None = None
         self._ranks: RanksHere | None = None
         # What may take long is done in one other thread, in the driver's order.
         self._worker = ThreadPoolExecutor(1, "agent")
 
-    async def serve(self, driver: str, token: str, wait_seconds: float) -> None:
-        """Join the driver, and serve it until the run ends.
+    async def serve(self, driver: str, token: str, wait_seconds: float) -> signal.Signals | None:
+        """Join the driver, and serve it until the run ends, or this node may leave it.
 
         Args:
             driver: as `trial_core.nodes.hub.driver_address` writes it.
             wait_seconds: how long to try, while the driver cannot be reached.
 
+        Returns:
+            The signal that has asked this node to leave; None: there was none.
+
         Raises:
-            LaunchError: the driver cannot be reached, refuses this node, or is gone.
+            LaunchError: the driver cannot be reached, refuses this node, or is gone; or a second
+                signal came.
         """
         self._loop = asyncio.get_running_loop()
         reader, self._writer = await join(driver, token.encode(), wait_seconds)
@@ -148,7 +152,8 @@ class Agent:
             )
         )
         tasks = [asyncio.ensure_future(each) for each in (self._beat(), self._send_logs())]
-        self._loop.add_signal_handler(signal.SIGTERM, self._terminate)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._ask_to_leave, number)
         try:
             await self._obey(reader)
         finally:
@@ -156,16 +161,17 @@ class Agent:
                 task.cancel()
             await self._loop.run_in_executor(self._worker, self._end_ranks)
             self._writer.close()
+        return self._asked_by
 
-    def _terminate(self) -> None:
+    def _ask_to_leave(self, number: signal.Signals) -> None:
         """Leave when the ranks have saved; at the second signal, now."""
-        if self._is_draining:
+        if self._asked_by is not None:
             logger.warning("this node leaves the run at once: a second signal")
             self._writer.close()
             return
         logger.warning("this node leaves the run when that has saved; a second signal: at once")
-        self._is_draining = True
-        self._send(Draining(why="its agent was asked to leave (SIGTERM)"))
+        self._asked_by = number
+        self._send(Draining(why=f"its agent was asked to leave ({number.name})"))
 
     # ----------------------------------------------------------------------- the driver says
 

@@ -37,8 +37,8 @@ def run_agent(
     slots: int | None = None,
     preload: str = "trial",
     wait_seconds: float = WAIT_SECONDS,
-) -> None:
-    """Serve a driver until the run has ended.
+) -> int:
+    """Serve a driver until the run has ended, or this node has left it.
 
     Args:
         driver: its address, as it shows it.
@@ -48,6 +48,10 @@ def run_agent(
         preload: a name in `PRELOADS`.
         wait_seconds: how long to wait for the driver.
 
+    Returns:
+        The exit code: 0 at the end of the run; after a signal, 128 more than its number, so that
+        what has started this process may start another one.
+
     Raises:
         LaunchError: the driver cannot be reached, refuses this node, or is gone.
     """
@@ -55,7 +59,9 @@ def run_agent(
         raise LaunchError(f"a node offers at least one slot, got {slots}")
     setproctitle(f"trialflow: agent of {driver}")
     with node_folder() as folder, ForkServer(PRELOADS[preload]) as fork_server:
-        asyncio.run(_serve(folder, fork_server, driver, token, node, slots, wait_seconds))
+        agent = Agent(folder, fork_server, node, slots)
+        asked_by = asyncio.run(agent.serve(driver, token, wait_seconds))
+    return 0 if asked_by is None else 128 + asked_by
 
 
 @contextmanager
@@ -81,18 +87,6 @@ def node_folder() -> Iterator[Path]:
             path.unlink(missing_ok=True)
 
 
-async def _serve(
-    folder: Path,
-    fork_server: ForkServer,
-    driver: str,
-    token: str,
-    node: str,
-    slots: int | None,
-    wait_seconds: float,
-) -> None:
-    await Agent(folder, fork_server, node, slots).serve(driver, token, wait_seconds)
-
-
 def main() -> None:
     """Read the arguments of an engine, and the token from standard input or a file."""
     parser = argparse.ArgumentParser(prog="trialflow agent")
@@ -113,10 +107,11 @@ def main() -> None:
             token = token_of_file(given.token_file)
         else:
             token = checked_token(sys.stdin.read(), "standard input")
-        run_agent(
+        code = run_agent(
             given.driver, token, node=given.node, slots=given.slots, preload=given.preload,
             wait_seconds=given.wait_seconds,
         )  # fmt: skip
+        sys.exit(code)
     except TrialflowError as error:
         sys.exit(f"this node ends: {error}")
 
