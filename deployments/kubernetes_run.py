@@ -57,7 +57,7 @@ def slots_of_a_node(experiment: ExperimentConfig, nodes: int) -> int:
     Raises:
         ConfigError: the nodes have too few slots, or the experiment does not say how many it needs.
     """
-    needed, each = experiment.resources.slots_per_trial, experiment.resources.slots_per_node
+    needed, each = experiment.resources.max_slots, experiment.resources.slots_per_node
     if not isinstance(needed, int):
         raise ConfigError(
             "resources.slots_per_trial: auto counts the accelerators of one machine; for "

@@ -154,6 +154,28 @@ def test_a_run_shrinks_and_grows(
         assert seen == {float(4 * batch % 64 + place) for place in range(4)}
 
 
+@pytest.mark.long
+def test_a_number_of_slots_that_the_trial_refuses(
+    here: Path, nodes: Callable[[Any, int], Agents], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of four nodes one is lost, and three ranks cannot share a batch of 8 samples: two train."""
+    config = on_nodes(
+        here, 24, max_restarts=1,
+        hyperparameters=breaking(here, "lose node", 13, do_rank=3, batch_size=8),
+        resources={"slots_per_trial": {"min": 1, "max": 4}, "replace_seconds": 30},
+    )  # fmt: skip
+    nodes(config, 4)
+    result = train(config)
+    assert isinstance(result, TrialResult)
+    assert result.batches_trained == 24
+    assert "the trial refuses 3 slots, so it gets fewer" in caplog.text
+    assert "train_batch_size is 8, but 3 data-parallel ranks" in caplog.text
+    saved = CheckpointStore(config.checkpoint_storage.url).list()
+    assert saved[0].topology.world_size == 4
+    assert saved[-1].topology.world_size == 2
+    assert {manifest.topology.batch_samples for manifest in saved} == {8}
+
+
 def test_what_cannot_run_on_several_machines_is_refused(here: Path) -> None:
     """Before the run waits for a node."""
     with pytest.raises(ConfigError, match="slots_per_trial: auto counts the accelerators of this"):
