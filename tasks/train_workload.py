@@ -45,7 +45,10 @@ def train_workload(run: TrialRun, begin: int, until: int) -> int:
         begin, reached, training_speed(reached - begin, run.batch_samples, seconds),
         metrics_line(results[0].metrics),
     )  # fmt: skip
-    run.observer.training_timed(begin, reached, seconds, [rank.data_seconds for rank in results])
+    run.observer.training_timed(
+        begin, reached, seconds,
+        [rank.data_seconds for rank in results], [rank.forward_seconds for rank in results],
+    )  # fmt: skip
     run.observer.learning_rates_read(reached, results[0].learning_rates)
     run.observer.metrics_reported("training", reached, results[0].metrics)
     return reached

@@ -156,14 +156,20 @@ class Report(Observer):
         self._observer.batches_trained(batches)
 
     def training_timed(
-        self, begin: int, reached: int, seconds: float, data_seconds: Sequence[float]
+        self,
+        begin: int,
+        reached: int,
+        seconds: float,
+        data_seconds: Sequence[float],
+        forward_seconds: Sequence[float] = (),
     ) -> None:
         with self._update() as facts:
             facts.waits.append((seconds, tuple(data_seconds)))
+            facts.forward_seconds = tuple(forward_seconds)
             samples = (reached - begin) * facts.run_status.batch_samples
             if seconds > 0 and samples:
                 facts.history.add_point("speed", reached, {"samples/s": samples / seconds})
-        self._observer.training_timed(begin, reached, seconds, data_seconds)
+        self._observer.training_timed(begin, reached, seconds, data_seconds, forward_seconds)
 
     def learning_rates_read(self, batches: int, learning_rates: Sequence[float | None]) -> None:
         names = ["learning rate"]

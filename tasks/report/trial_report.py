@@ -28,6 +28,8 @@ SHOWN_CHECKPOINTS = 15
 WAIT_WORKLOADS = 20
 # A rank that waits less than this share of its time is not reported.
 MIN_WAITING_SHARE = 0.02
+# A rank whose forward pass is less than so many times longer than the others' is not reported.
+MIN_SLOWNESS = 1.2
 
 
 class SlowestRank(NamedTuple):
@@ -43,6 +45,14 @@ class SlowestRank(NamedTuple):
     others_median: float | None
 
 
+class SlowCompute(NamedTuple):
+    """The rank that computes slowest: the time of its forward pass, and that of the others."""
+
+    rank: int
+    milliseconds: float
+    others_median: float
+
+
 @dataclass
 class TrialFacts:
     """The contents of a report.
@@ -56,6 +66,7 @@ class TrialFacts:
         last: the last metrics of each kind, with their batch.
         waits: of the last train-workloads: seconds, and how many of them each rank waited for its
             data.
+        forward_seconds: of a forward pass in the last train-workload, by rank; 0: unknown.
         ledger: reads the trial's ledger of time, whose last run is this one; None: there is none.
     """
 
@@ -74,6 +85,7 @@ class TrialFacts:
     waits: deque[tuple[float, Sequence[float]]] = field(
         default_factory=lambda: deque(maxlen=WAIT_WORKLOADS)
     )
+    forward_seconds: Sequence[float] = ()
     ledger: Callable[[], TimeLedger] | None = None
 
     def render(self) -> str:
@@ -99,6 +111,7 @@ class TrialFacts:
             "share": min(1.0, status.batches / total) if total else None,
             "time_left": None if self.is_over else status.seconds_left,
             "slowest": slowest_rank(self.waits),
+            "slow_compute": slow_compute(self.forward_seconds),
             "best": best,
             "latest": checkpoints[-1] if checkpoints else None,
             "ledger": None if self.ledger is None else self.ledger(),
@@ -131,6 +144,18 @@ def slowest_rank(waits: Sequence[tuple[float, Sequence[float]]]) -> SlowestRank 
     rank = shares.index(share)
     others = shares[:rank] + shares[rank + 1 :]
     return SlowestRank(rank, share, statistics.median(others) if others else None)
+
+
+def slow_compute(forward_seconds: Sequence[float]) -> SlowCompute | None:
+    """The rank with the longest forward pass; None if unknown, or hardly longer than the others."""
+    if len(forward_seconds) < 2 or not all(forward_seconds):
+        return None
+    longest = max(forward_seconds)
+    rank = forward_seconds.index(longest)
+    median = statistics.median([*forward_seconds[:rank], *forward_seconds[rank + 1 :]])
+    if longest < MIN_SLOWNESS * median:
+        return None
+    return SlowCompute(rank, longest * 1000, median * 1000)
 
 
 def _template() -> Template:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.context import RunInfo
 from trial_core.controller.data.loaders import Loaders, build_loaders
+from trial_core.controller.forward_time import ForwardClock
 from trial_core.controller.rank_checkpoint import Snapshots
 from trial_core.controller.rank_state import capture_rng, restore_rng
 from trial_core.controller.reshard_rank_state import RankRemap
@@ -79,6 +80,7 @@ class _AttachedTrial:
     info: RunInfo
     snapshots: Snapshots
     run_files: RunFileUpload
+    forward_clock: ForwardClock
 
 
 class Controller:
@@ -199,6 +201,7 @@ class Controller:
             info,
             Snapshots(engine, run_dir, store, self._distributed, settings),
             RunFileUpload(info, store, run_dir),
+            ForwardClock(engine.whole_models if self._distributed.get_size() > 1 else ()),
         )
         _set_up_profiling(info)
         self._loaders = self._rng = None
@@ -259,6 +262,7 @@ class Controller:
         engine, info, loaders = self._trial.engine, self._trial.info, self._built_loaders
         self._restore_rng()
         info.instruments.start()
+        self._trial.forward_clock.begin_workload()
         began, waited = time.monotonic(), loaders.waited_seconds
         outcome = train_batches(
             engine,
@@ -284,6 +288,7 @@ class Controller:
             # Also if the trial has withdrawn its request: the other ranks have been told.
             stop_requested=info.stop_requested or self._has_requested_stop,
             data_seconds=loaders.waited_seconds - waited,
+            forward_seconds=self._trial.forward_clock.seconds(),
             learning_rates=engine.learning_rates(),
         )
 

@@ -19,6 +19,8 @@ class TrialEngine(Protocol):
     """A constructed trial, as the controller drives it. Every rank has one.
 
     Attributes:
+        whole_models: the models that are whole on this rank, so that their forward passes wait for
+            no other rank.
         callbacks: the trial's callbacks, by name.
         reducers: the trial's custom reducers.
         data_parallel_rank: this rank's data shard.
@@ -38,6 +40,7 @@ class TrialEngine(Protocol):
         chief_hooks: the callbacks' hooks that rank 0 alone calls.
     """
 
+    whole_models: Sequence[Any]
     callbacks: Mapping[str, PyTorchCallback]
     reducers: ReducerRegistry
     data_parallel_rank: int

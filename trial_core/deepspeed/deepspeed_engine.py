@@ -88,6 +88,7 @@ class DeepSpeedTrialEngine:
         self._has_warned_of_no_step = False
         self.micro_batches_per_evaluation = self.micro_batches_per_batch if is_pipeline else 1
         self.evaluates_in_lockstep = _forward_needs_other_ranks(context)
+        self.whole_models: Sequence[Any] = [] if self.evaluates_in_lockstep else context.models
         self.pads_evaluation = not is_pipeline
         self.evaluates_full_dataset = _evaluates_full_dataset(trial, self.evaluates_in_lockstep)
         self._evaluate_takes_index = _accepts_batch_idx(trial.evaluate_batch)

@@ -162,6 +162,7 @@ class Trained(Result):
         seconds: wall time of the workload on this rank.
         stop_requested: whether the trial requested a stop.
         data_seconds: how long this rank waited for data.
+        forward_seconds: how long a forward pass of this rank took; 0: unknown.
         learning_rates: of the next batch, one per engine; None for an engine without one.
     """
 
@@ -170,6 +171,7 @@ class Trained(Result):
     seconds: float
     stop_requested: bool
     data_seconds: float = 0.0
+    forward_seconds: float = 0.0
     learning_rates: list[float | None] = []
 
 

@@ -79,6 +79,7 @@ class PyTorchTrialEngine:
         self.requires_reproducible_loaders = context.reproducible_loaders
         is_any_sharded = any(map(is_sharded, context.models))
         self.evaluates_in_lockstep = is_any_sharded and self.data_parallel_size > 1
+        self.whole_models: Sequence[Any] = [] if is_any_sharded else context.models
         self.evaluates_full_dataset = _evaluates_full_dataset(trial, self.evaluates_in_lockstep)
         self._train_batch = _by_name_or_position(trial.train_batch)
         self._evaluate_batch = _by_name_or_position(trial.evaluate_batch)

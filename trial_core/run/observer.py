@@ -51,7 +51,12 @@ class Observer:
         """Training has reached `batches`; called a few times a second."""
 
     def training_timed(
-        self, begin: int, reached: int, seconds: float, data_seconds: Sequence[float]
+        self,
+        begin: int,
+        reached: int,
+        seconds: float,
+        data_seconds: Sequence[float],
+        forward_seconds: Sequence[float] = (),
     ) -> None:
         """A train-workload has taken `seconds`.
 
@@ -59,6 +64,7 @@ class Observer:
             begin, reached: batches trained before and after it.
             data_seconds: how long each rank waited for data, by rank; empty if unknown. Ranks
                 train in step, so the others wait for the rank that waits longest.
+            forward_seconds: of a forward pass, by rank; empty or 0 if unknown.
         """
 
     def learning_rates_read(self, batches: int, learning_rates: Sequence[float | None]) -> None:

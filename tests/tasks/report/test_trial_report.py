@@ -104,6 +104,19 @@ def test_the_best_of_many_checkpoints_is_listed(facts: TrialFacts) -> None:
     assert f"{1000 - 16} more not listed here" in text
 
 
+def test_the_rank_that_computes_slowest(facts: TrialFacts) -> None:
+    """Named if its forward pass takes at least 1.2 times as long as the others'."""
+    facts.forward_seconds = (0.1, 0.1, 0.25, 0.1)
+    assert (
+        "slowest computing: rank 2, whose forward pass takes 250 ms, that of the others 100 ms "
+        "(median)"
+    ) in facts.render()
+    facts.forward_seconds = (0.1, 0.11)
+    assert "slowest computing" not in facts.render()
+    facts.forward_seconds = (0.0, 0.1)  # unknown
+    assert "slowest computing" not in facts.render()
+
+
 def test_the_slowest_rank(facts: TrialFacts) -> None:
     """The rank that waits longest for its data is named, if it waits 2 % of the time."""
     facts.waits.append((10.0, [0.1, 4.0, 0.3]))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset
 from toy_trial import ToyTrial, samples
 
+from trial_core.deepspeed import DeepSpeedTrialContext
 from trial_core.pytorch import DataLoader
 
 
@@ -32,3 +34,24 @@ class SlowData(ToyTrial):
     def build_training_data_loader(self) -> DataLoader:
         seconds = 0.02 if self.context.distributed.get_rank() == 1 else 0.0
         return DataLoader(Slow(64, seconds), batch_size=2)
+
+
+class SlowModel(torch.nn.Module):
+    """The toy's model, each pass of which takes a while longer."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return self.model(inputs)
+
+
+class SlowCompute(ToyTrial):
+    """Rank 1 has a slow accelerator."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        if context.distributed.get_rank() == 1:
+            self.engine.module = SlowModel(self.engine.module)
