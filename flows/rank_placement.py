@@ -7,7 +7,7 @@ and nodes, stay for the ranks of the next launch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Protocol
@@ -92,19 +92,21 @@ class ThisMachine:
 class OnNodes:
     """The ranks start on nodes.
 
+    Attributes:
+        pool: keeps the nodes.
+
     Args:
-        pool: has the nodes.
         wanted: what the run needs, for people.
     """
 
     def __init__(self, pool: NodePool, wanted: str) -> None:
-        self._pool = pool
+        self.pool = pool
         self._wanted = wanted
 
     def prepare(self, run: TrialRun) -> tuple[int, Launcher]:
         """Part of `Placement`. Waits for the nodes."""
         with run.stage("wait-for-nodes", self._wanted):
-            agents = self._pool.gather(
+            agents = self.pool.gather(
                 lambda: run.stopping.request is not None, on_activity=run.note_activity
             )
         nodes = ", ".join(f"{agent.name} ({agent.slots} slots)" for agent in agents)
@@ -117,15 +119,15 @@ class OnNodes:
             )
         code = NodeCode(None if is_shared else run.code.archive, run.code.folder)
         key = layout.claim_key(run.trial)
-        return self._pool.slots_of(agents), NodeLauncher(agents, code, run.store.spec, key)
+        return self.pool.slots_of(agents), NodeLauncher(agents, code, run.store.spec, key)
 
     def leave_out(self, slots: int) -> bool:
         """Part of `Placement`."""
-        return self._pool.leave_out(slots)
+        return self.pool.leave_out(slots)
 
     def watching(self, run: TrialRun) -> AbstractContextManager[None]:
         """Part of `Placement`."""
-        return self._pool.watching(run.move_now, run.move_at_checkpoint)
+        return self.pool.watching(run.move_now, run.move_at_checkpoint)
 
 
 @contextmanager
@@ -143,8 +145,34 @@ def place_ranks(config: ExperimentConfig, run_dir: Path) -> Iterator[Placement]:
         with ForkServer(modules if preload else ()) as fork_server:
             yield ThisMachine(fork_server)
         return
-    request = _request(config, engine)
     what = ("script" if config.is_script else "trial") if preload else "none"
+    with on_nodes(config, engine, run_dir, _announce, preload=what) as placement:
+        yield placement
+
+
+@contextmanager
+def on_nodes(
+    config: ExperimentConfig,
+    engine: Engine,
+    run_dir: Path,
+    announce: Callable[[str], None],
+    *,
+    preload: str = "none",
+    same_versions: bool = True,
+) -> Iterator[OnNodes]:
+    """The nodes that an engine finds for a run. At the end of the block they are given back.
+
+    Args:
+        run_dir: where the token for the engine ``join`` is written.
+        announce: told how nodes join, if people start them.
+        preload: what the agents' ranks import before they are forked, as in `agent_main.PRELOADS`.
+        same_versions: as for `Hub`.
+
+    Raises:
+        ConfigError: the experiment cannot run on several machines.
+        LaunchError: the driver cannot listen for nodes.
+    """
+    request = _request(config, engine)
     token = _join_token(config, run_dir) if engine.name == JoinEngine.name else new_token()
     resources = config.resources
     channel = resources.channel
@@ -154,6 +182,7 @@ def place_ranks(config: ExperimentConfig, run_dir: Path) -> Iterator[Placement]:
         slots_per_node=request.slots_per_node,
         environment=config.rank_variables,
         network=resources.network,
+        same_versions=same_versions,
     )
     with (
         _deleted_at_end(config, engine, run_dir),
@@ -165,16 +194,19 @@ def place_ranks(config: ExperimentConfig, run_dir: Path) -> Iterator[Placement]:
             token,
             resources.max_wait_seconds,
             resources.replace_seconds,
-            ("--preload", what),
+            ("--preload", preload),
         ) as pool,
     ):
         if engine.name == JoinEngine.name:
             command = f"--driver {hub.address} --token-file {_token_path(config, run_dir)}"
-            how = f"run this on each node: trialflow join {command}"
-            get_run_logger().info("%s", how)
-            current_observer().notice(how)
+            announce(f"run this on each node: trialflow join {command}")
         least = f"{request.min_slots} to " if request.min_slots < request.slots else ""
         yield OnNodes(pool, least + plural(request.slots, "slot"))
+
+
+def _announce(how: str) -> None:
+    get_run_logger().info("%s", how)
+    current_observer().notice(how)
 
 
 def choose_engine(

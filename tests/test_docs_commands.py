@@ -70,6 +70,9 @@ NOT_RUN = {
     "kubectl": "the same",
     "openssl": "the same",
     "trialflow train experiment.yaml --engine join": "tests/deployments/cli/test_join.py",
+    "trialflow doctor --config experiment.yaml --engine": (
+        "tests/deployments/cli/test_node_checks.py"
+    ),
     "export RAY_": "needs a Ray cluster: tests/flows/test_ray.py",
     "ray ": "the same",
     "trialflow train examples/gpt_stdlib/experiment.yaml --engine ray": "the same",

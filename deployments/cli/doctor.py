@@ -7,10 +7,9 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -19,54 +18,54 @@ from cyclopts import Parameter
 from trial_core import text_format
 from trial_core.errors import ConfigError, TrialflowError
 from trialflow.deployments.cli import console
-from trialflow.deployments.cli.experiment_options import ConfigFile, Storage, open_store
+from trialflow.deployments.cli.check import Check, Status
+from trialflow.deployments.cli.experiment_options import (
+    DEFAULT_EXPERIMENT,
+    ConfigFile,
+    Overrides,
+    Storage,
+    chosen_experiment,
+    open_store,
+    read_experiment,
+    with_engine,
+)
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.store import CheckpointStore
-    from trial_core.slots.accelerators import Accelerators
 
 NEEDED = ("trialflow", "torch", "deepspeed", "prefect", "fsspec")
 OLDEST_PYTHON = (3, 10)
 FOR_OPERATORS = "for optimizers that DeepSpeed compiles: all but those of torch (torch_adam: true)"
-ACCELERATOR_CHECK = (sys.executable, "-m", "trial_core.deepspeed.accelerator_check")
-
-Status = Literal["ok", "warn", "fail"]
-
-
-@dataclass(frozen=True)
-class Check:
-    """The result of one check.
-
-    Attributes:
-        status: ``fail``: training is impossible; ``warn``: a part of it is limited.
-        found: what the check saw.
-        advice: what to do; empty if nothing.
-    """
-
-    subject: str
-    status: Status
-    found: str
-    advice: str = ""
-
-    def __str__(self) -> str:
-        advice = f": {self.advice}" if self.advice else ""
-        return f"{self.status:<4}  {self.subject:<12} {self.found}{advice}"
 
 
 def doctor(
     *,
     config: ConfigFile = None,
+    set_: Overrides = None,
     storage: Storage = None,
+    engine: Annotated[
+        Literal["auto", "local", "join", "ray", "slurm"] | None,
+        Parameter(
+            help="Also check each node that the experiment would train on with this engine; as "
+            "resources.engine. Default: this machine alone."
+        ),
+    ] = None,
     json_: Annotated[
         bool, Parameter(name="--json", negative=(), help="Print JSON, for programs.")
     ] = False,
 ) -> int:
-    """Check packages, compiler, accelerators, storage and Prefect server.
+    """Check packages, compiler, accelerators, storage and Prefect server, here or on all nodes.
+
+    With --engine, also versions, clocks, memory, disks, and the nodes' network and storage.
 
     The exit code is 1 if a check fails, so that training is impossible, else 0.
     """
+    if engine is None and set_ and chosen_experiment(config, storage) is None:
+        raise ConfigError("--set changes an experiment: name it with --config")
+    if engine is not None and config is None:
+        config = DEFAULT_EXPERIMENT  # also with --storage: the experiment names the slots
     checks = []
-    for check in examine(config, storage):
+    for check in examine(config, storage, set_ or [], engine):
         checks.append(check)
         if not json_:
             print(text_format.clean(str(check)), flush=True)
@@ -75,8 +74,14 @@ def doctor(
     return console.FAILED if any(check.status == "fail" for check in checks) else 0
 
 
-def examine(config: Path | None, storage: str | None) -> Iterator[Check]:
-    """Run all checks, one after the other."""
+def examine(
+    config: Path | None, storage: str | None, overrides: Sequence[str], engine: str | None = None
+) -> Iterator[Check]:
+    """Run all checks, one after the other.
+
+    Args:
+        engine: finds the experiment's nodes, which are checked, too; None: they are not.
+    """
     yield python()
     for package in NEEDED:
         yield installed(package)
@@ -84,8 +89,23 @@ def examine(config: Path | None, storage: str | None) -> Iterator[Check]:
     yield compiler()
     yield ninja()
     yield from accelerators()
-    yield from stored(config, storage)
+    yield from stored(config, storage, overrides)
     yield prefect_server()
+    if engine is not None:
+        yield from nodes(config or DEFAULT_EXPERIMENT, storage, with_engine([*overrides], engine))
+
+
+def nodes(config: Path, storage: str | None, overrides: Sequence[str]) -> Iterator[Check]:
+    """Check the nodes that the experiment would train on."""
+    from trialflow.deployments.cli.node_checks import check_nodes
+
+    try:
+        experiment = read_experiment(config, [*overrides], storage)
+    except ConfigError as error:
+        advice = "--config names the experiment whose nodes are meant"
+        yield Check("nodes", "fail", str(error), advice)
+        return
+    yield from check_nodes(experiment)
 
 
 def python() -> Check:
@@ -125,7 +145,8 @@ def ninja() -> Check:
 
 def accelerators() -> Iterator[Check]:
     """Report what slots would train on, and check it in a process like a rank's."""
-    from trial_core.slots.accelerators import NVIDIA, torch_problem, visible_accelerators
+    from trial_core.slots.accelerator_probe import try_accelerators
+    from trial_core.slots.accelerators import NVIDIA, visible_accelerators
 
     try:
         visible = visible_accelerators(os.environ)
@@ -136,11 +157,7 @@ def accelerators() -> Iterator[Check]:
         yield Check("accelerators", "ok", "none: slots are CPU processes")
         return
     found = f"{text_format.plural(len(visible.devices), 'accelerator')} ({visible.kind})"
-    problem = torch_problem()
-    if problem is not None:
-        yield Check("accelerators", "fail", found, problem)
-        return
-    problem, nvcc = _problems_of_ranks(visible)
+    problem, nvcc = try_accelerators(visible)
     yield Check("accelerators", "fail" if problem else "ok", found, problem or "")
     if nvcc is not None:
         yield Check("nvcc", "warn", nvcc, f"needed {FOR_OPERATORS}")
@@ -148,30 +165,12 @@ def accelerators() -> Iterator[Check]:
         yield Check("nvcc", "ok", "of the same CUDA as torch")
 
 
-def _problems_of_ranks(visible: Accelerators) -> tuple[str | None, str | None]:
-    """Why ranks cannot use the accelerators, and why they cannot compile operators for them."""
-    from trial_core.slots.accelerators import KIND_VARIABLE, PROBE_TIMEOUT_SECONDS
-
-    try:
-        done = subprocess.run(
-            [*ACCELERATOR_CHECK, str(len(visible.devices))],
-            env={**os.environ, KIND_VARIABLE: visible.kind},
-            capture_output=True, text=True, timeout=PROBE_TIMEOUT_SECONDS, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        return str(error), None
-    lines = done.stdout.splitlines()
-    if done.returncode != 0 or len(lines) < 2:
-        last = done.stderr.strip().splitlines()[-1:] or ["without a message"]
-        return f"a process like a rank's ended with code {done.returncode}: {last[0]}", None
-    # Libraries may print before.
-    return json.loads(lines[-2]), json.loads(lines[-1])
-
-
-def stored(config: Path | None, storage: str | None) -> Iterator[Check]:
+def stored(
+    config: Path | None, storage: str | None, overrides: Sequence[str] = ()
+) -> Iterator[Check]:
     """Check that the storage is writable, and how it prevents conflicting writes."""
     try:
-        store = open_store(config, storage)
+        store = open_store(config, storage, overrides)
         store.check_writable()
         yield Check("storage", "ok", f"{store.url} is writable")
         yield create_only_writes(store)

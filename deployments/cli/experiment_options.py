@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -100,8 +101,13 @@ def chosen_experiment(config_file: Path | None, storage: str | None) -> Path | N
     return config_file
 
 
-def open_store(config_file: Path | None, storage: str | None) -> CheckpointStore:
+def open_store(
+    config_file: Path | None, storage: str | None, overrides: Sequence[str] = ()
+) -> CheckpointStore:
     """Open the storage of `chosen_experiment`, of `--storage`, or the default storage.
+
+    Args:
+        overrides: of the experiment.
 
     Raises:
         ConfigError: the experiment or the storage's URL is wrong.
@@ -111,7 +117,7 @@ def open_store(config_file: Path | None, storage: str | None) -> CheckpointStore
 
     if (experiment := chosen_experiment(config_file, storage)) is not None:
         try:
-            return open_store_of(read_experiment(experiment, [], storage))
+            return open_store_of(read_experiment(experiment, [*overrides], storage))
         except ConfigError as error:
             if config_file is None:
                 why = f"{experiment} is read because neither --config nor --storage is given"

@@ -30,6 +30,7 @@ import msgspec
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import LaunchError, TrialflowError
 from trial_core.messages import FromRank, Message, Peer, encode
+from trial_core.nodes.examination import Examination
 from trial_core.nodes.frames import read_frame
 from trial_core.nodes.node_messages import (
     ALIVE_SECONDS,
@@ -42,6 +43,7 @@ from trial_core.nodes.node_messages import (
     Leave,
     NodeReady,
     PrepareRanks,
+    Question,
     RankGone,
     RankJoined,
     RankLeft,
@@ -122,6 +124,7 @@ class Agent:
         self._address = ""
         self._asked_by: signal.Signals | None = None
         self._ranks: RanksHere | None = None
+        self._examination = Examination(folder)
         # What may take long is done in one other thread, in the driver's order.
         self._worker = ThreadPoolExecutor(1, "agent")
 
@@ -160,6 +163,7 @@ class Agent:
             for task in tasks:
                 task.cancel()
             await self._loop.run_in_executor(self._worker, self._end_ranks)
+            self._examination.close()
             self._writer.close()
         return self._asked_by
 
@@ -214,6 +218,8 @@ class Agent:
                 self._start(message)
             elif isinstance(message, ForwardSignal):
                 self._signal(message)
+            elif isinstance(message, Question):
+                self._send(self._examination.answer(message, self._address))
             elif isinstance(message, EndRanks) and self._is_of(message.launch):
                 self._end_ranks()
         except Exception:

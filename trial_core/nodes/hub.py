@@ -155,6 +155,8 @@ class Hub:
         listen: where.
         token: the run's token.
         slots_per_node, environment, network: as in `Welcome`.
+        same_versions: whether all nodes must have the versions of the first one. Without it, they
+            need only the driver's trialflow.
 
     Attributes:
         changed: notified when an agent is ready, refused, unfit, draining or lost.
@@ -170,6 +172,7 @@ class Hub:
         slots_per_node: int | None = None,
         environment: Mapping[str, str] | None = None,
         network: str | None = None,
+        same_versions: bool = True,
     ) -> None:
         self.changed = threading.Condition()
         self.agents: dict[str, ConnectedAgent] = {}
@@ -179,6 +182,7 @@ class Hub:
         self._slots_per_node = slots_per_node
         self._environment = dict(environment or {})
         self._network = network
+        self._same_versions = same_versions
         # Those of the first node are the measure; here may be another build of PyTorch.
         self._versions = {"trialflow": own_versions()["trialflow"]}
         self._names: set[str] = set()
@@ -379,7 +383,8 @@ class Hub:
             self._reject(f"node {agent.name} cannot train: {ready.problem}")
             return
         agent.slots, agent.address = ready.slots, ready.address
-        self._versions = agent.versions
+        if self._same_versions:
+            self._versions = agent.versions
         with self.changed:
             self.agents = {**self.agents, agent.name: agent}
             self.changed.notify_all()

@@ -4,6 +4,9 @@ An agent joins with `AgentHello`. The driver answers `Welcome`, to which the age
 `NodeReady`, or `Refused`. It says `Draining` when its node will be taken away. For each launch of
 ranks follow, in this order: `PrepareRanks` and `RanksPrepared`; `StartRanks`; what the ranks send
 and get, and `RankGone` of each; `EndRanks`.
+
+`trialflow doctor` starts no ranks. It asks each node to `Examine`, then to `Reach` the others, then
+to `TryStorage`.
 """
 
 from __future__ import annotations
@@ -212,9 +215,102 @@ class RanksWrote(Message):
     written_bytes: dict[int, int]
 
 
+class Examine(Message):
+    """Tell what this node has, and listen for the other nodes.
+
+    Attributes:
+        environment: the experiment's variables.
+        greeting: what to send to each of them that connects.
+    """
+
+    environment: dict[str, str]
+    greeting: str
+
+
+class Examined(Message):
+    """The answer to `Examine`.
+
+    Attributes:
+        received_at, answered_at: the time by this node's clock, in seconds since 1970.
+        packages: the version of each installed Python package.
+        cores: how many this process may use.
+        accelerators: what ranks would compute on, for people; empty: the CPU.
+        accelerator_problem: why they cannot; None: they can.
+        operator_problem: why DeepSpeed's operators cannot be compiled for the accelerators.
+        shared_memory: the size of ``/dev/shm`` and what is free of it, in bytes; None: there is
+            none.
+        folder: where this node's files are.
+        disk_free_bytes: what is free there.
+        port: where this node listens for the others.
+        listen_problem: why it cannot; None: it does.
+    """
+
+    received_at: float
+    answered_at: float
+    packages: dict[str, str]
+    cores: int
+    accelerators: str
+    accelerator_problem: str | None
+    operator_problem: str | None
+    shared_memory: tuple[int, int] | None
+    folder: str
+    disk_free_bytes: int
+    port: int
+    listen_problem: str | None
+
+
+class ListeningNode(msgspec.Struct, frozen=True):
+    """Where another node listens, and what it sends."""
+
+    address: str
+    port: int
+    greeting: str
+
+
+class Reach(Message):
+    """Connect to other nodes, given by their names."""
+
+    nodes: dict[str, ListeningNode]
+
+
+class Reached(Message):
+    """The answer to `Reach`: why this node cannot connect, for each node that it cannot reach."""
+
+    problems: dict[str, str]
+
+
+class TryStorage(Message):
+    """Read an object of the driver's, and write, read and delete others.
+
+    Attributes:
+        storage: where checkpoints are stored.
+        driver_key, size_bytes, digest: the driver's object.
+        own_key: for one of the same size.
+    """
+
+    storage: StorageSpec
+    driver_key: str
+    size_bytes: int
+    digest: str
+    own_key: str
+
+
+class StorageTried(Message):
+    """The answer to `TryStorage`: how long both objects took, or why they could not be moved."""
+
+    read_seconds: float = 0.0
+    write_seconds: float = 0.0
+    problem: str | None = None
+
+
+Question = Examine | Reach | TryStorage
+"""What `trialflow doctor` asks a node."""
+Answer = Examined | Reached | StorageTried
 OfRank = RankJoined | RankSent | RankLeft | RankGone | RankLogged
 """What an agent tells of one rank."""
-FromAgent = Alive | NodeReady | Draining | RanksPrepared | RanksNotStarted | RanksWrote | OfRank
+FromAgent = (
+    Alive | NodeReady | Draining | RanksPrepared | RanksNotStarted | RanksWrote | OfRank | Answer
+)
 ToAgent = (
     Alive
     | Welcome
@@ -224,6 +320,7 @@ ToAgent = (
     | ToRanks
     | ForwardSignal
     | EndRanks
+    | Question
     | Leave
 )
 

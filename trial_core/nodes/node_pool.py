@@ -198,6 +198,10 @@ class NodePool:
         more, self._members = self.slots_of(self._choose()), members
         return more
 
+    def joined(self) -> list[ConnectedAgent]:
+        """The agents of nodes that are there, also if `gather` found them too few."""
+        return [agent for agent in self._hub.agents.values() if self._is_there(agent)]
+
     # ----------------------------------------------------------------------------- the engine
 
     def _start(self, gang: Gang, node: Node) -> None:

@@ -1,0 +1,31 @@
+"""The result of one check of `trialflow doctor`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of one check.
+
+    Attributes:
+        status: ``fail``: training is impossible; ``warn``: a part of it is limited.
+        found: what the check saw.
+        advice: what to do; empty if nothing.
+        node: which node was checked; empty: this machine, or all nodes together.
+    """
+
+    subject: str
+    status: Status
+    found: str
+    advice: str = ""
+    node: str = ""
+
+    def __str__(self) -> str:
+        node = f"{self.node}: " if self.node else ""
+        advice = f": {self.advice}" if self.advice else ""
+        return f"{self.status:<4}  {self.subject:<12} {node}{self.found}{advice}"

@@ -1,0 +1,244 @@
+"""What a node finds out for `trialflow doctor`: what it has, and what it reaches."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import re
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.errors import LaunchError, TrialflowError
+from trial_core.nodes.node_messages import (
+    Answer,
+    Examine,
+    Examined,
+    ListeningNode,
+    Question,
+    Reach,
+    Reached,
+    StorageTried,
+    TryStorage,
+)
+from trial_core.slots.accelerator_probe import try_accelerators
+from trial_core.slots.accelerators import (
+    NVIDIA,
+    TOOL_TIMEOUT_SECONDS,
+    Accelerators,
+    available_cores,
+    visible_accelerators,
+)
+from trial_core.storage.parallel import CancelSignal, in_parallel
+
+SHARED_MEMORY = Path("/dev/shm")
+CONNECT_SECONDS = 10.0
+CONNECT_THREADS = 64
+READ_BYTES = 4 * 2**20
+READ_THREADS = 4
+
+
+class Examination:
+    """Answers the driver's questions, in the agent's thread for what may take long.
+
+    Args:
+        folder: the node's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._greeter: _Greeter | None = None
+
+    def answer(self, question: Question, address: str) -> Answer:
+        """Find out what the driver asks.
+
+        Args:
+            address: the node's, on the ranks' network.
+        """
+        if isinstance(question, Examine):
+            return self._examine(question, address)
+        if isinstance(question, Reach):
+            return Reached(problems=unreachable(question.nodes))
+        return try_storage(question, self._folder)
+
+    def close(self) -> None:
+        """Listen for other nodes no longer."""
+        if self._greeter is not None:
+            self._greeter.close()
+
+    def _examine(self, question: Examine, address: str) -> Examined:
+        received_at = time.time()
+        port, listen_problem = 0, None
+        self.close()
+        try:
+            self._greeter = _Greeter(address, question.greeting)
+            port = self._greeter.port
+        except OSError as error:
+            listen_problem = str(error)
+        accelerators, of_ranks, of_operators = _accelerators({**os.environ, **question.environment})
+        shared = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
+        return Examined(
+            received_at=received_at,
+            packages=installed_packages(),
+            cores=available_cores(),
+            accelerators=accelerators,
+            accelerator_problem=of_ranks,
+            operator_problem=of_operators,
+            shared_memory=None if shared is None else (shared.total, shared.free),
+            folder=str(self._folder),
+            disk_free_bytes=shutil.disk_usage(self._folder).free,
+            port=port,
+            listen_problem=listen_problem,
+            answered_at=time.time(),
+        )
+
+
+def installed_packages() -> dict[str, str]:
+    """The version of each Python package here, by its name in lower case and with dashes."""
+    found: dict[str, str] = {}
+    for package in importlib.metadata.distributions():
+        name = package.metadata["Name"]
+        if name:  # what a broken installation has left has none
+            # The first one is imported, as for `importlib.metadata.version`.
+            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), package.version)
+    return found
+
+
+def unreachable(nodes: Mapping[str, ListeningNode]) -> dict[str, str]:
+    """Why this machine cannot connect to nodes, for each that it cannot reach."""
+
+    def problem(name: str, stop: CancelSignal) -> str | None:
+        return _connection_problem(nodes[name])
+
+    problems = in_parallel(problem, nodes, CONNECT_THREADS) if nodes else []
+    return {name: why for name, why in zip(nodes, problems, strict=True) if why is not None}
+
+
+def _connection_problem(node: ListeningNode) -> str | None:
+    wanted = node.greeting.encode()
+    try:
+        with socket.create_connection((node.address, node.port), CONNECT_SECONDS) as connection:
+            seen = b""
+            while len(seen) < len(wanted) and (part := connection.recv(len(wanted) - len(seen))):
+                seen += part
+    except OSError as error:
+        return str(error)
+    return None if seen == wanted else "something else answers at its address and port"
+
+
+def try_storage(question: TryStorage, folder: Path) -> StorageTried:
+    """Use the storage as ranks do, and measure how long one object takes each way."""
+    try:
+        store = CheckpointStore.from_spec(question.storage)
+        store.check_writable()
+        read_seconds = _read(store, question)
+        write_seconds = _write(store, question, folder)
+    except (TrialflowError, OSError) as error:
+        return StorageTried(problem=str(error))
+    return StorageTried(read_seconds=read_seconds, write_seconds=write_seconds)
+
+
+def _read(store: CheckpointStore, question: TryStorage) -> float:
+    """How long the driver's object takes; no cache of this node has it.
+
+    Raises:
+        LaunchError: it is not there, or is another one.
+        StorageError: the storage has failed.
+    """
+    key, size = question.driver_key, question.size_bytes
+    if key not in store.storage.sizes(key.rpartition("/")[0]):
+        raise LaunchError(
+            f"this node sees another storage than the driver: {store.url} has no {key} here. Mount "
+            "that folder on every node, or use an object storage (checkpoint_storage)"
+        )
+    data = bytearray(size)
+
+    def read(start: int, stop: CancelSignal) -> int:
+        with memoryview(data)[start : start + READ_BYTES] as view:
+            return store.storage.read_into(key, start, view, stop).size_bytes
+
+    began = time.monotonic()
+    count = sum(in_parallel(read, range(0, size, READ_BYTES), READ_THREADS))
+    seconds = time.monotonic() - began
+    if count != size or f"sha256:{hashlib.sha256(data).hexdigest()}" != question.digest:
+        raise LaunchError(f"{store.url}/{key} is read here with other bytes than the driver wrote")
+    return seconds
+
+
+def _write(store: CheckpointStore, question: TryStorage, folder: Path) -> float:
+    """How long an object takes, without its deletion.
+
+    Raises:
+        StorageError: the storage has failed.
+    """
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        file.write(os.urandom(question.size_bytes))
+        file.flush()
+        began = time.monotonic()
+        try:
+            store.storage.upload(Path(file.name), question.own_key, CancelSignal())
+            return time.monotonic() - began
+        finally:
+            store.storage.remove(question.own_key)
+
+
+def _accelerators(environment: Mapping[str, str]) -> tuple[str, str | None, str | None]:
+    """What ranks would compute on, and the problems with it."""
+    try:
+        visible = visible_accelerators(environment)
+        if not visible.devices:
+            return "", None, None
+        return _described(visible), *try_accelerators(visible, environment)
+    except TrialflowError as error:
+        return "", str(error), None
+
+
+def _described(visible: Accelerators) -> str:
+    """As in ``2 × cuda (NVIDIA H100 80GB HBM3, driver 570.86.15)``."""
+    counted = f"{len(visible.devices)} × {visible.kind}"
+    if visible.kind != NVIDIA:
+        return counted
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(
+            query, capture_output=True, text=True, timeout=TOOL_TIMEOUT_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return counted
+    models = {line.replace(", ", ", driver "): None for line in done.stdout.splitlines()}
+    return f"{counted} ({'; '.join(models)})"
+
+
+class _Greeter:
+    """Sends a text to everyone who connects to a port of an address, until it is closed."""
+
+    def __init__(self, address: str, text: str) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._socket = socket.create_server((address, 0), family=family, backlog=1024)
+        self.port: int = self._socket.getsockname()[1]
+        self._text = text.encode()
+        self._thread = threading.Thread(target=self._greet, name="trialflow-greeter", daemon=True)
+        self._thread.start()
+
+    def _greet(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:  # closed
+                return
+            with contextlib.suppress(OSError), connection:
+                connection.sendall(self._text)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends `accept`
+        self._socket.close()
+        self._thread.join(1.0)  # elsewhere than on Linux, `accept` may not end
