@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from trial_core.accelerator import has_accelerator
@@ -70,6 +69,6 @@ def _now() -> Any:
     """The time, or on an accelerator an event that will tell it."""
     if not has_accelerator():
         return time.perf_counter()
-    event = get_accelerator().Event(enable_timing=True)
+    event = torch.Event(enable_timing=True)
     event.record()
     return event

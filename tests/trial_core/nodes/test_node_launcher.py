@@ -75,7 +75,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     with hub(1, token) as driver, Agents(folder) as agents:
         for _ in range(2):
             agents.start(driver.address, token, "--preload", "none")
-        with NodePool(JoinEngine(), driver, NodeRequest(2), token, DEADLINE_SECONDS) as pool:
+        with NodePool(JoinEngine(), driver, NodeRequest(2, 2), token, DEADLINE_SECONDS) as pool:
             yield Nodes(driver, agents, pool, folder)
 
 
@@ -176,7 +176,7 @@ from trial_core.nodes.node_pool import NodePool
 token, folder = "t" * 40, Path(sys.argv[1])
 with hub(1, token) as driver:
     print(driver.address, flush=True)
-    pool = NodePool(JoinEngine(), driver, NodeRequest(2), token, 60)
+    pool = NodePool(JoinEngine(), driver, NodeRequest(2, 2), token, 60)
     slots = Nodes(driver, None, pool, folder).launch()
     slots.request(Ping(), Done)
     print(*slots.pids, flush=True)
