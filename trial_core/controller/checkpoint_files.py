@@ -17,8 +17,9 @@ from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
 from trial_core.messages import Fetched, Persisted
 from trial_core.run.run_dirs import KEPT
 from trial_core.run.timeouts import TRANSFER_STALL_SECONDS
-from trial_core.transfer.fetch import fetch_files
-from trial_core.transfer.memory_files import is_memory_file
+from trial_core.slots.kept_memory import keep_in_memory
+from trial_core.transfer.fetch import fetch_files, take_local
+from trial_core.transfer.memory_files import take_memory_links
 from trial_core.transfer.persister import Persister
 from trial_core.transfer.staging import staged_files
 from trial_core.transfer.upload import upload_files
@@ -63,7 +64,8 @@ class CheckpointFiles:
     def release(self, uuid: str) -> None:
         """Delete what was staged for `uuid`, once it is committed or given up.
 
-        Files on disk are kept until the next release, so that a restart need not fetch them.
+        Its files are kept until the next release, so that a restart need not fetch them: those on
+        disk stay there, and the fork server keeps the memory files.
         """
         self._persister.forget(uuid)
         staged, kept = self.staging(uuid), self._run_dir / KEPT
@@ -72,15 +74,20 @@ class CheckpointFiles:
         for folder in kept.glob("*"):
             if folder.name != uuid:  # the first rank also deletes files of ranks that are gone
                 shutil.rmtree(folder if is_first_here else folder / own, ignore_errors=True)
-        for path in staged.rglob("*"):
-            if is_memory_file(path):
-                path.unlink()
         if staged.is_dir():
+            links = take_memory_links(staged)
             (kept / uuid).mkdir(parents=True, exist_ok=True)
             shutil.move(staged, kept / uuid / own)
+            if not self._store.is_process_local:  # else ranks do not read checkpoints themselves
+                keep_in_memory(kept / uuid / own, links)
         for emptied in (*kept.glob("*"), staged.parent):
             with contextlib.suppress(OSError):  # it still holds other ranks' folders
                 emptied.rmdir()
+
+    def forget_memory(self) -> None:
+        """Forget this rank's memory files: they will hold another checkpoint's content."""
+        for folder in (self._run_dir / KEPT).glob(f"*/rank-{self._distributed.get_rank()}"):
+            take_memory_links(folder)
 
     def clear_kept(self) -> None:
         """Delete this rank's files that `release` has kept, at the end of the trial."""
@@ -99,11 +106,15 @@ class CheckpointFiles:
         ordered = sorted(files, key=lambda entry: (-entry.size_bytes, entry.path))
         share = ordered[self._distributed.get_local_rank() :: self._distributed.local_size]
         kept = sorted((self._run_dir / KEPT / uuid).glob("rank-*"))
+        # In this process: the persister takes its time to start, and may not be needed.
+        missing = take_local(uuid, share, self.restored(uuid), kept)
+        if not missing:
+            return
         if self._store.is_process_local:
-            fetch_files(self._store, uuid, share, self.restored(uuid), local=kept)
+            fetch_files(self._store, uuid, missing, self.restored(uuid))
             return
         with self._is_moving:
-            self._persister.fetch(self._store.spec, uuid, share, self.restored(uuid), kept)
+            self._persister.fetch(self._store.spec, uuid, missing, self.restored(uuid))
 
     def persisted(self, uuid: str) -> Persisted:
         """`persist`, with its error in the result.

@@ -26,6 +26,7 @@ from trial_core.controller.reshard_rank_state import RankRemap, read_remapped_st
 from trial_core.controller.safe_load import Reader
 from trial_core.controller.trial_engine import TrialEngine
 from trial_core.distributed import DistributedContext
+from trial_core.slots.kept_memory import drop_kept
 from trial_core.transfer.memory_files import GIB, MemoryFiles, free_bytes
 
 
@@ -81,6 +82,7 @@ class Snapshots(CheckpointFiles):
         state = {**of_engine, **rank_state(batches_trained, engine, training_data)}
         for callback in engine.callbacks.values():
             callback.on_checkpoint_save_start(state)
+        self.forget_memory()
         memory.begin()
         engine.save(folder, memory, self._reader, _taken_out(state, of_engine))
         memory.end()
@@ -138,6 +140,7 @@ class Snapshots(CheckpointFiles):
     def _memory_files(self) -> MemoryFiles:
         # Not created before training: only then is known how much memory it leaves free.
         if self._memory is None:
+            drop_kept()  # of earlier ranks: all ranks here have restored it
             if self._memory_gib is not None:
                 self._memory = MemoryFiles(int(self._memory_gib * GIB))
             else:

@@ -19,7 +19,7 @@ import os
 import signal
 import socket
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,7 +74,7 @@ from trial_core.slots.framing import (
     new_nonce,
     proof,
 )
-from trial_core.slots.launcher import Launch, LocalLink, Place, launch_here
+from trial_core.slots.launcher import Launch, LocalLink, Place, launch_here, rank_environment
 from trial_core.slots.rank_handle import RankHandle
 from trial_core.slots.rank_network import addresses_in
 from trial_core.transfer.code_folder import unpack_code
@@ -232,7 +232,13 @@ class Agent:
         try:
             self._address = self._address_in(welcome.network)
             slots = resolve_slot_count(wanted, environment)
-        except TrialflowError as error:
+            # So that a spare can fork ranks at once when it is needed.
+            self._fork_server.prepare(
+                rank_environment(slots, self._rank_variables(welcome.environment), self._address),
+                self._folder,
+                self._folder / "fork-server.log",
+            )
+        except (TrialflowError, OSError) as error:
             self._send(NodeReady(problem=str(error)))
             return
         logger.info("joined as node %s with %d slots, at %s", welcome.node, slots, self._address)
@@ -269,11 +275,14 @@ class Agent:
             message.launch,
             self._folder / "logs" / str(message.launch),
             working_dir,
-            {**message.environment, RUN_DIR_VARIABLE: str(self._folder)},
+            self._rank_variables(message.environment),
             store,
         )
         port = store.getsockname()[1] if store is not None else 0
         self._send(RanksPrepared(launch=message.launch, store_port=port))
+
+    def _rank_variables(self, environment: Mapping[str, str]) -> dict[str, str]:
+        return {**environment, RUN_DIR_VARIABLE: str(self._folder)}
 
     def _code(self, message: PrepareRanks) -> Path:
         """The folder of the run's code on this node."""

@@ -14,6 +14,7 @@ import filelock
 from trial_core.checkpoint.layout import checked_trial
 from trial_core.errors import TrialflowError
 from trial_core.text_format import slug
+from trial_core.transfer.memory_files import take_memory_links
 
 LOCK = "lock"
 POLL_SECONDS = 0.2
@@ -24,8 +25,8 @@ CODE = "code"
 """The folder with the code of a checkpoint, if the run uses that."""
 
 KEPT = "kept"
-"""The folder with the files of the newest committed checkpoint, if they were staged on disk. A
-restart reads them from here."""
+"""The folder with the files of the newest committed checkpoint, from which a restart reads them:
+those that were staged on disk, and links to memory files that the fork server keeps."""
 
 
 RUN_DIR_VARIABLE = "TRIALFLOW_RUN_DIR"
@@ -100,6 +101,7 @@ def locked_run_dir(trial: str, timeout_seconds: float = 0.0) -> Iterator[Path]:
         pass  # a file system without locks
     try:
         clear_rank_files(run_dir)
+        take_memory_links(run_dir / KEPT)  # of a process that has ended
         yield run_dir
     finally:
         if lock.is_locked:

@@ -69,14 +69,15 @@ class RankProcess(RankLog):
         self._on_exit = on_exit
         self._ended = threading.Event()
 
-    def start(self, variables: Mapping[str, str], descriptors: Sequence[int]) -> None:
+    def start(self, variables: Mapping[str, str], folder: Path, descriptors: Sequence[int]) -> None:
         """Have it forked. Returns at once.
 
         Args:
             variables: the environment variables that only this rank gets.
+            folder: its working directory.
             descriptors: those of its standard input, its log and, for rank 0, its store's socket.
         """
-        self._server.start(self._number, variables, descriptors)
+        self._server.start(self._number, variables, folder, descriptors)
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until the rank and its children have ended. Return whether they have."""
@@ -121,7 +122,7 @@ def disk_bytes(pid: int | None) -> int:
 class ForkServer:
     """Starts ranks on this machine, for one slot group at a time. A context manager.
 
-    Its process starts with the first rank, and stays for the ranks of later slot groups that have
+    Its process starts before the first rank, and stays for the ranks of later slot groups that have
     the same environment. When this process ends, also by SIGKILL, it ends the ranks.
 
     Args:
@@ -144,16 +145,17 @@ class ForkServer:
         self.close()
 
     def prepare(self, environment: Mapping[str, str], working_dir: Path, log: Path) -> None:
-        """Have a process with these variables, made by `rank_environment`, in this folder.
+        """Have a process with these variables, made by `rank_environment`. Returns at once.
 
         Args:
+            working_dir: where it starts, if there is none yet.
             log: where it writes what the imported modules write.
 
         Raises:
             OSError: the process cannot be started.
         """
         process = self._process
-        if process and process.is_as(environment, working_dir) and not process.has_ended:
+        if process and process.has(environment) and not process.has_ended:
             return
         self.close()
         can_preload = environment[KIND_VARIABLE] in PRELOADED_KINDS
@@ -186,7 +188,6 @@ class ServerProcess:
         self, environment: Mapping[str, str], working_dir: Path, log: Path, modules: Sequence[str]
     ) -> None:
         self._environment = dict(environment)
-        self._working_dir = working_dir
         self._lock = threading.Lock()
         self._ranks: list[RankProcess] = []
         self._is_ready = False
@@ -221,9 +222,9 @@ class ServerProcess:
         with self._lock:
             return self._code is not None
 
-    def is_as(self, environment: Mapping[str, str], working_dir: Path) -> bool:
-        """Whether it has this environment and working directory."""
-        return (self._environment, self._working_dir) == (environment, working_dir)
+    def has(self, environment: Mapping[str, str]) -> bool:
+        """Whether these are its variables."""
+        return self._environment == environment
 
     def new_rank(
         self, rank: int, log_path: Path, on_exit: Callable[[int, int], None]
@@ -233,9 +234,12 @@ class ServerProcess:
         self._ranks.append(process)
         return process
 
-    def start(self, number: int, variables: Mapping[str, str], descriptors: Sequence[int]) -> None:
+    def start(
+        self, number: int, variables: Mapping[str, str], folder: Path, descriptors: Sequence[int]
+    ) -> None:
         """Have the rank forked that has this number here."""
-        self._send(StartRank(number=number, variables=dict(variables)), descriptors)
+        command = StartRank(number=number, variables=dict(variables), folder=str(folder))
+        self._send(command, descriptors)
         with self._lock:
             code = self._code
         if code is not None:  # `_listen` may have seen this rank, or not

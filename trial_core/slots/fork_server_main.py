@@ -8,7 +8,8 @@ uses no device. If an import fails, or has used a device, ranks become new inter
 
 CONTROL is the descriptor of a socket to the driver. A rank cannot always notice its driver's end by
 itself: it may be stopped, or in native code that holds the interpreter lock. This process notices
-it, and kills the ranks.
+it, and kills the ranks. It also keeps memory files of ranks that have ended
+(`trial_core.slots.kept_memory`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import msgspec
 
 from trial_core.decoding import decoder
 from trial_core.slots import rank_main
+from trial_core.slots.kept_memory import KEEPER_VARIABLE, Keeper
 from trial_core.slots.rank_network import STORE_SOCKET_VARIABLE
 
 MESSAGE_BYTES = 2**16
@@ -47,10 +49,12 @@ class StartRank(msgspec.Struct, tag=True):
     Args:
         number: names the rank in later messages.
         variables: the environment variables that only this rank gets.
+        folder: its working directory.
     """
 
     number: int
     variables: dict[str, str]
+    folder: str
 
 
 class SignalRank(msgspec.Struct, tag=True):
@@ -95,6 +99,7 @@ class Server:
         self._driver = driver
         self._ranks: dict[int, int] = {}
         self._can_use_imported = True
+        self._keeper = Keeper()
         # Wakes `select` when a child has ended.
         self._wakeup, self._wakeup_end = socket.socketpair()
         for end in (self._wakeup, self._wakeup_end):
@@ -123,7 +128,7 @@ class Server:
         Also returns in each rank that it forks: what the rank was given.
         """
         poll = select.poll()  # not `select`, which knows only descriptors below 1024
-        for end in (self._control, self._wakeup):
+        for end in (self._control, self._wakeup, self._keeper.inbox):
             poll.register(end, select.POLLIN)
         while True:
             readable = {descriptor for descriptor, _ in poll.poll(POLL_SECONDS * 1000)}
@@ -131,6 +136,8 @@ class Server:
                 with contextlib.suppress(BlockingIOError):
                     self._wakeup.recv(MESSAGE_BYTES)
                 self._reap()
+            if self._keeper.inbox.fileno() in readable:  # before a later rank is forked
+                self._keeper.receive()
             if self._control.fileno() in readable:
                 data, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, DESCRIPTORS)
                 if not data:
@@ -140,7 +147,10 @@ class Server:
                     self._signal(command)
                 elif self._fork(command.number, descriptors) == 0:
                     self._leave_behind()
-                    return Forked(command.variables, descriptors, self._can_use_imported)
+                    return Forked(
+                        command.variables, command.folder, descriptors,
+                        self._keeper.ranks_end.detach(), self._can_use_imported,
+                    )  # fmt: skip
             elif not readable and os.getppid() != self._driver:
                 break
         kill_sessions(self._ranks.values())
@@ -191,6 +201,7 @@ class Server:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for end in (self._control, self._wakeup, self._wakeup_end):
             end.close()
+        self._keeper.leave_behind()
 
 
 @dataclass(frozen=True)
@@ -199,12 +210,16 @@ class Forked:
 
     Args:
         variables: the environment variables that only this rank gets.
+        folder: its working directory.
         descriptors: of its standard input, its log and, for rank 0, its store's socket.
+        keeper: the descriptor of its socket to the keeper of memory files.
         can_use_imported: whether the modules were imported without an error.
     """
 
     variables: dict[str, str]
+    folder: str
     descriptors: Sequence[int]
+    keeper: int
     can_use_imported: bool
 
 
@@ -216,16 +231,26 @@ def become_rank(given: Forked) -> None:
     os.close(stdin)
     os.close(log)
     os.environ.update(given.variables)
+    os.environ[KEEPER_VARIABLE] = str(given.keeper)
+    work_in(given.folder)
     if store:
         os.environ[STORE_SOCKET_VARIABLE] = str(store[0])
     if not given.can_use_imported or _has_used_a_device():
-        for descriptor in store:
+        for descriptor in (*store, given.keeper):
             os.set_inheritable(descriptor, True)
         os.execv(sys.executable, [sys.executable, "-m", rank_main.__name__])
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # Python's generator reseeds itself, and torch's is never random
     sys.argv[:] = [rank_main.__file__]
     rank_main.main()
+
+
+def work_in(folder: str) -> None:
+    """Change to a folder, and import modules from there, as if Python had been started in it."""
+    before = os.getcwd()
+    os.chdir(folder)
+    if sys.path[:1] == [before]:
+        sys.path[0] = os.getcwd()
 
 
 def _has_used_a_device() -> bool:

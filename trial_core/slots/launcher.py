@@ -199,7 +199,7 @@ def _start_all(
             ranks.append(process)
             own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "TRIALFLOW_LOG": str(log_path)}
             stores = [store.fileno()] if store is not None and rank == 0 else []
-            _start(process, {**common, **own}, channel.secret, stores)
+            _start(process, {**common, **own}, launch.working_dir, channel.secret, stores)
     except OSError as error:
         raise LaunchError(f"cannot start the ranks in {launch.working_dir}: {error}") from error
 
@@ -226,11 +226,15 @@ def rank_environment(
 
 
 def _start(
-    process: RankProcess, variables: Mapping[str, str], secret: bytes, stores: list[int]
+    process: RankProcess,
+    variables: Mapping[str, str],
+    folder: Path,
+    secret: bytes,
+    stores: list[int],
 ) -> None:
     """Start a rank. It reads `secret` from its stdin: other processes see its environment."""
     reading, writing = os.pipe()
     with open(reading, "rb") as stdin, process.log_path.open("ab") as log:
         with open(writing, "wb") as pipe:
             pipe.write(secret)
-        process.start(variables, [stdin.fileno(), log.fileno(), *stores])
+        process.start(variables, folder, [stdin.fileno(), log.fileno(), *stores])

@@ -9,7 +9,8 @@ The whole route of a stop: `trial_core/run/stop_requests.py`.
 Standard input: the channel's secret. Environment: torchrun's RANK, LOCAL_RANK, WORLD_SIZE,
 MASTER_ADDR, MASTER_PORT; TRIALFLOW_CHANNEL; TRIALFLOW_LOG, the path of this rank's log, if it has
 one; on rank 0 TRIALFLOW_STORE_SOCKET (see `trial_core/rendezvous.py`); where runs share devices
-TRIALFLOW_DEVICE_LOCKS (see `trial_core/slots/device_locks.py`).
+TRIALFLOW_DEVICE_LOCKS (see `trial_core/slots/device_locks.py`); TRIALFLOW_KEEPER (see
+`trial_core/slots/kept_memory.py`).
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ from trial_core.slots.announcer import Announcer
 from trial_core.slots.connection import RankConnection
 from trial_core.slots.device_locks import keep_inherited_locks
 from trial_core.slots.framing import ProtocolError
+from trial_core.slots.kept_memory import connect_keeper
 from trial_core.slots.log_pump import LogPump
 from trial_core.slots.stacks import register_stack_dump
 from trial_core.slots.stop_barrier import Position, StopBarrier
@@ -265,6 +267,7 @@ def main() -> None:
     register_stack_dump()
     ignore_stop_signals()
     keep_inherited_locks()
+    connect_keeper()
     hello = Hello(rank=rank, pid=os.getpid(), host=socket.gethostname())
     try:
         connection = RankConnection(os.environ["TRIALFLOW_CHANNEL"], read_secret(), hello)

@@ -27,6 +27,7 @@ from trial_core.errors import CheckpointDamaged, CheckpointError
 from trial_core.storage.local_files import atomic_file, read_chunks, temporary_beside
 from trial_core.storage.parallel import CancelSignal, in_parallel
 from trial_core.storage.storage_errors import ErrorTranslator
+from trial_core.transfer.memory_files import is_memory_file
 from trial_core.transfer.trial_code import download_code
 
 _logger = logging.getLogger(__name__)
@@ -41,34 +42,50 @@ def fetch_files(
     entries: Iterable[FileEntry],
     target: Path,
     *,
-    local: Sequence[Path] = (),
     threads: int = READ_THREADS,
 ) -> int:
     """Bring files of a checkpoint into `target`, verified; return the bytes fetched.
 
     A file that is there already with the right digest is not fetched.
 
-    Args:
-        local: folders on this machine that may hold the same files under the same paths, such as
-            staging folders. Files with the right digest are linked or copied, not fetched.
-
     Raises:
         CheckpointDamaged: a file is missing or differs; names it.
         StorageError: the storage failed, or `target` cannot be written.
     """
     wanted = list(entries)
-    for entry in wanted:
-        if not layout.is_file_path(entry.path):
-            raise CheckpointDamaged(
-                f"checkpoint {uuid} lists {entry.path!r}, which would be written outside "
-                f"{target}: it may be hostile, do not use it"
-            )
+    _check_paths(uuid, wanted, target)
     # Before any fetch: one listing finds missing files.
     if damage := wrong_sizes(store.storage, uuid, wanted):
         raise damage_error(store.storage, uuid, damage)
 
     def refuse(damage: Damage) -> None:
         raise damage_error(store.storage, uuid, [damage])
+
+    missing = take_local(uuid, wanted, target)
+    files = [
+        StoredFile(entry, layout.file_key(uuid, entry.path), target / entry.path)
+        for entry in missing
+    ]
+    with ErrorTranslator(str(target)).translated("write into"):
+        read_files(store.storage, files, refuse, threads)
+    return sum(entry.size_bytes for entry in missing)
+
+
+def take_local(
+    uuid: str, entries: Iterable[FileEntry], target: Path, local: Sequence[Path] = ()
+) -> list[FileEntry]:
+    """Bring files of a checkpoint into `target` that are on this machine; return the other ones.
+
+    Args:
+        local: folders that may hold the same files under the same paths, such as those of an
+            earlier launch. Files with the right digest are linked or copied.
+
+    Raises:
+        CheckpointDamaged: a file would be written outside `target`.
+        StorageError: `target` cannot be written.
+    """
+    wanted = list(entries)
+    _check_paths(uuid, wanted, target)
 
     def is_here(entry: FileEntry, stop: CancelSignal) -> bool:
         return _matches(target / entry.path, entry, stop) or any(
@@ -77,13 +94,16 @@ def fetch_files(
 
     with ErrorTranslator(str(target)).translated("write into"):
         here = in_parallel(is_here, wanted, LOCAL_THREADS)
-        missing = [entry for entry, found in zip(wanted, here, strict=True) if not found]
-        files = [
-            StoredFile(entry, layout.file_key(uuid, entry.path), target / entry.path)
-            for entry in missing
-        ]
-        read_files(store.storage, files, refuse, threads)
-        return sum(entry.size_bytes for entry in missing)
+    return [entry for entry, found in zip(wanted, here, strict=True) if not found]
+
+
+def _check_paths(uuid: str, entries: Iterable[FileEntry], target: Path) -> None:
+    for entry in entries:
+        if not layout.is_file_path(entry.path):
+            raise CheckpointDamaged(
+                f"checkpoint {uuid} lists {entry.path!r}, which would be written outside "
+                f"{target}: it may be hostile, do not use it"
+            )
 
 
 def download(store: CheckpointStore, uuid: str, target: Path) -> Manifest:
@@ -171,10 +191,13 @@ def _take_local(source: Path, path: Path, entry: FileEntry, stop: CancelSignal) 
         if not source.is_file() or source.stat().st_size != entry.size_bytes:
             return False
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(source.resolve(), temporary)
-        except OSError:  # another disk, or a memory file
-            shutil.copyfile(source, temporary)
+        if is_memory_file(source):
+            temporary.symlink_to(os.readlink(source))
+        else:
+            try:
+                os.link(source.resolve(), temporary)
+            except OSError:  # another disk
+                shutil.copyfile(source, temporary)
         if not _matches(temporary, entry, stop):
             return False
         os.replace(temporary, path)

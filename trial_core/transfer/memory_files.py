@@ -2,7 +2,8 @@
 
 A memory file (Linux: ``memfd_create``) replaces a file in the staging folder, where a link points
 to it: any process of this user can read it by the link's path. Its memory is reused by the next
-snapshot, because allocating costs more than filling. It is freed when the process ends.
+snapshot, because allocating costs more than filling. It is freed when the process ends, unless a
+fork server keeps it for a restart (`trial_core.slots.kept_memory`).
 """
 
 from __future__ import annotations
@@ -238,6 +239,18 @@ class MemoryFile:
 def is_memory_file(path: Path) -> bool:
     """Whether `path` is a link to a memory file, of this process or another."""
     return path.is_symlink() and _MEMORY_FILE_PATH.fullmatch(os.readlink(path)) is not None
+
+
+def take_memory_links(folder: Path) -> dict[str, str]:
+    """Delete all links to memory files below a folder. Return the paths that they led to.
+
+    The keys are the links' POSIX paths below the folder.
+    """
+    links = [path for path in folder.rglob("*") if is_memory_file(path)]
+    taken = {path.relative_to(folder).as_posix(): os.readlink(path) for path in links}
+    for path in links:
+        path.unlink()
+    return taken
 
 
 def free_bytes() -> int:

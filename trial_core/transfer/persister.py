@@ -96,7 +96,6 @@ class Persister:
         uuid: str,
         files: list[FileEntry],
         target: Path,
-        local: Sequence[Path] = (),
     ) -> int:
         """Bring files of a checkpoint to this machine, as `fetch_files`; return the bytes fetched.
 
@@ -104,10 +103,7 @@ class Persister:
             CheckpointDamaged: a file is missing or differs.
             StorageError: the storage failed, the process died, or it hung and was killed.
         """
-        folders = [str(folder) for folder in local]
-        request = FetchRequest(
-            storage=storage, uuid=uuid, files=files, target=str(target), local=folders
-        )
+        request = FetchRequest(storage=storage, uuid=uuid, files=files, target=str(target))
         try:
             return self._request(request, lambda entry: None).fetched_bytes
         except _ProcessEnded as end:

@@ -57,7 +57,6 @@ class FetchRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     uuid: str
     files: list[FileEntry]
     target: str
-    local: list[str]
 
 
 Request = UploadRequest | FetchRequest
@@ -142,8 +141,7 @@ def _upload(request: UploadRequest, stream: BufferedRWPair) -> Finished:
 
 def _fetch(request: FetchRequest) -> Finished:
     store = CheckpointStore.from_spec(request.storage)
-    local = [Path(each) for each in request.local]
-    fetched = fetch_files(store, request.uuid, request.files, Path(request.target), local=local)
+    fetched = fetch_files(store, request.uuid, request.files, Path(request.target))
     return Finished(fetched_bytes=fetched)
 
 

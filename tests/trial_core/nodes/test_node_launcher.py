@@ -110,6 +110,39 @@ def test_a_later_launch_uses_the_same_interpreters(nodes: Nodes) -> None:
         assert [psutil.Process(pid).ppid() for pid in slots.pids] == before
 
 
+def test_a_node_has_the_process_that_forks_its_ranks_before_they_are_launched(
+    tmp_path: Path,
+) -> None:
+    """So a spare replaces a lost node at once."""
+    token = new_token()
+    with hub(1, token) as driver, Agents(tmp_path) as agents:
+        agent = psutil.Process(agents.start(driver.address, token, "--preload", "none").pid)
+        with NodePool(JoinEngine(), driver, NodeRequest(1), token, DEADLINE_SECONDS) as pool:
+            (joined,) = pool.gather()
+            (waiting,) = agent.children()
+            store = CheckpointStore(f"file://{tmp_path}/store")
+            store.storage.write(KEY, b"{}")
+            launcher = NodeLauncher([joined], NodeCode(None, tmp_path), store.spec, KEY)
+            with SlotGroup(1, working_dir=tmp_path, launcher=launcher) as slots:
+                (rank,) = map(psutil.Process, slots.pids)
+                assert rank.parent() == waiting
+                assert rank.cwd() == str(tmp_path)
+
+
+@pytest.mark.long
+def test_a_spare_imports_pytorch_while_it_waits(tmp_path: Path) -> None:
+    """An agent that has joined, of which nothing was asked yet."""
+    token = new_token()
+    with hub(1, token) as driver, Agents(tmp_path) as agents:
+        agent = psutil.Process(agents.start(driver.address, token).pid)
+        wait_until(lambda: any("libtorch" in loaded_by(each) for each in agent.children()))
+
+
+def loaded_by(process: psutil.Process) -> str:
+    """The files that a process has mapped."""
+    return Path(f"/proc/{process.pid}/maps").read_text()
+
+
 def test_a_killed_rank_is_reported_with_its_node_and_log(nodes: Nodes) -> None:
     """And the other node's rank is ended."""
     with nodes.launch() as slots:

@@ -131,7 +131,7 @@ from trial_core.slots import fork_server_main, rank_main
 numpy.random.seed(1)
 rank_main.main = lambda: print(numpy.random.random() == numpy.random.RandomState(1).random())
 descriptors = [os.dup(0), os.dup(1)]
-fork_server_main.become_rank(fork_server_main.Forked({}, descriptors, can_use_imported=True))
+fork_server_main.become_rank(fork_server_main.Forked({}, ".", descriptors, os.dup(0), True))
 """
 
 

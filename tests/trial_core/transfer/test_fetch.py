@@ -11,7 +11,7 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
-from trial_core.transfer.fetch import download, fetch_files
+from trial_core.transfer.fetch import download, fetch_files, take_local
 
 DAMAGED = "mp_rank_00/model states.pt"
 CHANGED = FILES[DAMAGED][:-1] + b"\x00"
@@ -114,7 +114,9 @@ def test_local_copies_are_used_instead_of_fetching(
     (staging / "short").write_bytes(b"3")
     (staging / "gone").unlink()
     local = [tmp_path / "nowhere", staging]
-    assert fetch_files(local_store, manifest.uuid, manifest.files, target, local=local) == 6
+    missing = take_local(manifest.uuid, manifest.files, target, local)
+    assert {entry.path for entry in missing} == {"changed", "short", "gone"}
+    assert fetch_files(local_store, manifest.uuid, manifest.files, target) == 6
     assert stored_files(target) == files
 
 
@@ -132,7 +134,7 @@ def test_a_local_copy_is_linked_or_copied(
     if not can_link:
         monkeypatch.setattr(os, "link", refuse)
     local = [tmp_path / "staging"]
-    fetch_files(local_store, manifest.uuid, manifest.files, target.parent, local=local)
+    assert take_local(manifest.uuid, manifest.files, target.parent, local) == []
     assert (target.stat().st_ino == staged.stat().st_ino) == can_link
     staged.unlink()
     assert stored_files(target.parent) == {"a": b"1" * 1000}
@@ -150,8 +152,8 @@ def test_a_file_is_fetched_if_its_local_copy_cannot_be_read(
     monkeypatch.setattr(os, "link", fail)
     monkeypatch.setattr("shutil.copyfile", fail)
     local, target = [tmp_path / "staging"], tmp_path / "target"
-    fetched = fetch_files(local_store, manifest.uuid, manifest.files, target, local=local)
-    assert fetched == manifest.total_bytes
+    missing = take_local(manifest.uuid, manifest.files, target, local)
+    assert fetch_files(local_store, manifest.uuid, missing, target) == manifest.total_bytes
     assert stored_files(target) == FILES
 
 

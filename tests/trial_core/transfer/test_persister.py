@@ -109,8 +109,7 @@ def test_damage_and_storage_failures_differ(tmp_path: Path, persister: Persister
     )
     assert persister.fetch(store.spec, checkpoint, entries, tmp_path / "good") == 5
     assert stored_files(tmp_path / "good") == {"a": b"12", "b": b"345"}
-    local = [tmp_path / "good"]
-    assert persister.fetch(store.spec, checkpoint, entries, tmp_path / "again", local) == 0
+    assert persister.fetch(store.spec, checkpoint, entries, tmp_path / "good") == 0
     (tmp_path / "store" / "checkpoints" / checkpoint / "a").write_bytes(b"21")
     with pytest.raises(CheckpointDamaged, match="a, written by rank 3, has digest"):
         persister.fetch(store.spec, checkpoint, entries, tmp_path / "damaged")

@@ -95,7 +95,7 @@ class _ReshardingCheckpointEngine(CheckpointEngine):
             elif OPTIMIZER_STATES.fullmatch(file.name):
                 self._has_shards = True
             else:
-                (target_folder / file.name).symlink_to(file.resolve())  # layers of a pipeline
+                (target_folder / file.name).symlink_to(file.absolute())  # layers of a pipeline
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """The content that the file of this name would have on this rank."""
