@@ -46,6 +46,7 @@ pytest_plugins = [
     "tests.support.stores",
     "tests.support.wire",
     "tests.support.slurm",
+    "tests.support.engines",
 ]
 
 

@@ -73,7 +73,7 @@ NOT_RUN = {
     "trialflow doctor --config experiment.yaml --engine": (
         "tests/deployments/cli/test_node_checks.py"
     ),
-    "export RAY_": "needs a Ray cluster: tests/flows/test_ray.py",
+    "export RAY_": "needs a Ray cluster: tests/flows/test_engines.py",
     "ray ": "the same",
     "trialflow train examples/gpt_stdlib/experiment.yaml --engine ray": "the same",
     "cp deployments/slurm": "the test's folder is no checkout",

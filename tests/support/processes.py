@@ -35,11 +35,11 @@ def descendants(pid: int) -> list[int]:
         return []
 
 
-def kill(pids: Iterable[int]) -> None:
-    """SIGKILL those of `pids` that still run."""
+def kill(pids: Iterable[int], number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to those of `pids` that still run."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
 
 def listening_beyond_loopback(pids: Iterable[int]) -> list[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import descendants, wait_until_gone
+from tests.support.processes import descendants, kill, wait_until_gone
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("scripts") / "ray_cluster.py"
@@ -56,6 +56,23 @@ class RayCluster:
         """End a node's raylet by SIGKILL."""
         os.kill(self.raylets[node], signal.SIGKILL)
 
+    def end(self, node: str) -> None:
+        """End a node, which may have been killed, in order."""
+        raylet = self.raylets.pop(node)
+        kill([raylet], signal.SIGTERM)
+        wait_until_gone([raylet], 30)
+
+    def drain(self, node: str) -> None:
+        """Tell Ray that a node will be taken away in ten minutes, as a cloud does for spot ones."""
+        subprocess.run(
+            [
+                str(Path(sys.executable).with_name("ray")), "drain-node", "--node-id", node,
+                "--address", self.address, "--reason", "DRAIN_NODE_REASON_PREEMPTION",
+                "--reason-message", "a test", "--deadline-remaining-seconds", "600",
+            ],
+            env={**os.environ, **self.environment}, capture_output=True, check=True,
+        )  # fmt: skip
+
     def _line(self) -> str:
         line = (self.process.stdout or sys.stdin).readline().strip()
         if not line:
@@ -72,7 +89,7 @@ def started_ray_cluster(
     client = {"RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN": TOKEN} if mode == "token" else {}
     environment = {
         **os.environ, "RAY_AUTH_MODE": mode, **client, "RAY_TMPDIR": folder,
-        "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT),
+        "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT), "TRIALFLOW_HOME": folder,
         # A process that serves a client may take long to start on a busy machine.
         "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "150",
     }  # fmt: skip
@@ -96,8 +113,8 @@ def started_ray_cluster(
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[RayCluster]:
-    """A cluster of two nodes with two cores each. This process is a client that has its token."""
-    with started_ray_cluster(2, 2) as cluster, pytest.MonkeyPatch.context() as patch:
+    """A head without cores, and two nodes with two each. This process is a client."""
+    with started_ray_cluster(0, 2, 2) as cluster, pytest.MonkeyPatch.context() as patch:
         for name, value in cluster.environment.items():
             patch.setenv(name, value)
         yield cluster

@@ -153,6 +153,10 @@ class Slurm:
         self._slurmds[name].send_signal(signal.SIGKILL)
         self._slurmds[name].wait()
 
+    def drain_node(self, name: str) -> None:
+        """As an administrator does before maintenance."""
+        self.command("scontrol", "update", f"nodename={name}", "state=drain", "reason=test")
+
     def state(self, name: str) -> str:
         """Of a node, as in ``ALLOCATED``; empty while slurmctld does not answer."""
         shown = subprocess.run(

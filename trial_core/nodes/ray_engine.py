@@ -125,7 +125,6 @@ class RayGang:
         self._count = 0
         self._is_released = False
         self._groups: list[Any] = []
-        self._told: set[str] = set()
         self._bundles = self._reserve(needed)
         # No node yet, or none any more.
         self._vacant = [bundle for each in more for bundle in self._reserve([each])]
@@ -181,8 +180,8 @@ class RayGang:
         found: list[GangEvent] = []
         draining = _draining_machines()
         for place in self._places.values():
-            if place.machine in draining and place.node.name not in self._told:
-                self._told.add(place.node.name)
+            if place.machine in draining and place.bundle.left is None:
+                place.bundle.left = place.machine
                 found.append(NodeDraining(place.node.name, "Ray drains its machine"))
         places = {place.end: place for place in self._places.values() if place.end is not None}
         ended = ray.wait([*places], num_returns=len(places), timeout=0)[0] if places else []
@@ -199,9 +198,7 @@ class RayGang:
         """See `Gang.give_up`."""
         place = self._places.pop(node.name)
         import_ray().kill(place.actor)
-        bundle = place.bundle
-        bundle.left = place.machine if place.machine in _draining_machines() else None
-        self._vacant.append(bundle)
+        self._vacant.append(place.bundle)
 
     def offer(self) -> Node | None:
         """See `Gang.offer`. It is the same machine if Ray says that this lives."""
@@ -224,7 +221,8 @@ class RayGang:
                 continue
             self._vacant.remove(bundle)
             return self._add(answer, bundle)
-        for bundle in self._vacant:
+        occupied = [place.bundle for place in self._places.values()]
+        for bundle in [*self._vacant, *occupied]:
             if bundle.left is not None and not bundle.has_stand_in:
                 bundle.has_stand_in = True
                 self._vacant += self._reserve([bundle.resources])
@@ -327,7 +325,7 @@ class _Bundle:
     """What Ray reserves for one node.
 
     Attributes:
-        left: the draining machine that it was on, while Ray has not moved it.
+        left: the draining machine that it is on, while Ray has not moved it.
         has_stand_in: whether another bundle was reserved in its place.
         actor, answer: an actor that was put there, and the future of `AgentHost.host`.
     """
