@@ -19,6 +19,7 @@ import psutil
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.flow_runs import resume_flow_run
+from prefect.logging.configuration import setup_logging
 from prefect.states import Suspended
 
 from tests.support.engines import EngineCluster, agents_of, made_cluster
@@ -40,6 +41,7 @@ def cluster(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[EngineCluster]:
     """Two nodes, used by runs of this process."""
+    setup_logging()  # Prefect's first one would remove the handler of `caplog` during the test
     for made in made_cluster(request):
         for name, value in made.variables().items():
             monkeypatch.setenv(name, value)
