@@ -12,8 +12,10 @@ import pytest
 
 from tests.support.flow import train
 from tests.support.hosts import DRIVER, Hosts, new_hosts
-from tests.support.s3 import S3Server, moto_server
+from tests.support.s3 import S3Server, ceph_gateway, moto_server
 from tests.support.slots import toy_config
+from trial_core.checkpoint import layout
+from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.nodes.join_token import write_token
 
@@ -26,6 +28,13 @@ DEADLINE_SECONDS = 180.0
 def storage(hosts: Hosts) -> Iterator[S3Server]:
     """An S3 server that the hosts reach."""
     with moto_server(DRIVER) as server:
+        yield server
+
+
+@pytest.fixture
+def gateway(hosts: Hosts) -> Iterator[S3Server]:
+    """An S3 server that the hosts reach, and that logs who asks for what."""
+    with ceph_gateway(DRIVER) as server:
         yield server
 
 
@@ -58,40 +67,104 @@ def start_agents(hosts: Hosts, here: Path, tmp: Path, count: int) -> None:
         hosts.start_agent(name, f"tls://{DRIVER}:{PORT}", token, tmp / name)
 
 
+def results(here: Path, config: Any) -> list[Any]:
+    """The batches that a run trains without a restart, and its metrics: on hosts, and on one."""
+    assert config.max_restarts == 0
+    alone = config.model_copy(update={"resources": toy_config(here).resources})
+    done = [train(config), train(alone)]
+    return [(each.batches_trained, each.validation_metrics) for each in done]
+
+
+def files_by_client(gateway: S3Server, method: str, bucket: str, saved: Manifest) -> Any:
+    """The addresses that have stored (PUT) or fetched (GET) files of a checkpoint, and which."""
+    paths = {
+        f"{bucket}/{layout.file_key(saved.uuid, file.path)}": file.path for file in saved.files
+    }
+    found: dict[str, set[str]] = {}
+    for request in gateway.requests():
+        if request.method == method and request.url in paths:
+            found.setdefault(request.client, set()).add(paths[request.url])
+    return found
+
+
+@pytest.mark.gateway
 @pytest.mark.parametrize(
-    "trial",
+    ("trial", "common"),
     [
-        {"hyperparameters": {"zero_stage": 1}},
-        {"hyperparameters": {"zero_stage": 3}},
-        {"entrypoint": "parallel_trials:PipelineTrial", "hyperparameters": {"zero_stage": 1}},
+        ({"hyperparameters": {"zero_stage": 1}}, {"mp_rank_00_model_states.pt"}),
+        ({"hyperparameters": {"zero_stage": 3}}, set()),
+        (
+            {"entrypoint": "parallel_trials:PipelineTrial", "hyperparameters": {"zero_stage": 1}},
+            {"mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"},  # without the layers
+        ),
     ],
     ids=["zero-1", "zero-3", "pipeline"],
 )
 def test_two_hosts_train_and_continue(
     here: Path,
     hosts: Hosts,
-    storage: S3Server,
+    gateway: S3Server,
     tmp_path_factory: pytest.TempPathFactory,
     trial: dict[str, Any],
+    common: set[str],
 ) -> None:
-    """2 × 2 ranks. Each host stores its ranks' shards, and another run restores them."""
-    config = on_hosts(here, storage, 4, 8, **trial)
+    """2 × 2 ranks. Each host stores its ranks' shards, and fetches those alone to continue.
+
+    `common`: the model states that every rank reads.
+    """
+    config = on_hosts(here, gateway, 4, 8, **trial)
+    bucket = config.checkpoint_storage.url
     start_agents(hosts, here, tmp_path_factory.mktemp("agents"), 2)
     result = train(config)
     assert result.batches_trained == 8
-    store = CheckpointStore(config.checkpoint_storage.url, config.checkpoint_storage.options)
-    manifest = store.list(result.trial)[-1]
-    assert {file.rank for file in manifest.files} == {0, 1, 2, 3}
-    assert manifest.topology.world_size == 4
+    saved = CheckpointStore(bucket, config.checkpoint_storage.options).list(result.trial)[-1]
+    assert saved.topology.world_size == 4
     for agent in hosts.agents:
         assert agent.wait(60) == 0
+    shards = [{file.path for file in saved.files if file.rank in own} for own in ({0, 1}, {2, 3})]
+    stored = files_by_client(gateway, "PUT", bucket, saved)
+    assert sorted(stored) == [hosts.address(name) for name in hosts.names]
+    assert sorted(stored.values(), key=sorted) == sorted(shards, key=sorted)
 
-    further = on_hosts(here, storage, 4, 12, **trial, checkpoint_storage=config.checkpoint_storage)
+    further = on_hosts(here, gateway, 4, 12, **trial, checkpoint_storage=config.checkpoint_storage)
     for name in hosts.names:
         folder = tmp_path_factory.mktemp("again") / name
         token = (here / "token").read_text()
         hosts.start_agent(name, f"tls://{DRIVER}:{PORT}", token, folder)
     assert train(further, trial=result.trial).batches_trained == 12
+    fetched = files_by_client(gateway, "GET", bucket, saved)
+    assert sorted(fetched) == [hosts.address(name) for name in hosts.names]
+    shared = {
+        "latest",
+        "zero_to_fp32.py",
+        "zero_to_torch.py",
+        *(f"model0/{name}" for name in common),
+    }
+    needed = [own | shared for own in shards]
+    assert sorted(fetched.values(), key=sorted) == sorted(needed, key=sorted)
+
+
+@pytest.mark.parametrize("lost", [0, 0.05], ids=["slow", "slow-and-lossy"])
+def test_a_bad_network_is_no_silence(
+    here: Path,
+    hosts: Hosts,
+    storage: S3Server,
+    tmp_path_factory: pytest.TempPathFactory,
+    lost: float,
+) -> None:
+    """A checkpoint fills each host's cable for longer than a node may be silent."""
+    ballast = {"record": str(here), "ballast_mib": 3}  # 25 s on such a cable
+    config = on_hosts(here, storage, 2, 60, hyperparameters=ballast, min_checkpoint_period=None)
+    start_agents(hosts, here, tmp_path_factory.mktemp("agents"), 2)
+    for name in hosts.names:
+        hosts.slow_down(name, "1mbit")
+        hosts.lose_packets(name, lost)
+    bad, good = results(here, config)
+    assert bad == good
+    for name in hosts.names:
+        sent_late, _ = hosts.packets(name, "tbf", "overlimits")
+        assert sent_late > 1000
+        assert all((count > 50) == (lost > 0) for count in hosts.packets(name, "clsact", "drops"))
 
 
 def test_a_cut_cable_costs_only_that_host(

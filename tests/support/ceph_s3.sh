@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # A temporary S3 server for tests and benchmarks: one Ceph monitor, one OSD and
-# one RADOS gateway on 127.0.0.1. All their files are below one folder.
+# one RADOS gateway on 127.0.0.1. All their files are below one folder;
+# DIR/log/radosgw.log names each request of the gateway, and its client.
 #
 #   ceph_s3.sh up DIR [PORT]   start (PORT: default 8000; 0 picks a free one), wait
 #                           until it serves, print the endpoint's URL
@@ -8,6 +9,7 @@
 #
 # Environment of `up`:
 #   CEPH_S3_ACCESS_KEY, CEPH_S3_SECRET_KEY   default test-access, test-secret
+#   CEPH_S3_ADDRESS  where the gateway listens, default 127.0.0.1
 #   CEPH_S3_STORE   bluestore (default: a sparse file, DIR/osd/block) or memstore
 #                   (objects in the OSD's memory)
 #   CEPH_S3_SIZE    capacity in GiB, default 20. Keep it well above the stored
@@ -23,8 +25,8 @@ MARK='# Made by ceph_s3.sh; its "down" deletes the files beside this one.'
 die() { echo "ceph_s3.sh: $*" >&2; exit 1; }
 usage() { sed -n '2,/^set /s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 listening() { (: <>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
-answers() (  # does it answer an anonymous GET / with 200?
-  exec 3<>"/dev/tcp/127.0.0.1/$1" && printf 'GET / HTTP/1.0\r\n\r\n' >&3 &&
+answers() (  # does ADDRESS PORT answer an anonymous GET / with 200?
+  exec 3<>"/dev/tcp/$1/$2" && printf 'GET / HTTP/1.0\r\n\r\n' >&3 &&
     IFS= read -r -t 5 -u 3 line && [[ $line = *' 200 '* ]]
 ) 2>/dev/null
 free_port() {  # below Linux's ephemeral ports, which outgoing connections use
@@ -54,6 +56,7 @@ down() {
 }
 
 up() {
+  local address=${CEPH_S3_ADDRESS:-127.0.0.1}
   local port=$1 store=${CEPH_S3_STORE:-bluestore} size=${CEPH_S3_SIZE:-20}
   local tool missing=() mon fsid uuid conf key pid n
   for tool in ceph ceph-authtool ceph-mon ceph-osd monmaptool radosgw radosgw-admin; do
@@ -123,7 +126,7 @@ bluestore avl alloc bf free pct = 100
 log file = $DIR/log/radosgw.log
 pid file = $DIR/run/radosgw.pid
 rgw data = $DIR/run
-rgw frontends = beast endpoint=127.0.0.1:$port
+rgw frontends = beast endpoint=$address:$port
 rgw enable apis = s3
 # Free the space of deleted objects within seconds, not after two hours.
 rgw gc obj min wait = 1
@@ -151,7 +154,7 @@ CONF
     --access-key="${CEPH_S3_ACCESS_KEY:-test-access}" --secret-key="${CEPH_S3_SECRET_KEY:-test-secret}"
   step radosgw "${conf[@]}" -n client.rgw
   for ((n = 0; n < 300; n++)); do
-    if answers "$port"; then trap - EXIT; echo "http://127.0.0.1:$port"; return; fi
+    if answers "$address" "$port"; then trap - EXIT; echo "http://$address:$port"; return; fi
     # The daemon may not have written its pid yet.
     pid=$(cat "$DIR/run/radosgw.pid" 2>/dev/null) || true
     [[ -z $pid ]] || ours "$pid" || break

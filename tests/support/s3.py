@@ -8,15 +8,17 @@ are not installed, these tests are skipped; TRIALFLOW_TEST_GATEWAY=require (as i
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
+import urllib.parse
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from moto.server import ThreadedMotoServer
@@ -27,13 +29,43 @@ CEPH_PROGRAMS = ("ceph", "ceph-authtool", "ceph-mon", "ceph-osd", "monmaptool", 
 INSTALL_COMMAND = "apt-get install -y --no-install-recommends ceph-mon ceph-osd radosgw ceph-common"
 
 
+REQUEST = re.compile(r'beast: \w+: (\S+) - .*? "([A-Z]+) /(\S*) HTTP/[\d.]+" 2\d\d ')
+"""A request in the gateway's log that succeeded: its client's address, method and target."""
+
+
+class Request(NamedTuple):
+    """A request for an object.
+
+    Attributes:
+        client: its address.
+        url: of the object: ``s3://bucket/key``.
+    """
+
+    client: str
+    method: str
+    url: str
+
+
 @dataclass(frozen=True)
 class S3Server:
-    """A running S3 server, and the credentials of a user with all rights."""
+    """A running S3 server, and the credentials of a user with all rights.
+
+    Attributes:
+        log: of the gateway, which names each request; None: of moto.
+    """
 
     endpoint_url: str
     access_key: str
     secret_key: str
+    log: Path | None = None
+
+    def requests(self) -> list[Request]:
+        """The requests that have succeeded, in order. The log may lag by a moment."""
+        assert self.log is not None, "moto has no log"
+        return [
+            Request(client, method, f"s3://{urllib.parse.unquote(target.partition('?')[0])}")
+            for client, method, target in REQUEST.findall(self.log.read_text())
+        ]
 
     @property
     def options(self) -> dict[str, Any]:
@@ -64,8 +96,11 @@ def moto_server(address: str = "127.0.0.1") -> Iterator[S3Server]:
 
 
 @contextmanager
-def ceph_gateway() -> Iterator[S3Server]:
+def ceph_gateway(address: str = "127.0.0.1") -> Iterator[S3Server]:
     """A real S3 gateway that stores in memory; starts in about 2 s.
+
+    Args:
+        address: where it listens.
 
     Raises:
         RuntimeError: the gateway did not start; says why.
@@ -85,6 +120,7 @@ def ceph_gateway() -> Iterator[S3Server]:
             [str(CEPH_SCRIPT), "up", folder, "0"],
             env=os.environ
             | {
+                "CEPH_S3_ADDRESS": address,
                 "CEPH_S3_ACCESS_KEY": "ceph-access-key",
                 "CEPH_S3_SECRET_KEY": "ceph-secret-key",
                 "CEPH_S3_STORE": "memstore",
@@ -95,7 +131,8 @@ def ceph_gateway() -> Iterator[S3Server]:
         )
         if started.returncode != 0:
             raise RuntimeError(f"the S3 gateway did not start: {started.stderr.strip()}")
-        yield S3Server(started.stdout.strip(), "ceph-access-key", "ceph-secret-key")
+        log = Path(folder, "log", "radosgw.log")
+        yield S3Server(started.stdout.strip(), "ceph-access-key", "ceph-secret-key", log)
     finally:
         watcher.communicate()
 
