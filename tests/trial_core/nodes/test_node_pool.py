@@ -151,8 +151,9 @@ def test_without_another_node_the_run_fails(driver: Hub) -> None:
 def test_with_a_range_the_run_continues_with_fewer_nodes(driver: Hub) -> None:
     """And takes another one as soon as there is one, in a launch of its own."""
     engine = FakeEngine(driver, [2, 2, 2])
-    with pool(engine, driver, 6, min_slots=3) as nodes:
+    with pool(engine, driver, 6, min_slots=3, replace_seconds=60) as nodes:
         first, second, third = names(nodes)
+        nodes._replace_seconds = 0
         engine.told.append(AgentEnded(first, "the node is down"))
         left = nodes.gather()
         assert [agent.name for agent in left] == [second, third]
