@@ -71,7 +71,8 @@ def deploy(
         int | None,
         Parameter(
             help="With --type kubernetes and an experiment file: print a JobSet that trains on so "
-            "many nodes, for `kubectl create -f -`. Changes no server.",
+            "many nodes, for `kubectl create -f -`. Changes no server. Default: deploys to a "
+            "server.",
             validator=Number(gte=1),
         ),
     ] = None,

@@ -123,7 +123,7 @@ def test_a_run_shrinks_and_grows(
     )
     config = on_nodes(
         here, 40, max_restarts=1, hyperparameters=breaks,
-        resources={"slots_per_trial": {"min": 1, "max": 2}, "replace_seconds": 0.5},
+        resources={"slots_per_trial": {"min": 1, "max": 2}, "replace_seconds": 5},
     )  # fmt: skip
     agents = nodes(config, 2)
 

@@ -50,7 +50,7 @@ class ForwardClock:
         """
         if not self._passes:
             return 0.0
-        if not has_accelerator():
+        if not _has_events():
             return float(sum(end - begin for begin, end in self._passes) / len(self._passes))
         self._passes[-1][1].synchronize()
         return float(sum(b.elapsed_time(e) for b, e in self._passes) / len(self._passes) / 1000)
@@ -65,9 +65,14 @@ class ForwardClock:
             self._began = None
 
 
+def _has_events() -> bool:
+    """Whether this rank computes on an accelerator that tells the time of what it is given."""
+    return has_accelerator() and torch.accelerator.is_available()
+
+
 def _now() -> Any:
     """The time, or on an accelerator an event that will tell it."""
-    if not has_accelerator():
+    if not _has_events():
         return time.perf_counter()
     event = torch.Event(enable_timing=True)
     event.record()

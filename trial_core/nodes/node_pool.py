@@ -66,6 +66,7 @@ class NodePool:
         self._gone: dict[str, str] = {}
         self._may_leave: dict[str, str] = {}
         self._unsuitable: set[int] = set()
+        self._takes_offers = True
 
     def __enter__(self) -> NodePool:
         return self
@@ -96,6 +97,7 @@ class NodePool:
         """
         began = time.monotonic()
         self._chosen = []  # no ranks run: draining nodes may be left
+        self._takes_offers = True
         enough_since: float | None = None
         pace = Pace("waiting for nodes", began)
         if self._gang is None:
@@ -108,10 +110,12 @@ class NodePool:
         while True:
             if should_abort():
                 raise Stopped("the run was stopped while it waited for its nodes")
-            if why := self._follow_engine(self._gang):
-                raise LaunchError(why)
+            problem = self._follow_engine(self._gang)
             self._take_ready()
             chosen, now = self._choose(), time.monotonic()
+            if problem is not None and not chosen:
+                raise LaunchError(problem)
+            self._note_problem(problem)
             if chosen and enough_since is None:
                 enough_since = now
             has_all = self.slots_of(chosen) == self._request.slots
@@ -176,9 +180,7 @@ class NodePool:
     ) -> None:
         is_offered = is_leaving = False
         while not has_ended.wait(WATCH_SECONDS):
-            if why := self._follow_engine(gang):
-                _logger.warning("%s; the run continues with the nodes that it has", why)
-                return
+            self._note_problem(self._follow_engine(gang))
             for agent in self._chosen:
                 if agent.name in self._gone:
                     agent.give_up(self._gone[agent.name])
@@ -240,10 +242,17 @@ class NodePool:
             if not agent.draining:
                 _logger.warning("node %s is lost: %s", node.name, why)
         kept = sum(node.slots for node in gang.nodes if self._stays(node))
-        if kept < self._request.slots and (offered := gang.offer()) is not None:
+        is_short = kept < self._request.slots and self._takes_offers
+        if is_short and (offered := gang.offer()) is not None:
             _logger.info("%s offers node %s", self._engine.name, offered.name)
             self._start(gang, offered)
         return None
+
+    def _note_problem(self, problem: str | None) -> None:
+        """Take no more nodes before the next launch, if the agent of one cannot join."""
+        if problem is not None:
+            _logger.warning("%s; the run continues with the nodes that it has", problem)
+            self._takes_offers = False
 
     def _stays(self, node: Node) -> bool:
         agent = self._hub.agents.get(node.name)

@@ -117,7 +117,7 @@ def test_a_node_has_the_process_that_forks_its_ranks_before_they_are_launched(
     token = new_token()
     with hub(1, token) as driver, Agents(tmp_path) as agents:
         agent = psutil.Process(agents.start(driver.address, token, "--preload", "none").pid)
-        with NodePool(JoinEngine(), driver, NodeRequest(1), token, DEADLINE_SECONDS) as pool:
+        with NodePool(JoinEngine(), driver, NodeRequest(1, 1), token, DEADLINE_SECONDS) as pool:
             (joined,) = pool.gather()
             (waiting,) = agent.children()
             store = CheckpointStore(f"file://{tmp_path}/store")

@@ -169,6 +169,25 @@ def test_with_a_range_the_run_continues_with_fewer_nodes(driver: Hub) -> None:
             nodes.gather()
 
 
+def test_an_offered_node_whose_agent_never_joins_ends_no_run_that_has_enough(
+    driver: Hub, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run takes no more offers before its next launch, and still notices drains."""
+    engine = FakeEngine(driver, [1, 1])
+    engine.dies = {"spare"}
+    with pool(engine, driver, 2, min_slots=1, replace_seconds=60) as nodes:
+        first, second = names(nodes)
+        nodes._replace_seconds = 0.5
+        engine.spare = 1
+        engine.told.append(AgentEnded(first, "the node is down"))
+        assert names(nodes) == [second]
+        told: queue.Queue[str] = queue.Queue()
+        with nodes.watching(told.put, pytest.fail):
+            engine.agents[second].say(Draining(why="preempted"))
+            assert "will be taken away" in told.get(timeout=60)
+    assert "the agent of node spare has not joined: exit code 3" in caplog.text
+
+
 def test_a_run_waits_for_more_nodes_than_it_needs(driver: Hub) -> None:
     """`replace_seconds`, from when it has enough."""
     with (
