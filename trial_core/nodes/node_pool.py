@@ -124,7 +124,7 @@ class NodePool:
                     _logger.warning("%s", why)
                 self._chosen = chosen
                 return list(chosen)
-            if rejected := self._hub.take_rejected():
+            if not chosen and (rejected := self._hub.take_rejected()):
                 raise LaunchError(rejected[0])
             if now > began + self._max_wait_seconds and not chosen:
                 raise LaunchError(self._too_few())
@@ -178,9 +178,15 @@ class NodePool:
         on_draining: Callable[[str], None],
         on_offer: Callable[[str], None],
     ) -> None:
-        is_offered = is_leaving = False
+        is_offered = is_leaving = has_failed = False
         while not has_ended.wait(WATCH_SECONDS):
-            self._note_problem(self._follow_engine(gang))
+            try:
+                self._note_problem(self._follow_engine(gang))
+            except Exception:
+                # Of the engine's library. Training continues, and agents are still heard.
+                if not has_failed:
+                    _logger.exception("%s cannot be asked about its nodes", self._engine.name)
+                has_failed = True
             for agent in self._chosen:
                 if agent.name in self._gone:
                     agent.give_up(self._gone[agent.name])

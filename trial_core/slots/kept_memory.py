@@ -21,6 +21,8 @@ from pathlib import Path
 
 import msgspec
 
+from trial_core.decoding import decode
+
 KEEPER_VARIABLE = "TRIALFLOW_KEEPER"
 """Set by the fork server for a rank: the descriptor of its socket to the keeper."""
 
@@ -39,9 +41,6 @@ class Keep(msgspec.Struct):
 
     folder: str
     names: list[str]
-
-
-_decoder = msgspec.json.Decoder(Keep)
 
 
 class Keeper:
@@ -63,7 +62,7 @@ class Keeper:
         with contextlib.suppress(BlockingIOError):
             while True:
                 data, descriptors, _, _ = socket.recv_fds(self.inbox, MESSAGE_BYTES, MESSAGE_FILES)
-                self._keep(_decoder.decode(data), list(descriptors))
+                self._keep(decode(data, Keep), list(descriptors))
 
     def leave_behind(self) -> None:
         """Close, in a process that was just forked, what only the fork server uses."""

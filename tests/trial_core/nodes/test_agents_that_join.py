@@ -15,6 +15,7 @@ def test_an_agent_may_join_while_the_others_are_counted() -> None:
     hello = AgentHello(node="late", host="here", pid=os.getpid(), slots=8, versions={})
     with Hub(ListenAddress(LOOPBACK_ADDRESS), new_token()) as hub:
         counted = iter(hub.agents.values())
-        hub._is_ready(ConnectedAgent("late", hello, lambda data: None), NodeReady(slots=8))
+        agent = ConnectedAgent("late", hello, lambda data: None, lambda: None)
+        hub._is_ready(agent, NodeReady(slots=8))
         assert list(counted) == []
         assert [agent.slots for agent in hub.agents.values()] == [8]

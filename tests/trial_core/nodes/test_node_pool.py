@@ -188,6 +188,44 @@ def test_an_offered_node_whose_agent_never_joins_ends_no_run_that_has_enough(
     assert "the agent of node spare has not joined: exit code 3" in caplog.text
 
 
+def test_an_engine_that_fails_ends_no_training(
+    driver: Hub, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ray's library without its cluster: it is logged once, and agents are still heard."""
+    engine = FakeEngine(driver, [1])
+    with pool(engine, driver, 1) as nodes:
+        (only,) = names(nodes)
+        told: queue.Queue[str] = queue.Queue()
+        asked: queue.Queue[int] = queue.Queue()
+
+        def fail() -> Sequence[GangEvent]:
+            asked.put(1)
+            raise RuntimeError("the cluster is away")
+
+        monkeypatch.setattr(engine, "events", fail)
+        with nodes.watching(told.put, pytest.fail):
+            for _ in range(2):
+                asked.get(timeout=60)
+            engine.agents[only].say(Draining(why="preempted"))
+            assert "will be taken away" in told.get(timeout=60)
+        monkeypatch.undo()
+    assert caplog.text.count("fake cannot be asked about its nodes") == 1
+
+
+def test_a_refused_node_ends_no_run_that_has_enough(driver: Hub) -> None:
+    """While it waits for more nodes than it needs."""
+    with (
+        fake_agent(driver, TOKEN, host="first"),
+        pool(JoinEngine(), driver, 2, min_slots=1, replace_seconds=1) as nodes,
+    ):
+        with driver.changed:
+            assert driver.changed.wait_for(lambda: driver.agents, 60)
+        stray = FakeAgent(driver.address, TOKEN, host="stray", versions={"trialflow": "0"})
+        assert isinstance(stray.next(), Refused)
+        assert names(nodes) == ["first"]
+        stray.close()
+
+
 def test_a_run_waits_for_more_nodes_than_it_needs(driver: Hub) -> None:
     """`replace_seconds`, from when it has enough."""
     with (
