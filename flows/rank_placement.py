@@ -59,6 +59,19 @@ class Placement(Protocol):
             Whether another number is possible.
         """
 
+    def has_trained(self) -> None:
+        """Note that the ranks of the last launch have trained."""
+
+    def retreat(self, why: str) -> bool:
+        """Leave the nodes that were taken after the last launch that has trained.
+
+        Args:
+            why: what has failed with them.
+
+        Returns:
+            Whether there are such nodes, and enough without them.
+        """
+
     def watching(self, run: TrialRun) -> AbstractContextManager[None]:
         """Tell the run during the block when its ranks should be launched on other nodes."""
 
@@ -81,6 +94,13 @@ class ThisMachine:
         return slots, LocalLauncher(self._fork_server)
 
     def leave_out(self, slots: int) -> bool:
+        """Part of `Placement`."""
+        return False
+
+    def has_trained(self) -> None:
+        """Part of `Placement`."""
+
+    def retreat(self, why: str) -> bool:
         """Part of `Placement`."""
         return False
 
@@ -124,6 +144,14 @@ class OnNodes:
     def leave_out(self, slots: int) -> bool:
         """Part of `Placement`."""
         return self.pool.leave_out(slots)
+
+    def has_trained(self) -> None:
+        """Part of `Placement`."""
+        self.pool.has_trained()
+
+    def retreat(self, why: str) -> bool:
+        """Part of `Placement`."""
+        return self.pool.retreat(why)
 
     def watching(self, run: TrialRun) -> AbstractContextManager[None]:
         """Part of `Placement`."""

@@ -42,7 +42,8 @@ def follow_script(run: TrialRun, stages: RunStages) -> TrialResult:
     )
     run.batches_trained = begin
     run.clock.starts_at(begin)
-    run.observer.run_started(run.trial, _length(run), begin, run.batch_samples)
+    run.end = _length(run)
+    run.observer.run_started(run.trial, run.end, begin, run.batch_samples)
     run.can_save = True
     if run.moves:
         run.slots.stop()
@@ -57,7 +58,7 @@ def follow_script(run: TrialRun, stages: RunStages) -> TrialResult:
         staged = StagedCheckpoint.now(event.uuid, at, progress.metrics, _folders(run, event.uuid))
         stages.start_upload(staged)
         stages.finish_upload()  # the script waits, too
-        run.has_saved()
+        run.has_saved(event.steps_completed)
     run.writes_run_files = any(rank.writes_run_files for rank in event)
     stages.finish(run.batches_trained)
     newest = stages.newest_checkpoint or (start.uuid if start.restore == "everything" else None)

@@ -24,6 +24,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import (
     CheckpointError,
+    LaunchError,
     RankFailed,
     Stalled,
     Stopped,
@@ -46,7 +47,7 @@ from trial_core.transfer.trial_code import code_of_folder
 from trial_core.units import EpochLength, in_batches
 from trialflow.flows.code_source import refuse_missing_code, stored_trial_code
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
-from trialflow.flows.lifecycle.rank_restarts import Restarts
+from trialflow.flows.lifecycle.rank_restarts import Refusals, Restarts
 from trialflow.flows.lifecycle.run_log import readable_task_log
 from trialflow.flows.lifecycle.run_names import train_name
 from trialflow.flows.lifecycle.shared_gpus import gpu_slots
@@ -132,6 +133,7 @@ def train_trial(
     store = CheckpointStore(config.checkpoint_storage.url, config.checkpoint_storage.options)
     store.check_writable()
     restarts, clock = Restarts(config.max_restarts), RunClock(waited_seconds)
+    refusals, moved = Refusals(), None  # `moved`: the result of a launch that left its nodes
     with (
         locked_run_dir(trial, takeover_wait_seconds(config)) as run_dir,
         # Once, not per restart: a restart must not take the trial back from a newer run.
@@ -158,80 +160,92 @@ def train_trial(
             )  # fmt: skip
             sweep_leftovers(run)
             try:
-                # In this order: uploads need the ranks, and end before or (memory://) after them.
-                with (
-                    Uploads(run) as uploads,
-                    launch_slots(run, placement) as run.slots,
-                    stopping_ranks(run),
-                    placement.watching(run),
-                ):
-                    clock.switch("idle")
-                    build_trial(run)
-                    stages = TrainStages(run, uploads)
-                    if config.is_script:
-                        result = follow_script(run, stages)
-                    else:
-                        result = follow_schedule(stages)
-            except (RankFailed, Stalled, TopologyMismatch) as failure:
+                result = train_once(run, placement)
+            except (RankFailed, Stalled, LaunchError, TopologyMismatch) as failure:
                 clock.switch("idle")
-                if _leaves_out(placement, run, failure):
-                    clear_rank_files(run_dir)
-                    continue
-                if isinstance(failure, TopologyMismatch):
-                    raise
-                get_run_logger().error("%s", failure.report())
-                if stopping.request is not None:
+                moved = None  # there may be a newer checkpoint
+                if isinstance(failure, (RankFailed, Stalled)) and stopping.request is not None:
+                    get_run_logger().error("%s", failure.report())
                     raise Stopped(f"{while_stopping(failure)}{report.last_checkpoint}") from failure
-                if not restarts.grant(failure, run):
+                if not launches_again(failure, run, placement, restarts, refusals, report):
                     raise
-                report.restarting(str(failure), restarts.count, restarts.limit)
                 clear_rank_files(run_dir)
                 if stopping.wait(restarts.pause_seconds):
                     raise Stopped(f"no ranks ran{report.last_checkpoint}") from failure
+                continue
             except Stopped as stopped:
-                raise Stopped(f"{stopped}{report.last_checkpoint}") from stopped
+                if run.moves and stopping.request is None:  # before there was anything to save
+                    report.moving(run.moves)
+                    clear_rank_files(run_dir)
+                    continue
+                if moved is None or run.can_save:
+                    raise Stopped(f"{stopped}{report.last_checkpoint}") from stopped
+                result = moved
             except (CheckpointError, TrialError) as failure:
                 if stopping.request is None:
                     raise
                 raise type(failure)(f"{failure}{report.last_checkpoint}") from failure
-            else:
-                if run.moves and _continues_elsewhere(run, result):
-                    report.moving(run.moves)
-                    clear_rank_files(run_dir)
-                    continue
-                if not result.stopped_early:
-                    clear_kept(run_dir)
-                request = stopping.final_request()
-                report.ended(_ending(result, request), run.tensorboard_url)
-                return replace(
-                    result,
-                    stop_reason=str(request) if request else None,
-                    tensorboard_url=run.tensorboard_url,
-                    report_path=str(report.path),
-                    run_dir=str(run_dir),
-                    ledger=ledger.read().to_json(),
-                )
+            if not (run.moves and _continues_elsewhere(run, result)):
+                break
+            moved = result
+            report.moving(run.moves)
+            clear_rank_files(run_dir)
+        if not result.stopped_early:
+            clear_kept(run_dir)
+        request = stopping.final_request()
+        report.ended(_ending(result, request), run.tensorboard_url)
+        return replace(
+            result,
+            stop_reason=str(request) if request else None,
+            tensorboard_url=run.tensorboard_url,
+            report_path=str(report.path),
+            run_dir=str(run_dir),
+            ledger=ledger.read().to_json(),
+        )
 
 
-def _leaves_out(
-    placement: Placement, run: TrialRun, failure: RankFailed | Stalled | TopologyMismatch
+def train_once(run: TrialRun, placement: Placement) -> TrialResult:
+    """Launch the ranks of `run`, and train until it ends, is stopped or moves to other nodes."""
+    # In this order: uploads need the ranks, and end before or (memory://) after them.
+    with (
+        Uploads(run) as uploads,
+        launch_slots(run, placement) as run.slots,
+        stopping_ranks(run),
+        placement.watching(run),
+    ):
+        try:
+            run.clock.switch("idle")
+            build_trial(run)
+            stages = TrainStages(run, uploads)
+            return follow_script(run, stages) if run.config.is_script else follow_schedule(stages)
+        finally:
+            if run.has_trained:
+                placement.has_trained()
+
+
+def launches_again(
+    failure: RankFailed | Stalled | LaunchError | TopologyMismatch,
+    run: TrialRun,
+    placement: Placement,
+    restarts: Restarts,
+    refusals: Refusals,
+    report: Report,
 ) -> bool:
-    """Whether to try fewer ranks: the trial refuses the present number, which is not the largest.
-
-    The global batch may not be divisible by it, or the ranks by the trial's pipeline stages.
-    """
-    is_refusal = isinstance(failure, TopologyMismatch) or (
-        isinstance(failure, RankFailed)
-        and failure.error_type is not None
-        and failure.during == "build-trial"
-    )
-    if not is_refusal or run.stopping.request is not None:
-        return False
-    slots = run.slots.world_size
-    if slots == run.config.resources.max_slots or not placement.leave_out(slots):
-        return False
-    get_run_logger().warning("the trial refuses %d slots, so it gets fewer: %s", slots, failure)
-    return True
+    """Whether to launch the ranks of a failed run again: fewer, as before, or on fewer nodes."""
+    logger = get_run_logger()
+    if refusals.grant(failure, run) and placement.leave_out(run.slots.world_size):
+        slots = run.slots.world_size
+        logger.warning("the trial refuses %d slots, so it gets fewer: %s", slots, failure)
+        return True
+    if isinstance(failure, (RankFailed, Stalled)):
+        logger.error("%s", failure.report())
+        if restarts.grant(failure, run):
+            report.restarting(str(failure), restarts.count, restarts.limit)
+            return True
+    if run.stopping.request is None and placement.retreat(str(failure)):
+        report.moving(f"back to the nodes that have trained, because {failure}")
+        return True
+    return False
 
 
 def _continues_elsewhere(run: TrialRun, result: TrialResult) -> bool:
@@ -341,6 +355,7 @@ class TrainStages:
         run, begin = self._run, point.progress.batches_trained
         epoch = build_loaders(run, point)
         end = in_batches(run.config.schedule().max_length, epoch)
+        run.end = end
         run.observer.run_started(run.trial, end, begin, run.batch_samples)
         return epoch
 
@@ -372,7 +387,7 @@ class TrainStages:
 
     def save(self, progress: Progress) -> StagedCheckpoint:
         staged = checkpoint_save(self._run, progress)
-        self._run.has_saved()
+        self._run.has_saved(progress.batches_trained)
         return staged
 
     def start_upload(self, staged: StagedCheckpoint) -> None:

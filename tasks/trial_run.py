@@ -53,6 +53,7 @@ class TrialRun:
         stop_requested: whether the trial has requested a stop.
         moves: why the ranks save and end now, to be launched on other nodes; None: they do not.
         can_save: whether a workload has begun. A stop request before that aborts the ranks.
+        end: the batch at which training ends, once it is known; 0: unknown.
         has_trained: whether this launch has finished a train-workload.
         batches_trained: where the last train-workload ended, or this launch began.
         writes_run_files: whether a rank writes files for TensorBoard.
@@ -99,6 +100,7 @@ class TrialRun:
         self.stop_requested = False
         self.moves: str | None = None
         self.can_save = False
+        self.end = 0
         self._moves_at_checkpoint: str | None = None
         self.has_trained = False
         self.batches_trained = 0
@@ -115,18 +117,22 @@ class TrialRun:
         if self.moves is None:
             self.moves = why
             self.clock.drains()
-            self.logger.info("the run saves, to continue on other nodes: %s", why)
             if self.can_save:
+                self.logger.info("the run saves, to continue on other nodes: %s", why)
                 self.slots.stop()
+            else:
+                self.logger.info("the run continues on other nodes: %s", why)
+                self.slots.abort("nothing to save: training had not begun")
 
     def move_at_checkpoint(self, why: str) -> None:
         """As `move_now`, after the next checkpoint. For any thread."""
         self.logger.info("%s: the run takes them after its next checkpoint", why)
         self._moves_at_checkpoint = why
 
-    def has_saved(self) -> None:
-        """Note that a checkpoint is staged."""
-        if (why := self._moves_at_checkpoint) is not None:
+    def has_saved(self, batches_trained: int) -> None:
+        """Note that a checkpoint is staged. The run may move now, if there is more to do."""
+        why, is_over = self._moves_at_checkpoint, self.end and batches_trained >= self.end
+        if why is not None and not is_over and not self.should_stop:
             self.move_now(why)
 
     def note_batches(self, batches: int) -> None:

@@ -33,7 +33,9 @@ def validate(run: TrialRun, batches_trained: int) -> bool:
     run.stop_requested |= any(result.stop_requested for result in results)
     if results[0].is_broken_off:
         get_run_logger().info(
-            "validation at %d ended early: %s", batches_trained, run.stopping.request
+            "validation at %d ended early: %s",
+            batches_trained,
+            run.stopping.request or run.moves or "as the trial asked",
         )
         return False
     run.validated = results[0].metrics

@@ -1,11 +1,13 @@
-"""Decides whether failed ranks are launched again, and when."""
+"""Decides whether failed ranks are launched again, when, and whether with fewer of them."""
 
 from __future__ import annotations
 
-from trial_core.errors import RankFailed, Stalled
+from trial_core.errors import RankFailed, SlotsError, Stalled, TopologyMismatch
 from trialflow.tasks.trial_run import TrialRun
 
 MAX_PAUSE_SECONDS = 60
+SAME_REFUSALS = 3
+"""A number of ranks that does not fit is usually part of the text."""
 
 
 class Restarts:
@@ -34,6 +36,35 @@ class Restarts:
     def pause_seconds(self) -> int:
         """How long to wait before the last granted restart. The first restart has no pause."""
         return 0 if self.count <= 1 else min(2 ** (self.count - 1), MAX_PAUSE_SECONDS)
+
+
+class Refusals:
+    """The numbers of ranks that the trial of one flow run refuses, with a range of slots.
+
+    The global batch may not be divisible by such a number, or the ranks by the pipeline stages.
+    """
+
+    def __init__(self) -> None:
+        self._last = ""
+        self._repeated = 0
+
+    def grant(self, failure: SlotsError | TopologyMismatch, run: TrialRun) -> bool:
+        """Whether `failure` may be a refusal, so that fewer ranks may be tried.
+
+        The largest number has to be right. The same text for `SAME_REFUSALS` numbers is a mistake.
+        """
+        is_refusal = isinstance(failure, TopologyMismatch) or (
+            isinstance(failure, RankFailed)
+            and failure.error_type is not None
+            and failure.during == "build-trial"
+        )
+        if not is_refusal or run.stopping.request is not None:
+            return False
+        what = str(getattr(failure, "error_message", failure))
+        self._repeated = self._repeated + 1 if what == self._last else 1
+        self._last = what
+        is_largest = run.slots.world_size == run.config.resources.max_slots
+        return not is_largest and self._repeated < SAME_REFUSALS
 
 
 def _can_help(failure: RankFailed | Stalled, run: TrialRun) -> bool:

@@ -13,12 +13,14 @@ import psutil
 import pytest
 
 from tests.support.flow import breaking, train
-from tests.support.nodes import LOOPBACK, Agents
+from tests.support.nodes import LOOPBACK, Agents, FakeAgent
 from tests.support.slots import lines, toy_config
 from tests.support.waiting import until
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import ConfigError
 from trial_core.nodes.join_token import write_token
+from trial_core.nodes.node_messages import Leave, NodeReady, PrepareRanks, RanksPrepared, Welcome
+from trialflow.flows.evaluate import evaluate
 from trialflow.flows.train import TrialResult
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
@@ -174,6 +176,71 @@ def test_a_number_of_slots_that_the_trial_refuses(
     assert saved[0].topology.world_size == 4
     assert saved[-1].topology.world_size == 2
     assert {manifest.topology.batch_samples for manifest in saved} == {8}
+
+
+def test_a_checkpoint_is_evaluated_on_a_node(
+    here: Path, nodes: Callable[[Any, int], Agents]
+) -> None:
+    """The code is sent to it, as for training."""
+    one = {"resources": {"slots_per_trial": 1}}
+    saved = train(toy_config(here, 4, **one))
+    config = on_nodes(here, 4, **one)
+    agents = nodes(config, 1)
+    result = evaluate(config, saved.checkpoint_uuid)
+    assert result.batches_trained == 4
+    assert result.metrics["loss"] == pytest.approx(saved.validation_metrics["loss"])
+    assert [agent.wait(END_SECONDS) for agent in agents.started] == [0]
+
+
+@pytest.mark.long
+def test_a_node_that_drains_before_training_is_left_at_once(
+    here: Path, nodes: Callable[[Any, int], Agents]
+) -> None:
+    """Its ranks build the trial, which would take an hour. No restart is spent."""
+    config = on_nodes(here, 4, hyperparameters=breaking(here, "drain node", "build", do_rank=1))
+    agents = nodes(config, 3)
+    result = train(config)
+    assert result.batches_trained == 4
+    assert sorted(agent.wait(END_SECONDS) for agent in agents.started) == [0, 0, 128 + 15]
+
+
+@pytest.mark.long
+def test_a_node_that_cannot_train_ends_no_run_that_has_trained_without_it(
+    here: Path, nodes: Callable[[Any, int], Agents], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It joins later, is taken, and sees another storage: the run continues as before."""
+    files = {"paused": str(here / "paused"), "wait_for": str(here / "go")}
+    config = on_nodes(
+        here, 24, hyperparameters={"pause_at": 6, "batch_size": 4, **files},
+        resources={"slots_per_trial": {"min": 1, "max": 2}, "replace_seconds": 0},
+    )  # fmt: skip
+    agents = nodes(config, 1)
+    token = (here / "token").read_text()
+
+    def offer_a_node() -> None:
+        until((here / "paused").exists, "one node trains")
+        stray = FakeAgent(driver_of(config), token.strip(), host="stray")
+        assert isinstance(stray.next(), Welcome)
+        stray.say(NodeReady(slots=1, address=LOOPBACK))
+        until(lambda: "there are nodes for 2 slots" in caplog.text, "the node is offered")
+        (here / "go").touch()
+        asked = stray.next()
+        assert isinstance(asked, PrepareRanks)
+        stray.say(RanksPrepared(launch=asked.launch, problem="this node sees another storage"))
+        until(lambda: isinstance(stray.next(), Leave), "it is told to leave")
+        stray.close()
+
+    with ThreadPoolExecutor() as threads:
+        offered = threads.submit(offer_a_node)
+        result = train(config)
+        offered.result()
+    assert result.batches_trained == 24
+    assert not result.stopped_early
+    assert [agent.wait(END_SECONDS) for agent in agents.started] == [0]
+    report = Path(result.report_path).read_text()
+    assert (
+        "back to the nodes that have trained, because node stray cannot start its ranks" in report
+    )
 
 
 def test_what_cannot_run_on_several_machines_is_refused(here: Path) -> None:

@@ -92,7 +92,7 @@ def one_slot(here: Path, batches: int, **changes: Any) -> Any:
     return toy_config(here, batches, resources={"slots_per_trial": 1}, **changes)
 
 
-def breaking(here: Path, do: str, at_batch: int, **more: Any) -> dict[str, Any]:
+def breaking(here: Path, do: str, at_batch: int | str, **more: Any) -> dict[str, Any]:
     """Hyperparameters of a toy that breaks once, and records its samples."""
     return {
         "record": str(here), "do": do, "at_batch": at_batch, "once": str(here / "once"), **more

@@ -95,7 +95,8 @@ class SlotRange(Section):
 
 
 def _slots_or_range(value: Any) -> Any:
-    return SlotRange.model_validate(value) if isinstance(value, Mapping) else _slots(value)
+    is_range = isinstance(value, (Mapping, SlotRange))
+    return SlotRange.model_validate(value) if is_range else _slots(value)
 
 
 def _plain_slots(value: int | str | SlotRange) -> Any:

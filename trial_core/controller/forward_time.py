@@ -56,11 +56,13 @@ class ForwardClock:
         return float(sum(b.elapsed_time(e) for b, e in self._passes) / len(self._passes) / 1000)
 
     def _begin(self, model: nn.Module, inputs: Any) -> None:
+        if torch.compiler.is_compiling():  # a traced hook would recompile the model
+            return
         is_timed = model.training and torch.is_grad_enabled()
         self._began = _now() if is_timed and len(self._passes) < TIMED_PASSES else None
 
     def _end(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        if self._began is not None:
+        if not torch.compiler.is_compiling() and self._began is not None:
             self._passes.append((self._began, _now()))
             self._began = None
 

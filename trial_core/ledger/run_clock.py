@@ -7,8 +7,9 @@ a bucket: an upload beside training is none, and waiting for it is a checkpoint 
 =================  ==============================================================================
 bucket             what the slots do
 =================  ==============================================================================
-queue              nothing: the run waits for devices, or for the trial's lock. It holds no slot,
-                   and counts as many as it launches; one, if it ends before it knows them
+queue              nothing: the run waits for devices, for the trial's lock, or before its first
+                   launch for nodes. It holds no slot, and counts as many as it launches; one, if it
+                   ends before it knows them
 launch             start, until all ranks have joined; also the code is fetched, and leftovers are
                    deleted
 build              construct the trial and the loaders
@@ -131,6 +132,8 @@ class RunClock:
     def in_stage(self, stage: str, hook: str = "") -> AbstractContextManager[None]:
         """Be in a stage's bucket during the block: see `bucket_of`."""
         bucket = bucket_of(stage, hook)
+        if bucket == "queue" and self._slots is not None:
+            bucket = "idle"  # the nodes that are left are held meanwhile
         return nullcontext() if bucket is None else self.spending(bucket)
 
     def count_as(self, bucket: Bucket, seconds: float) -> None:

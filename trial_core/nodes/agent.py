@@ -171,7 +171,7 @@ class Agent:
         """Leave when the ranks have saved; at the second signal, now."""
         if self._asked_by is not None:
             logger.warning("this node leaves the run at once: a second signal")
-            self._writer.close()
+            self._writer.transport.abort()  # `close` would wait for a silent driver
             return
         logger.warning("this node leaves the run when that has saved; a second signal: at once")
         self._asked_by = number

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from trial_core.errors import LaunchError, Stopped
 from trial_core.nodes.engine import Engine, Gang, Node, NodeDraining, NodeRequest
@@ -63,6 +64,7 @@ class NodePool:
         self._gang: Gang | None = None
         self._members: list[ConnectedAgent] = []
         self._chosen: list[ConnectedAgent] = []
+        self._trained_on: list[ConnectedAgent] = []
         self._gone: dict[str, str] = {}
         self._may_leave: dict[str, str] = {}
         self._unsuitable: set[int] = set()
@@ -96,9 +98,11 @@ class NodePool:
             Stopped: `should_abort` returned True.
         """
         began = time.monotonic()
+        # Not for nodes that have just been there, all of them, or for a number that was left out.
+        waits_for_more = not self._chosen or not all(map(self._is_there, self._chosen))
         self._chosen = []  # no ranks run: draining nodes may be left
         self._takes_offers = True
-        enough_since: float | None = None
+        enough_since, enough = began, 0
         pace = Pace("waiting for nodes", began)
         if self._gang is None:
             on_activity(f"waiting for nodes of {self._engine.name}: {self._what_is_missing()}")
@@ -113,13 +117,14 @@ class NodePool:
             problem = self._follow_engine(self._gang)
             self._take_ready()
             chosen, now = self._choose(), time.monotonic()
-            if problem is not None and not chosen:
+            if problem is not None and self._slots_to_come(self._gang) < self._request.min_slots:
                 raise LaunchError(problem)
             self._note_problem(problem)
-            if chosen and enough_since is None:
-                enough_since = now
-            has_all = self.slots_of(chosen) == self._request.slots
-            if has_all or (enough_since and now >= enough_since + self._replace_seconds and chosen):
+            if self.slots_of(chosen) != enough:  # others may follow the node that has come
+                enough_since, enough = now, self.slots_of(chosen)
+            has_all = enough == self._request.slots
+            has_waited = not waits_for_more or now >= enough_since + self._replace_seconds
+            if chosen and (has_all or has_waited):
                 for why in self._hub.take_rejected():
                     _logger.warning("%s", why)
                 self._chosen = chosen
@@ -144,6 +149,31 @@ class NodePool:
             return True
         self._unsuitable.discard(slots)
         return False
+
+    def has_trained(self) -> None:
+        """Note that the ranks of the last launch have trained."""
+        self._trained_on = list(self._chosen)
+
+    def retreat(self, why: str) -> bool:
+        """Leave the nodes that were taken after the last launch that has trained, for good.
+
+        From now on the run has no more slots than that launch, so that it takes no others in
+        addition.
+
+        Returns:
+            Whether there are such nodes, and enough without them.
+        """
+        new = [agent for agent in self._chosen if agent not in self._trained_on]
+        kept = [agent for agent in self._trained_on if self._is_there(agent)]
+        if not new or not kept or self.slots_of(kept) < self._request.min_slots:
+            return False
+        for agent in new:
+            self._gone.setdefault(agent.name, why)
+            agent.send(Leave())
+        _logger.warning("the run continues without %s", ", ".join(agent.name for agent in new))
+        self._request = replace(self._request, slots=self.slots_of(self._trained_on))
+        self._chosen = kept
+        return True
 
     @contextmanager
     def watching(
@@ -313,6 +343,12 @@ class NodePool:
         while there and self.slots_of(there) in self._unsuitable:
             there.pop()
         return there if self.slots_of(there) >= self._request.min_slots else []
+
+    def _slots_to_come(self, gang: Gang) -> int:
+        """The slots of nodes that have joined, and of those whose agents may still do so."""
+        agents = self._hub.agents
+        starting = sum(node.slots for node in gang.nodes if node.name not in agents)
+        return starting + sum(agent.slots for agent in agents.values() if self._is_there(agent))
 
     def _is_there(self, agent: ConnectedAgent) -> bool:
         return agent.lost is None and not agent.draining and agent.name not in self._gone

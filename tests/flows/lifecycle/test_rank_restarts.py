@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from trial_core.errors import RankFailed, Stalled
-from trialflow.flows.lifecycle.rank_restarts import Restarts
+from trial_core.errors import RankFailed, Stalled, TopologyMismatch
+from trialflow.flows.lifecycle.rank_restarts import Refusals, Restarts
 
 
 def killed() -> RankFailed:
@@ -84,3 +84,36 @@ def test_the_pause_before_a_restart_grows() -> None:
         pauses.append(restarts.pause_seconds)
     assert pauses == [0, 2, 4, 8, 16, 32, 60, 60]
     assert not restarts.grant(Stalled("no batch has ended"), a_run(8))
+
+
+def a_launch(slots: int, max_slots: int = 32, stop_request: Any = None) -> Any:
+    """A run whose trial is built on so many slots."""
+    return SimpleNamespace(
+        slots=SimpleNamespace(world_size=slots),
+        config=SimpleNamespace(resources=SimpleNamespace(max_slots=max_slots)),
+        stopping=SimpleNamespace(request=stop_request),
+    )
+
+
+def refused(message: str, during: str = "build-trial") -> RankFailed:
+    return RankFailed(
+        rank=0, host="here", during=during, error_type="TrialError", error_message=message
+    )
+
+
+def test_fewer_ranks_are_tried_if_the_trial_refuses_their_number() -> None:
+    """While it is built, or because a checkpoint cannot be restored. Not for the largest number."""
+    assert Refusals().grant(refused("24 does not divide 64"), a_launch(24))
+    assert Refusals().grant(TopologyMismatch("saved by 2 stages"), a_launch(24))
+    assert not Refusals().grant(refused("no such file"), a_launch(32))
+    assert not Refusals().grant(refused("a bad batch", during="train-workload"), a_launch(24))
+    assert not Refusals().grant(killed(), a_launch(24))
+    assert not Refusals().grant(refused("24"), a_launch(24, stop_request="cancelled"))
+
+
+def test_the_same_text_for_several_numbers_is_a_mistake() -> None:
+    """Which fewer ranks do not mend."""
+    refusals = Refusals()
+    assert refusals.grant(refused("no such file"), a_launch(24))
+    assert refusals.grant(refused("no such file"), a_launch(16))
+    assert not refusals.grant(refused("no such file"), a_launch(8))

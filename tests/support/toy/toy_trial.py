@@ -107,6 +107,8 @@ class ToyTrial(DeepSpeedTrial):
             "shuffle": True,
             **context.get_hparams(),
         }
+        if self.hparams.get("at_batch") == "build":
+            self._misbehave()
         # Parameters of even sizes: ZeRO-3 pads odd ones with uninitialised memory.
         model = torch.nn.Sequential(
             torch.nn.Linear(2, 16), torch.nn.Dropout(0.2), torch.nn.Tanh(), torch.nn.Linear(16, 2)
@@ -176,6 +178,8 @@ class ToyTrial(DeepSpeedTrial):
             time.sleep(3600)
         if do == "drain node":
             psutil.Process().parents()[1].terminate()
+            if self.hparams["at_batch"] == "build":
+                time.sleep(3600)
         if do == "exit":
             os._exit(7)
         if do == "terminate":

@@ -146,3 +146,34 @@ def test_the_stages_of_a_run_have_buckets() -> None:
     assert None not in [bucket_of(task.name) for task in tasks]
     assert bucket_of(callbacks.callbacks.name, "on_checkpoint_upload_end") == "checkpoint_stall"
     assert bucket_of(checkpoint.checkpoint_upload.name) is None  # beside training
+
+
+def test_a_move_to_other_nodes_is_a_drain_until_the_next_launch(
+    clock: RunClock, seconds: Seconds
+) -> None:
+    """Its last batches are training. Waiting for nodes is queueing only before the first launch."""
+    with clock.spending("train"):
+        seconds.now += 1
+        clock.drains()
+        seconds.now += 2
+    with clock.in_stage("checkpoint-save"):
+        seconds.now += 3
+    seconds.now += 4
+    clock.switch("launch")
+    with clock.in_stage("wait-for-nodes"):
+        seconds.now += 5
+    seconds.now += 6
+    clock.switch("idle")
+    seconds.now += 7
+    assert clock.slot_milliseconds() == {
+        "launch": 18000, "train": 9000, "drain": 21000, "idle": 36000,
+    }  # fmt: skip
+
+
+def test_waiting_for_the_first_nodes_is_queueing(seconds: Seconds) -> None:
+    clock = RunClock(now=seconds)
+    clock.switch("launch")
+    with clock.in_stage("wait-for-nodes"):
+        seconds.now += 5
+    clock.has_slots(2)
+    assert clock.slot_milliseconds() == {"queue": 10000}

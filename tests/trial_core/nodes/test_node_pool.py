@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from tests.support.nodes import FakeAgent, fake_agent, hub
+from tests.support.waiting import until
 from trial_core.errors import LaunchError, Stopped
 from trial_core.nodes.engine import (
     AgentEnded,
@@ -224,6 +225,50 @@ def test_a_refused_node_ends_no_run_that_has_enough(driver: Hub) -> None:
         assert isinstance(stray.next(), Refused)
         assert names(nodes) == ["first"]
         stray.close()
+
+
+def test_a_run_does_not_wait_again_for_more_nodes_than_it_needs(driver: Hub) -> None:
+    """Only at its start and after a loss: not for a restart, a taken offer or a refused number."""
+    engine = FakeEngine(driver, [2, 2])
+    with pool(engine, driver, 8, min_slots=2) as nodes:
+        until(lambda: len(nodes.gather()) == 2, "both nodes")
+        nodes._replace_seconds = 3600
+        assert len(names(nodes)) == 2
+        engine.spare = 2
+        with nodes.watching(pytest.fail, (offers := queue.Queue[str]()).put):
+            assert offers.get(timeout=60) == "there are nodes for 6 slots"
+        assert len(names(nodes)) == 3
+        assert nodes.leave_out(6)
+        assert len(names(nodes)) == 2
+
+
+def test_a_run_goes_back_to_the_nodes_that_have_trained(driver: Hub) -> None:
+    """If it cannot be launched with those that it has taken in addition. It takes no more then."""
+    engine = FakeEngine(driver, [1])
+    with pool(engine, driver, 2, min_slots=1) as nodes:
+        (first,) = names(nodes)
+        assert not nodes.retreat("it has not trained yet")
+        nodes.has_trained()
+        engine.spare = 1
+        with nodes.watching(pytest.fail, (offers := queue.Queue[str]()).put):
+            offers.get(timeout=60)
+        assert names(nodes) == [first, "spare"]
+        assert nodes.retreat("it sees another storage")
+        assert names(nodes) == [first]
+        assert isinstance(engine.agents["spare"].next(), Leave)
+        assert engine.given_up == ["spare"]
+        engine.spare = 1
+        assert names(nodes) == [first]
+        assert engine.spare == 1
+        assert not nodes.retreat("it fails on its own")
+
+
+def test_an_agent_that_cannot_start_ends_no_run_that_will_have_enough(driver: Hub) -> None:
+    """Although it fails before the others have joined."""
+    engine = FakeEngine(driver, [1, 1, 1])
+    engine.dies = {"node-0"}
+    with pool(engine, driver, 3, min_slots=2) as nodes:
+        assert sorted(names(nodes)) == ["node-1", "node-2"]
 
 
 def test_a_run_waits_for_more_nodes_than_it_needs(driver: Hub) -> None:
