@@ -1,6 +1,6 @@
-"""Runs on the nodes of each engine that starts agents, with a real cluster on this machine.
+"""Runs on the nodes of each engine, with a real cluster on this machine.
 
-`test_nodes` has runs whose agents are started by hand, and
+`test_nodes` has more runs whose agents are started by hand, and
 `tests/trial_core/nodes/test_engine_conformance.py` what engines do without ranks.
 """
 
@@ -22,7 +22,7 @@ from prefect.flow_runs import resume_flow_run
 from prefect.logging.configuration import setup_logging
 from prefect.states import Suspended
 
-from tests.support.engines import EngineCluster, agents_of, made_cluster
+from tests.support.engines import EngineCluster, agents_of, driver_address, made_cluster
 from tests.support.flow import breaking, train
 from tests.support.nodes import LOOPBACK
 from tests.support.prefect import PrefectServer
@@ -32,6 +32,7 @@ from tests.support.slots import lines, toy_config
 from tests.support.waiting import WAIT_SECONDS, until
 from tests.support.ways_to_stop import SAVING, Worker, on_a_worker
 from trial_core.errors import LaunchError
+from trial_core.nodes.join_token import write_token
 
 pytestmark = [pytest.mark.long, pytest.mark.slots, pytest.mark.server, pytest.mark.timeout(600)]
 
@@ -149,6 +150,7 @@ def test_a_run_shrinks_and_grows(
     )
 
 
+@pytest.mark.parametrize("cluster", ["ray", "slurm", "join"], indirect=True)
 def test_a_run_is_suspended_resumed_killed_and_cancelled(
     prefect_server: PrefectServer,
     shared_worker: Worker,
@@ -157,7 +159,11 @@ def test_a_run_is_suspended_resumed_killed_and_cancelled(
 ) -> None:
     """Each time no process is left on any node, and the trial continues where it was saved."""
     resources = on_two_nodes(cluster)
+    token = write_token(tmp_path / "token")
+    resources["channel"]["token_file"] = str(tmp_path / "token")
+    expect = partial(cluster.expect, driver_address(resources), token)
     home = {"TRIALFLOW_HOME": str(tmp_path / "home")}
+    expect()
     with on_a_worker(
         prefect_server, shared_worker, tmp_path, {"env": {**home, **cluster.variables()}},
         resources=resources, **SAVING,
@@ -167,6 +173,7 @@ def test_a_run_is_suspended_resumed_killed_and_cancelled(
             client.set_flow_run_state(UUID(scene.run_id), Suspended(timeout_seconds=600))
         assert_gone(processes, resources)
         saved = assert_saved_where_it_ended(scene)
+        expect()
         with prefect_server.configured():
             resume_flow_run(UUID(scene.run_id))
         scene.until_resumed(saved, saved)
@@ -177,6 +184,7 @@ def test_a_run_is_suspended_resumed_killed_and_cancelled(
         assert_gone(processes, resources)
 
         seen = len(scene.seen())
+        expect()
         scene.create_run(scene.trial)
         scene.until_resumed(scene.saved(), seen)
         processes = started(scene, resources)
@@ -197,7 +205,7 @@ def started(scene: Scene, resources: dict[str, Any]) -> list[int]:
     """The driver of a run that trains, its agents, and all their children."""
     scene.until_trained(len(scene.seen()) + 5)
     parents = [driver_of(scene, resources), *agents_of(resources)]
-    assert len(parents) >= 3  # two agents, and what starts them
+    assert len(parents) >= 3  # two agents, and what an engine starts them with
     return [*parents, *(child for parent in parents for child in descendants(parent))]
 
 

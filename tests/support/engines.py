@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import psutil
 import pytest
 
-from tests.support.nodes import Agents, hub
+from tests.support.nodes import LOOPBACK, Agents, hub
 from tests.support.processes import kill
 from tests.support.ray import RayCluster
 from tests.support.slurm import Slurm
@@ -338,6 +338,11 @@ def processes_of(driver: str) -> dict[int, str]:
     return {pid: command for pid, command in found.items() if driver in command}
 
 
+def driver_address(resources: Mapping[str, Any]) -> str:
+    """The address of a driver whose experiment says at which port it listens."""
+    return f"tls://{LOOPBACK}:{resources['channel']['ports']}"
+
+
 def agents_of(resources: Mapping[str, Any]) -> list[int]:
-    """The agents of a run whose experiment says at which port its driver listens."""
-    return [*processes_of(f"tls://127.0.0.1:{resources['channel']['ports']}")]
+    """The agents of such a driver."""
+    return [*processes_of(driver_address(resources))]
