@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from pathlib import Path
 from typing import Any, get_args
 
 import prefect.server.api
 import pytest
+from kubeflow_trainer_api.models.io_k8s_api_batch_v1_job_spec import IoK8sApiBatchV1JobSpec
 from prefect.server.schemas.actions import validate_base_job_template
 from prefect.utilities.schema_tools.validation import ValidationError, validate
 from prefect.utilities.templating import apply_values
@@ -60,6 +62,11 @@ def paths(nested: Any, before: str = "") -> set[str]:
     return set().union(*(paths(value, path) for path, value in below.items())) or {before}
 
 
+MISPLACED = {f"/job_manifest/spec/template/spec/{name}" for name in ("completions", "parallelism")}
+"""Prefect's template has them in the pod, where Kubernetes knows no such fields; here the Job has
+them."""
+
+
 @pytest.mark.parametrize("pool_type", POOL_TYPES)
 def test_a_template_extends_prefects(pool_type: PoolType) -> None:
     """Prefect accepts it, and it has all variables of Prefect's own template."""
@@ -68,7 +75,8 @@ def test_a_template_extends_prefects(pool_type: PoolType) -> None:
     missing = set(theirs["variables"]["properties"]) - set(ours["variables"]["properties"])
     assert missing == set()
     assert paths(theirs["job_configuration"]) - paths(ours["job_configuration"]) <= {
-        "/env"  # here a mapping
+        "/env",  # here a mapping
+        *MISPLACED,
     }
 
 
@@ -181,6 +189,17 @@ def test_the_variables_of_a_kubernetes_pool() -> None:
     assert pod["volumes"][0]["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
     assert pod["nodeSelector"] == {"gpu": "h100"}
     assert pod["terminationGracePeriodSeconds"] == 120
+
+
+def test_a_kubernetes_run_fits_the_published_schema() -> None:
+    """Every field of the Job is known where it stands. The worker itself writes the command and
+    the environment as lists, and the namespace."""
+    spec = rendered("kubernetes", image="mine:1", gpus=8)["job_manifest"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    container.update(args=["prefect"], env=[{"name": "A", "value": "b"}])
+    known = IoK8sApiBatchV1JobSpec.from_dict(copy.deepcopy(spec))
+    assert known is not None
+    assert known.to_dict() == spec
 
 
 def test_kubernetes_waits_until_a_run_has_saved() -> None:
