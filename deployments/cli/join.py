@@ -55,5 +55,5 @@ def join(
     form = "%(asctime)s %(message)s"
     logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)
     code = run_agent(driver, token, slots=slots, wait_seconds=wait_seconds)
-    console.note("this node has left the run" if code else "the run has ended")
+    console.note("this node has left the run" if code else "the driver needs this node no longer")
     return code

@@ -66,7 +66,9 @@ def test_the_command_that_a_run_shows_joins_it(tmp_path: Path, server: Mapping[s
     assert json.loads(out)["batches_trained"] == 8
     for node in nodes:
         _, error = node.communicate(timeout=END_SECONDS)
-        assert (node.returncode, "the run has ended" in error) == (0, True), error
+        assert (node.returncode, "the driver needs this node no longer" in error) == (0, True), (
+            error
+        )
 
 
 def test_a_node_without_a_driver_says_what_to_check(tmp_path: Path) -> None:
