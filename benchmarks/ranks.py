@@ -22,7 +22,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
 
 def experiment(
-    trial_class: str, world_size: int, storage_url: str, **fields: Any
+    trial_class: str, world_size: int, storage: str | dict[str, Any], **fields: Any
 ) -> ExperimentConfig:
     """The experiment of a class in `benchmarks.trial`, or of ``module:Class``.
 
@@ -39,7 +39,7 @@ def experiment(
                 "metric": "seconds",
                 "max_length": {"batches": 1},
             },
-            "checkpoint_storage": storage_url,
+            "checkpoint_storage": storage,
             "environment": {"environment_variables": ENVIRONMENT},
             "max_restarts": 0,
             **fields,

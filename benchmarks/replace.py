@@ -10,7 +10,8 @@ the storage, in alternating order:
 - ``rank``: two ranks on one machine. In the other run, the ranks are new interpreters, and what
   is kept on this machine of the checkpoint is deleted.
 
-The server is the embedded one with a new database, or that of PREFECT_API_URL.
+With ``--s3`` checkpoints are in a real S3 gateway (Ceph) on this machine, else in a local folder.
+The Prefect server is the embedded one with a new database, or that of PREFECT_API_URL.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from benchmarks.figures import Estimate, conclude
 from benchmarks.ranks import ROOT, experiment, rank_processes
 from benchmarks.restart import ENDLESS, SCHEDULING_UNIT, Killer
 from benchmarks.workload import temporary_homes
+from tests.support.s3 import S3Server, ceph_gateway
 from trial_core.nodes.engine import AGENT_MODULE
 from trial_core.nodes.join_token import write_token
 from trial_core.run.observer import observing
@@ -189,21 +191,43 @@ def agents_of_run(folder: Path, count: int) -> Iterator[tuple[dict[str, Any], Ag
         agents.end()
 
 
-def run_turn(folder: Path, case: str, model: str, is_new: bool) -> Turn:
+@dataclass(frozen=True)
+class Setting:
+    """What all runs share.
+
+    Attributes:
+        folder: below which everything is written.
+        model: a name in `benchmarks.models.MODELS`.
+        server: for the checkpoints; None: they are in `folder`.
+    """
+
+    folder: Path
+    model: str
+    server: S3Server | None
+
+    def storage(self, name: str) -> dict[str, Any]:
+        """The section `checkpoint_storage` of the run with this name."""
+        if self.server is None:
+            return {"url": f"file://{self.folder}/{name}"}
+        return {"url": self.server.new_bucket(), "options": self.server.options}
+
+
+def run_turn(setting: Setting, case: str, is_new: bool) -> Turn:
     """Train, kill, and train a batch again.
 
     Args:
         is_new: whether to replace all.
     """
     name = uuid.uuid4().hex[:8]
+    folder = setting.folder
     if case == "rank":
         resources = {"slots_per_trial": 2, "preload": not is_new}
         return train_until_replaced(
-            folder, name, model, resources, lambda: kill_rank(folder if is_new else None)
+            setting, name, resources, lambda: kill_rank(folder if is_new else None)
         )
     with agents_of_run(folder / f"nodes-{name}", 2 if is_new else 3) as (resources, agents):
         kill = agents.renew_all if is_new else agents.kill_one
-        return train_until_replaced(folder, name, model, resources, kill)
+        return train_until_replaced(setting, name, resources, kill)
 
 
 def kill_rank(forgetful: Path | None) -> None:
@@ -218,17 +242,17 @@ def kill_rank(forgetful: Path | None) -> None:
 
 
 def train_until_replaced(
-    folder: Path, name: str, model: str, resources: dict[str, Any], kill: Callable[[], None]
+    setting: Setting, name: str, resources: dict[str, Any], kill: Callable[[], None]
 ) -> Turn:
     """Run the flow until a batch was trained after `kill`."""
     from trialflow.flows.train import train  # Prefect reads its settings when it is imported
 
-    record = folder / f"{name}.txt"
+    record = setting.folder / f"{name}.txt"
     config = experiment(
-        "benchmarks.stopping_trial:RestartedTrial", 2, f"file://{folder}/{name}",
+        "benchmarks.stopping_trial:RestartedTrial", 2, setting.storage(name),
         name=name,
         hyperparameters={
-            "model": model, "bare_batches": 1, "record": str(record), "waits": False,
+            "model": setting.model, "bare_batches": 1, "record": str(record), "waits": False,
         },
         searcher={"name": "single", "metric": "seconds", "max_length": {"batches": ENDLESS}},
         scheduling_unit=SCHEDULING_UNIT, min_checkpoint_period={"batches": SCHEDULING_UNIT},
@@ -246,26 +270,29 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--model", default="medium")
+    parser.add_argument("--s3", action="store_true")
     arguments = parser.parse_args()
     figures: dict[str, float] = {}
-    with temporary_homes() as folder:
+    s3 = ceph_gateway() if arguments.s3 else nullcontext()
+    with temporary_homes() as folder, s3 as server:
+        setting = Setting(folder, arguments.model, server)
         from trialflow.flows.server.embedded_server import prefect_api
 
         with prefect_api():
             for case in arguments.cases:
-                turns = measure(folder, case, arguments.model, arguments.pairs)
+                turns = measure(setting, case, arguments.pairs)
                 figures |= figures_of(case, turns)
     conclude(figures, {name: most for name, most in TARGETS.items() if name in figures})
 
 
-def measure(folder: Path, case: str, model: str, pairs: int) -> dict[bool, list[Turn]]:
+def measure(setting: Setting, case: str, pairs: int) -> dict[bool, list[Turn]]:
     """The turns with all new (True), and with what was lost replaced, one of each per pair."""
     turns: dict[bool, list[Turn]] = {True: [], False: []}
     for number in range(pairs):
         # The order alternates, so that a drift of the machine's speed cancels out.
         for is_new in (True, False) if number % 2 == 0 else (False, True):
             began = time.monotonic()
-            turn = run_turn(folder, case, model, is_new)
+            turn = run_turn(setting, case, is_new)
             turns[is_new].append(turn)
             phases = ", ".join(f"{name} {getattr(turn, name):.2f}" for name in PHASES)
             print(
