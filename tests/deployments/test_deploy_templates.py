@@ -14,11 +14,16 @@ from kubeflow_trainer_api.models.io_k8s_api_batch_v1_job_spec import IoK8sApiBat
 from prefect.server.schemas.actions import validate_base_job_template
 from prefect.utilities.schema_tools.validation import ValidationError, validate
 from prefect.utilities.templating import apply_values
-from prefect.workers.process import ProcessJobConfiguration
+from prefect.workers.base import BaseJobConfiguration
 
+from tests.support.cli import write_experiment
+from trial_core.config import load_config
+from trial_core.config.resources_section import ResourcesConfig
 from trial_core.config.stopping_section import StoppingConfig
+from trial_core.nodes.ray_engine import RayEngine
 from trial_core.slots.device_locks import LOCKS_VARIABLE
 from trialflow.deployments.desired_state import PoolType, deployments, job_template
+from trialflow.flows.rank_placement import ENGINE_VARIABLE, choose_engine
 
 POOL_TYPES = get_args(PoolType)
 WORKERS = "collections_data/views/aggregate-worker-metadata.json"
@@ -49,6 +54,15 @@ def rendered(pool_type: PoolType, **variables: Any) -> dict[str, Any]:
     }
     values: dict[str, Any] = apply_values(template["job_configuration"], {**defaults, **variables})
     return values
+
+
+def environment(pool_type: PoolType, **variables: Any) -> dict[str, str]:
+    """The environment of a run with these job variables, and with another one."""
+    no_client: Any = object()  # no request is made
+    making = BaseJobConfiguration.from_template_and_values(
+        job_template(pool_type), {"env": {"MINE": "1"}, **variables}, client=no_client
+    )
+    return {name: value for name, value in asyncio.run(making).env.items() if value is not None}
 
 
 def paths(nested: Any, before: str = "") -> set[str]:
@@ -82,19 +96,20 @@ def test_a_template_extends_prefects(pool_type: PoolType) -> None:
 
 def test_a_process_pool_can_be_limited_to_some_gpus() -> None:
     """`cuda_visible_devices` is set in the runs' environment; unset, the worker's value stays."""
+    limited = environment("process", cuda_visible_devices="2,3")
+    assert limited == {"MINE": "1", "CUDA_VISIBLE_DEVICES": "2,3"}
+    assert environment("process") == {"MINE": "1"}
 
-    no_client: Any = object()  # no request is made
 
-    def environment(**variables: Any) -> dict[str, Any]:
-        making = ProcessJobConfiguration.from_template_and_values(
-            job_template("process"),
-            {"env": {"MINE": "1"}, **variables},
-            client=no_client,
-        )
-        return dict(asyncio.run(making).env)
-
-    assert environment(cuda_visible_devices="2,3") == {"MINE": "1", "CUDA_VISIBLE_DEVICES": "2,3"}
-    assert environment() == {"MINE": "1"}
+@pytest.mark.parametrize("pool_type", POOL_TYPES)
+def test_a_pool_names_the_engine_of_its_runs(tmp_path: Path, pool_type: PoolType) -> None:
+    """`engine` places the runs whose experiment does not say where; unset, the worker's value
+    stays."""
+    config = load_config(write_experiment(tmp_path))
+    assert isinstance(choose_engine(config, environment(pool_type, engine="ray")), RayEngine)
+    assert ENGINE_VARIABLE not in environment(pool_type)
+    names = set(job_template(pool_type)["variables"]["properties"]["engine"]["enum"])
+    assert names < set(get_args(ResourcesConfig.model_fields["engine"].annotation))
 
 
 def test_a_docker_run_has_gpus_and_shared_memory() -> None:
