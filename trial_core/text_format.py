@@ -124,7 +124,7 @@ def ranks_by_node(nodes: Sequence[str]) -> str:
         ranks = list(group)
         span = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
         parts.append(f"{span} on {node}")
-    return f"ranks {', '.join(parts)}"
+    return f"rank{'s' if len(nodes) > 1 else ''} {', '.join(parts)}"
 
 
 def plural(count: int, noun: str) -> str:

@@ -131,8 +131,23 @@ class WarningsOfTrialflow(logging.Handler):
         warning(record.getMessage())
 
 
-OWN_WARNINGS = WarningsOfTrialflow()
+_OWN_LOGGERS = tuple(map(logging.getLogger, ("trial_core", "trialflow")))
+_OWN_WARNINGS = WarningsOfTrialflow()
 """The single instance: a logger adds the same handler only once."""
+
+
+def show_warnings() -> None:
+    """Print the warnings and errors that trialflow's own modules log."""
+    for logger in _OWN_LOGGERS:
+        logger.addHandler(_OWN_WARNINGS)
+
+
+def show_log() -> None:
+    """Print to stderr what all modules log, with times, in place of warnings alone."""
+    for logger in _OWN_LOGGERS:
+        logger.removeHandler(_OWN_WARNINGS)
+    form = "%(asctime)s %(message)s"
+    logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)
 
 
 def _say(kind: str, text: str, colour: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -52,8 +51,7 @@ def join(
         token = token_of_file(token_file)
     else:
         token = checked_token(sys.stdin.read(), "standard input")
-    form = "%(asctime)s %(message)s"
-    logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)
+    console.show_log()
     code = run_agent(driver, token, slots=slots, wait_seconds=wait_seconds)
     console.note("this node has left the run" if code else "the driver needs this node no longer")
     return code

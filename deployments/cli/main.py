@@ -7,7 +7,6 @@ when it runs, so that `--help` answers at once.
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import os
 import sys
 import warnings
@@ -103,8 +102,7 @@ def _keep_the_terminal_clean() -> None:
     """Hide libraries' warnings unless -W is given; print characters a terminal lacks as "?"."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
-    for package in ("trial_core", "trialflow"):
-        logging.getLogger(package).addHandler(console.OWN_WARNINGS)
+    console.show_warnings()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")

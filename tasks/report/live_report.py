@@ -126,11 +126,12 @@ class Report(Observer):
         self._observer.run_started(trial, total_batches, begins_at, batch_samples)
 
     def ranks_placed(self, nodes: Sequence[str]) -> None:
-        placed = text_format.ranks_by_node(nodes) if len(set(nodes)) > 1 else ""
+        placed = text_format.ranks_by_node(nodes)
         with self._update() as facts:
             if self._placed not in (None, placed):
-                facts.history.add_event(facts.run_status.batches, f"now {placed or 'on one node'}")
-            facts.placed = self._placed = placed
+                facts.history.add_event(facts.run_status.batches, f"now {placed}")
+            self._placed = placed
+            facts.placed = placed if len(set(nodes)) > 1 else ""
         self._observer.ranks_placed(nodes)
 
     def stage_started(self, stage: str, detail: str) -> None:

@@ -144,7 +144,7 @@ def test_a_run_shrinks_and_grows(
     assert sorted(agent.wait(END_SECONDS) for agent in agents.started) == [-9, 0, 0]
     report = Path(result.report_path).read_text()
     assert re.search(
-        r"now on one node(.|\n)*saved, to continue on other nodes: there are nodes for 2 slots"
+        r"now rank 0 on (.|\n)*saved, to continue on other nodes: there are nodes for 2 slots"
         r"(.|\n)*now ranks 0 on", report,
     )  # fmt: skip
     records = [lines(here, "samples", rank) for rank in (0, 1)]

@@ -77,6 +77,7 @@ from trial_core.slots.framing import (
 from trial_core.slots.launcher import Launch, LocalLink, Place, launch_here, rank_environment
 from trial_core.slots.rank_handle import RankHandle
 from trial_core.slots.rank_network import addresses_in
+from trial_core.text_format import plural
 from trial_core.transfer.code_folder import unpack_code
 
 logger = logging.getLogger(__name__)
@@ -241,7 +242,9 @@ class Agent:
         except (TrialflowError, OSError) as error:
             self._send(NodeReady(problem=str(error)))
             return
-        logger.info("joined as node %s with %d slots, at %s", welcome.node, slots, self._address)
+        logger.info(
+            "joined as node %s with %s, at %s", welcome.node, plural(slots, "slot"), self._address
+        )
         self._send(NodeReady(slots=slots, address=self._address))
 
     def _address_in(self, network: str | None) -> str:
