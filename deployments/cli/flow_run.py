@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +45,7 @@ class FlowRun(Generic[Result]):
         self.later_ui: str | None = None
         self._display = display
         self._code_folder = code_folder
+        self._is_on_terminal = sys.stdout.isatty()
 
     def run(self, call: Callable[[StateHook], Result]) -> int:
         """Run the flow; report its failure on stderr; return the exit code.
@@ -73,7 +75,9 @@ class FlowRun(Generic[Result]):
         from trialflow.flows.server.embedded_server import is_unauthorized, prefect_api
         from trialflow.flows.server.prefect_server import PrefectServerError
 
-        with self._display, prefect_api(waiting_for=self._display.waiting_for) as api:
+        # What libraries print goes to stderr: stdout is for the display and the result.
+        away = contextlib.redirect_stdout(sys.stderr)
+        with self._display, prefect_api(waiting_for=self._display.waiting_for) as api, away:
             import httpx
             from prefect.exceptions import Abort, CancelledRun, Pause
 
@@ -114,9 +118,18 @@ class FlowRun(Generic[Result]):
             if api.is_of_up:
                 self._display.say(f"on the server of `trialflow up`, {api.api_url}")
             if api.ui_url:
-                self._display.say(f"watch it at {_way_in(api, api.ui_url, self.flow_run_id)}")
+                self._display.say(f"watch it at {self._way_in(api, api.ui_url, self.flow_run_id)}")
 
         return announce
+
+    def _way_in(self, api: PrefectApi, ui_url: str, flow_run_id: str) -> str:
+        """The run's page. Others may read a log file: only a terminal gets a link that logs in."""
+        if api.login is None:
+            return _page(ui_url, flow_run_id)
+        page = _page(_newer_ui(ui_url), flow_run_id)
+        if self._is_on_terminal:
+            return api.login.link(page)
+        return f"{page} (password: in {api.login.path})"
 
     def _stopped(self, signal_name: str, exit_code: int) -> int:
         self.stopped_by = signal_name
@@ -124,16 +137,6 @@ class FlowRun(Generic[Result]):
         after = f" after {text_format.plural(batches, 'batch')}" if batches else ""
         console.note(f"stopped by {signal_name}{after}")
         return exit_code
-
-
-def _way_in(api: PrefectApi, ui_url: str, flow_run_id: str) -> str:
-    """The run's page. Others may read a log file, so only a terminal shows a link that logs in."""
-    if api.login is None:
-        return _page(ui_url, flow_run_id)
-    page = _page(_newer_ui(ui_url), flow_run_id)
-    if sys.stdout.isatty():
-        return api.login.link(page)
-    return f"{page} (password: in {api.login.path})"
 
 
 def _page(ui_url: str, flow_run_id: str) -> str:

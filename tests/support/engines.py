@@ -23,6 +23,7 @@ from trial_core.nodes.hub import ConnectedAgent
 from trial_core.nodes.join_engine import JoinEngine
 from trial_core.nodes.join_token import new_token
 from trial_core.nodes.node_pool import NodePool
+from trial_core.nodes.ray_connection import import_ray
 from trial_core.nodes.ray_engine import RayEngine
 from trial_core.nodes.slurm_engine import SlurmEngine
 
@@ -126,8 +127,7 @@ class OfRay:
 
     def restore(self) -> None:
         """Replace the nodes that a test has drained, killed or added."""
-        import ray
-
+        ray = import_ray()
         for node in self._harmed:
             self._cluster.end(node)
 
@@ -228,9 +228,7 @@ class OfJoin:
 
 def placement_groups() -> list[str]:
     """The states of Ray's placement groups that there still are."""
-    import ray
-
-    table = ray.util.placement_group_table()
+    table = import_ray().util.placement_group_table()
     return [each["state"] for each in table.values() if each["state"] != "REMOVED"]
 
 
@@ -243,8 +241,7 @@ def admitted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def connected(ray_cluster: RayCluster) -> Iterator[None]:
     """This process is connected already, as a flow that uses Ray itself."""
-    import ray
-
+    ray = import_ray()
     on_sigterm = signal.getsignal(signal.SIGTERM)  # `ray.init` sets another handler
     ray.init(ray_cluster.address, log_to_driver=False)
     yield

@@ -184,6 +184,9 @@ def import_ray() -> Any:
     Raises:
         LaunchError: it is not installed.
     """
+    # Ray prints pages about a dead machine, also if log_to_driver=False; the run says it in a line.
+    # The variable is read when Ray is imported.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^Raylet is terminated|marked dead because")
     try:
         return importlib.import_module("ray")
     except ImportError as error:

@@ -60,13 +60,24 @@ def test_a_flow_that_returns(run: FlowRun[str], out: io.StringIO) -> None:
     assert out.getvalue().startswith("starting a server…\n")
 
 
-def test_the_link_on_a_terminal(
-    run: FlowRun[str], out: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("run")
+def test_the_link_on_a_terminal(out: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     """It logs in. A log file, which others may read, has no password (see above)."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    run = FlowRun[str](PlainLines(out), Path("/code"))
     run.run(lambda on_running: str(on_running(None, SimpleNamespace(id="1234"), None)))
     assert "watch it at http://server/trialflow/v2/runs/flow-run/1234#me:secret\n" in out.getvalue()
+
+
+def test_what_a_library_prints(run: FlowRun[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Ray prints in the driver's process. It is on stderr: stdout may be read by a program."""
+
+    def call(on_running: StateHook) -> str:
+        print("of a library")
+        return "result"
+
+    assert run.run(call) == 0
+    assert capsys.readouterr() == ("", "of a library\n")
 
 
 @pytest.mark.parametrize(

@@ -146,8 +146,10 @@ def test_a_place_for_all_slots_together_is_not_enough() -> None:
 
 
 @pytest.mark.long
-def test_a_draining_machine_has_a_stand_in_until_it_is_dead(tmp_path: Path) -> None:
-    """Then Ray moves its bundle, and the gang offers that again, too."""
+def test_a_draining_machine_has_a_stand_in_until_it_is_dead(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Then Ray moves its bundle, and the gang offers that again, too. Ray itself prints nothing."""
     with started_ray_cluster(0, 2, 2) as cluster, pytest.MonkeyPatch.context() as patch:
         for name, value in cluster.environment.items():
             patch.setenv(name, value)
@@ -174,6 +176,7 @@ def test_a_draining_machine_has_a_stand_in_until_it_is_dead(tmp_path: Path) -> N
             (end,) = until(gang.events, "the node's end")
             assert end.node == other.name
             assert re.search(r"raylet, process \d+ on .*, has ended|node has died", end.why)
+            assert capsys.readouterr().out == ""
         finally:
             gang.release()
 
