@@ -35,7 +35,7 @@ from trial_core.run.observer import current_observer
 from trial_core.run.run_dirs import locked_run_dir, trial_id
 from trial_core.run.stop_requests import StopHandler
 from trial_core.text_format import unique_slug
-from trial_core.transfer.trial_code import code_of_folder
+from trial_core.transfer.trial_code import TrialCode, code_of_folder
 from trialflow.flows.code_source import fetched_code, refuse_missing_code
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.run_log import readable_task_log
@@ -148,8 +148,10 @@ def evaluate_checkpoint(
     ):
         if config.environment.code == "from_checkpoint":
             code = fetched_code(store, candidates[0], run_dir)
-        else:
+        elif placement.sends_code:
             code = code_of_folder(config.code, store, get_run_logger())
+        else:
+            code = TrialCode(config.code)
         run = TrialRun(
             config, name, run_dir, store, current_observer(), stopping, claim, devices=devices,
             code=code,

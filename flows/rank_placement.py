@@ -42,7 +42,13 @@ ENGINE_VARIABLE = "TRIALFLOW_ENGINE"
 
 
 class Placement(Protocol):
-    """Where the ranks of all launches of a run start."""
+    """Where the ranks of all launches of a run start.
+
+    Attributes:
+        sends_code: whether the code has to be packed, to be sent to where they start.
+    """
+
+    sends_code: bool
 
     def prepare(self, run: TrialRun) -> tuple[int, Launcher]:
         """How many ranks to launch now, and what starts them.
@@ -60,7 +66,7 @@ class Placement(Protocol):
         """
 
     def has_trained(self) -> None:
-        """Note that the ranks of the last launch have trained."""
+        """Note that the ranks of the last launch have trained a batch."""
 
     def retreat(self, why: str) -> bool:
         """Leave the nodes that were taken after the last launch that has trained.
@@ -70,6 +76,12 @@ class Placement(Protocol):
 
         Returns:
             Whether there are such nodes, and enough without them.
+        """
+
+    def leave(self, node: str, why: str) -> None:
+        """Leave a node if it was taken after the last launch that has trained.
+
+        Another one may be taken in its place.
         """
 
     def watching(self, run: TrialRun) -> AbstractContextManager[None]:
@@ -82,6 +94,8 @@ class ThisMachine:
     Args:
         fork_server: starts them; None: each launch starts one.
     """
+
+    sends_code = False
 
     def __init__(self, fork_server: ForkServer | None = None) -> None:
         self._fork_server = fork_server
@@ -104,6 +118,9 @@ class ThisMachine:
         """Part of `Placement`."""
         return False
 
+    def leave(self, node: str, why: str) -> None:
+        """Part of `Placement`."""
+
     def watching(self, run: TrialRun) -> AbstractContextManager[None]:
         """Part of `Placement`."""
         return nullcontext()
@@ -117,27 +134,29 @@ class OnNodes:
 
     Args:
         wanted: what the run needs, for people.
+        sends_code: as in `Placement`; else every node has the folder under its path.
     """
 
-    def __init__(self, pool: NodePool, wanted: str) -> None:
+    def __init__(self, pool: NodePool, wanted: str, sends_code: bool) -> None:
         self.pool = pool
+        self.sends_code = sends_code
         self._wanted = wanted
 
     def prepare(self, run: TrialRun) -> tuple[int, Launcher]:
         """Part of `Placement`. Waits for the nodes."""
+        run.clock.has_left(self.pool.slots_left)
         with run.stage("wait-for-nodes", self._wanted):
             agents = self.pool.gather(
                 lambda: run.stopping.request is not None, on_activity=run.note_activity
             )
         nodes = ", ".join(f"{agent.name} ({agent.slots} slots)" for agent in agents)
         run.logger.info("the nodes of this launch: %s", nodes)
-        is_shared = run.config.environment.code == "shared"
-        if not is_shared and run.code.archive is None:
+        if self.sends_code and run.code.archive is None:
             raise LaunchError(
                 f"{run.code.folder} holds no code that could be sent to the nodes: start the run "
                 "in the folder of its code, or mount that on every node (environment.code: shared)"
             )
-        code = NodeCode(None if is_shared else run.code.archive, run.code.folder)
+        code = NodeCode(run.code.archive if self.sends_code else None, run.code.folder)
         key = layout.claim_key(run.trial)
         return self.pool.slots_of(agents), NodeLauncher(agents, code, run.store.spec, key)
 
@@ -152,6 +171,10 @@ class OnNodes:
     def retreat(self, why: str) -> bool:
         """Part of `Placement`."""
         return self.pool.retreat(why)
+
+    def leave(self, node: str, why: str) -> None:
+        """Part of `Placement`."""
+        self.pool.leave(node, why)
 
     def watching(self, run: TrialRun) -> AbstractContextManager[None]:
         """Part of `Placement`."""
@@ -229,7 +252,8 @@ def on_nodes(
             command = f"--driver {hub.address} --token-file {_token_path(config, run_dir)}"
             announce(f"run this on each node: trialflow join {command}")
         least = f"{request.min_slots} to " if request.min_slots < request.slots else ""
-        yield OnNodes(pool, least + plural(request.slots, "slot"))
+        sends_code = config.environment.code != "shared"
+        yield OnNodes(pool, least + plural(request.slots, "slot"), sends_code)
 
 
 def _announce(how: str) -> None:

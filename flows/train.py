@@ -47,7 +47,7 @@ from trial_core.transfer.trial_code import code_of_folder
 from trial_core.units import EpochLength, in_batches
 from trialflow.flows.code_source import refuse_missing_code, stored_trial_code
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
-from trialflow.flows.lifecycle.rank_restarts import Refusals, Restarts
+from trialflow.flows.lifecycle.relaunches import Relaunches
 from trialflow.flows.lifecycle.run_log import readable_task_log
 from trialflow.flows.lifecycle.run_names import train_name
 from trialflow.flows.lifecycle.shared_gpus import gpu_slots
@@ -132,8 +132,8 @@ def train_trial(
     """
     store = CheckpointStore(config.checkpoint_storage.url, config.checkpoint_storage.options)
     store.check_writable()
-    restarts, clock = Restarts(config.max_restarts), RunClock(waited_seconds)
-    refusals, moved = Refusals(), None  # `moved`: the result of a launch that left its nodes
+    clock = RunClock(waited_seconds)
+    moved = None  # the result of a launch that left its nodes
     with (
         locked_run_dir(trial, takeover_wait_seconds(config)) as run_dir,
         # Once, not per restart: a restart must not take the trial back from a newer run.
@@ -149,6 +149,7 @@ def train_trial(
         ) as report,
         place_ranks(config, run_dir) as placement,
     ):  # fmt: skip
+        relaunches = Relaunches(placement, report, config.max_restarts)
         clock.switch("launch")
         stored_code = stored_trial_code(config, store, trial, run_dir)
         while True:
@@ -160,22 +161,22 @@ def train_trial(
             )  # fmt: skip
             sweep_leftovers(run)
             try:
-                result = train_once(run, placement)
+                result = train_once(run, placement, relaunches)
             except (RankFailed, Stalled, LaunchError, TopologyMismatch) as failure:
                 clock.switch("idle")
                 moved = None  # there may be a newer checkpoint
                 if isinstance(failure, (RankFailed, Stalled)) and stopping.request is not None:
                     get_run_logger().error("%s", failure.report())
                     raise Stopped(f"{while_stopping(failure)}{report.last_checkpoint}") from failure
-                if not launches_again(failure, run, placement, restarts, refusals, report):
+                if not relaunches.grant(failure, run):
                     raise
                 clear_rank_files(run_dir)
-                if stopping.wait(restarts.pause_seconds):
+                if stopping.wait(relaunches.pause_seconds):
                     raise Stopped(f"no ranks ran{report.last_checkpoint}") from failure
                 continue
             except Stopped as stopped:
                 if run.moves and stopping.request is None:  # before there was anything to save
-                    report.moving(run.moves)
+                    report.moving(f"ended before training, to continue on other nodes: {run.moves}")
                     clear_rank_files(run_dir)
                     continue
                 if moved is None or run.can_save:
@@ -188,7 +189,7 @@ def train_trial(
             if not (run.moves and _continues_elsewhere(run, result)):
                 break
             moved = result
-            report.moving(run.moves)
+            report.moving(f"saved, to continue on other nodes: {run.moves}")
             clear_rank_files(run_dir)
         if not result.stopped_early:
             clear_kept(run_dir)
@@ -204,7 +205,7 @@ def train_trial(
         )
 
 
-def train_once(run: TrialRun, placement: Placement) -> TrialResult:
+def train_once(run: TrialRun, placement: Placement, relaunches: Relaunches) -> TrialResult:
     """Launch the ranks of `run`, and train until it ends, is stopped or moves to other nodes."""
     # In this order: uploads need the ranks, and end before or (memory://) after them.
     with (
@@ -218,34 +219,11 @@ def train_once(run: TrialRun, placement: Placement) -> TrialResult:
             build_trial(run)
             stages = TrainStages(run, uploads)
             return follow_script(run, stages) if run.config.is_script else follow_schedule(stages)
+        except RankFailed as failure:
+            run.note_failure(failure)
+            raise
         finally:
-            if run.has_trained:
-                placement.has_trained()
-
-
-def launches_again(
-    failure: RankFailed | Stalled | LaunchError | TopologyMismatch,
-    run: TrialRun,
-    placement: Placement,
-    restarts: Restarts,
-    refusals: Refusals,
-    report: Report,
-) -> bool:
-    """Whether to launch the ranks of a failed run again: fewer, as before, or on fewer nodes."""
-    logger = get_run_logger()
-    if refusals.grant(failure, run) and placement.leave_out(run.slots.world_size):
-        slots = run.slots.world_size
-        logger.warning("the trial refuses %d slots, so it gets fewer: %s", slots, failure)
-        return True
-    if isinstance(failure, (RankFailed, Stalled)):
-        logger.error("%s", failure.report())
-        if restarts.grant(failure, run):
-            report.restarting(str(failure), restarts.count, restarts.limit)
-            return True
-    if run.stopping.request is None and placement.retreat(str(failure)):
-        report.moving(f"back to the nodes that have trained, because {failure}")
-        return True
-    return False
+            relaunches.launch_ended(run)
 
 
 def _continues_elsewhere(run: TrialRun, result: TrialResult) -> bool:
@@ -279,10 +257,10 @@ def takeover_wait_seconds(config: ExperimentConfig) -> float:
 
 def launch_slots(run: TrialRun, placement: Placement) -> SlotGroup:
     """Launch the ranks of `run`. The result is a context manager, which ends them."""
-    slots, launcher = placement.prepare(run)
-    run.clock.has_slots(slots)
+    run.world_size, launcher = placement.prepare(run)
+    run.clock.has_slots(run.world_size)
     return SlotGroup(
-        slots,
+        run.world_size,
         working_dir=run.code.folder,
         log_dir=run.run_dir / "logs",
         environment={**run.config.rank_variables, **run.devices},

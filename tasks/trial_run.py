@@ -16,6 +16,7 @@ from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
+from trial_core.errors import RankFailed
 from trial_core.ledger.run_clock import RunClock
 from trial_core.retention.claims import RunClaim
 from trial_core.run.observer import Observer
@@ -36,6 +37,7 @@ class TrialRun:
         run_dir: the trial's folder on this machine: logs, staged checkpoints, the report.
         store: the trial's checkpoint storage.
         slots: the ranks, once they are launched.
+        world_size: how many ranks this launch has; 0 before that is known.
         logger: of the task that runs, for what its ranks do.
         observer: gets the run's events.
         stopping: stop requests to this run.
@@ -54,7 +56,7 @@ class TrialRun:
         moves: why the ranks save and end now, to be launched on other nodes; None: they do not.
         can_save: whether a workload has begun. A stop request before that aborts the ranks.
         end: the batch at which training ends, once it is known; 0: unknown.
-        has_trained: whether this launch has finished a train-workload.
+        has_trained: whether this launch has trained a batch.
         batches_trained: where the last train-workload ended, or this launch began.
         writes_run_files: whether a rank writes files for TensorBoard.
         tensorboard_url: where these files are, once they are uploaded.
@@ -102,6 +104,7 @@ class TrialRun:
         self.can_save = False
         self.end = 0
         self._moves_at_checkpoint: str | None = None
+        self.world_size = 0
         self.has_trained = False
         self.batches_trained = 0
         self.writes_run_files = False
@@ -137,8 +140,16 @@ class TrialRun:
 
     def note_batches(self, batches: int) -> None:
         """Note that training has reached `batches`. Also called in the channel's thread."""
+        self._note_trained(batches)
         self.clock.batches_trained(batches)
         self.observer.batches_trained(batches)
+
+    def note_failure(self, failure: RankFailed) -> None:
+        """Note that a rank has raised, maybe after batches of a workload that has not ended."""
+        self._note_trained(failure.batches_trained or 0)
+
+    def _note_trained(self, batches: int) -> None:
+        self.has_trained = self.has_trained or batches > self.batches_trained
 
     def note_activity(self, text: str) -> None:
         """Tell people what a stage does that takes long. Called in the channel's thread."""

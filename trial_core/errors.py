@@ -70,7 +70,15 @@ class SlotsError(TrialflowError):
 
 
 class LaunchError(SlotsError):
-    """A slot group could not be started."""
+    """A slot group could not be started.
+
+    Attributes:
+        node: the node that cannot start its ranks, if there is one.
+    """
+
+    def __init__(self, message: str = "", node: str | None = None) -> None:
+        super().__init__(message)
+        self.node = node
 
 
 class DeadlineExceeded(SlotsError):

@@ -86,9 +86,9 @@ class Display(RunStatus):
                 f"{text_format.plural(total_batches, 'batch')}"
             )
 
-    def moving(self, reason: str) -> None:
-        self.say(f"saved; the run continues on other nodes: {text_format.one_line(reason)}")
-        super().moving(reason)
+    def moving(self, what: str) -> None:
+        self.say(text_format.one_line(what))
+        super().moving(what)
 
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
         begin = "the beginning" if self.committed_at is None else "the last checkpoint"

@@ -223,12 +223,11 @@ class Report(Observer):
     def stopping(self, why: str) -> None:
         self._observer.stopping(why)
 
-    def moving(self, reason: str) -> None:
+    def moving(self, what: str) -> None:
         with self._update() as facts:
-            what = f"saved, to continue on other nodes: {text_format.one_line(reason)}"
-            facts.history.add_event(facts.run_status.batches, what)
-            facts.run_status.moving(reason)
-        self._observer.moving(reason)
+            facts.history.add_event(facts.run_status.batches, text_format.one_line(what))
+            facts.run_status.moving(what)
+        self._observer.moving(what)
 
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
         with self._update() as facts:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +19,11 @@ from tests.support.gpus import fake_gpus
 from tests.support.slots import build, toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError, LaunchError, RankFailed
+from trial_core.ledger.run_clock import RunClock
 from trial_core.run.observer import Observer
 from trial_core.slots.accelerators import resolve_slot_count
 from trialflow.flows.lifecycle.crash_limit import CrashedTooOften
-from trialflow.flows.rank_placement import Placement, ThisMachine
+from trialflow.flows.rank_placement import OnNodes, Placement, ThisMachine
 from trialflow.flows.train import launch_slots
 from trialflow.tasks.trial_run import TrialRun
 
@@ -60,6 +62,22 @@ def test_ranks_see_only_their_runs_devices(tmp_path: Path) -> None:
             assert b"CUDA_VISIBLE_DEVICES=2,3" in variables
 
 
+def test_lost_nodes_are_not_counted_while_others_are_waited_for(tmp_path: Path) -> None:
+    """The ledger has the slots of the nodes that are left."""
+    now = [0.0]
+
+    def gather(*_: Any, **options: Any) -> list[Any]:
+        now[0] += 5
+        return []
+
+    run = toy_run(tmp_path, {})
+    run.clock = RunClock(now=lambda: now[0])
+    run.clock.has_slots(4)
+    pool: Any = SimpleNamespace(slots_left=3, slots_of=lambda agents: 4, gather=gather)
+    assert OnNodes(pool, "4 slots", sends_code=False).prepare(run)[0] == 4
+    assert run.clock.slot_milliseconds() == {"idle": 15_000}
+
+
 WAIT_SECONDS = 0.05
 
 
@@ -72,7 +90,10 @@ class _Reached(Exception):
 def test_a_flow_gives_its_devices_to_its_run(
     here: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """The devices that it has reserved. The wait for them is in a trial's ledger."""
+    """The devices that it has reserved. The wait for them is in a trial's ledger.
+
+    The code is packed for checkpoints and for other machines: evaluate on this one needs neither.
+    """
     module: Any = getattr(trialflow.flows, name)
 
     @contextmanager
@@ -81,16 +102,18 @@ def test_a_flow_gives_its_devices_to_its_run(
         yield {"CUDA_VISIBLE_DEVICES": "2,3"}
 
     def reached(run: TrialRun, placement: Placement) -> Any:
-        raise _Reached(run.devices, run.clock.slot_milliseconds().get("queue", 0))
+        waited = run.clock.slot_milliseconds().get("queue", 0)
+        raise _Reached(run.devices, waited, run.code.archive is not None)
 
     monkeypatch.setattr(module, "gpu_slots", devices)
     monkeypatch.setattr(module, "launch_slots", reached)
     monkeypatch.setattr(trialflow.flows.evaluate, "_candidates", lambda *_: [])
     with pytest.raises(_Reached) as seen:
         getattr(module, name)(toy_config(here))
-    devices_of_run, queue_milliseconds = seen.value.args
+    devices_of_run, queue_milliseconds, is_packed = seen.value.args
     assert devices_of_run == {"CUDA_VISIBLE_DEVICES": "2,3"}
     assert name == "evaluate" or queue_milliseconds >= 1000 * WAIT_SECONDS
+    assert is_packed == (name == "train")
 
 
 @pytest.mark.server

@@ -202,13 +202,19 @@ def test_a_node_that_drains_before_training_is_left_at_once(
     result = train(config)
     assert result.batches_trained == 4
     assert sorted(agent.wait(END_SECONDS) for agent in agents.started) == [0, 0, 128 + 15]
+    report = Path(result.report_path).read_text()
+    assert "ended before training, to continue on other nodes: node " in report
+    assert "saved" not in report
 
 
 @pytest.mark.long
 def test_a_node_that_cannot_train_ends_no_run_that_has_trained_without_it(
     here: Path, nodes: Callable[[Any, int], Agents], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It joins later, is taken, and sees another storage: the run continues as before."""
+    """It joins later, is taken, and sees another storage: the run continues as before.
+
+    No restart is spent, so no number of such nodes ends it.
+    """
     files = {"paused": str(here / "paused"), "wait_for": str(here / "go")}
     config = on_nodes(
         here, 24, hyperparameters={"pause_at": 6, "batch_size": 4, **files},
@@ -219,16 +225,10 @@ def test_a_node_that_cannot_train_ends_no_run_that_has_trained_without_it(
 
     def offer_a_node() -> None:
         until((here / "paused").exists, "one node trains")
-        stray = FakeAgent(driver_of(config), token.strip(), host="stray")
-        assert isinstance(stray.next(), Welcome)
-        stray.say(NodeReady(slots=1, address=LOOPBACK))
+        stray = joined_stray(config, token)
         until(lambda: "there are nodes for 2 slots" in caplog.text, "the node is offered")
         (here / "go").touch()
-        asked = stray.next()
-        assert isinstance(asked, PrepareRanks)
-        stray.say(RanksPrepared(launch=asked.launch, problem="this node sees another storage"))
-        until(lambda: isinstance(stray.next(), Leave), "it is told to leave")
-        stray.close()
+        fail_to_prepare(stray)
 
     with ThreadPoolExecutor() as threads:
         offered = threads.submit(offer_a_node)
@@ -241,6 +241,51 @@ def test_a_node_that_cannot_train_ends_no_run_that_has_trained_without_it(
     assert (
         "back to the nodes that have trained, because node stray cannot start its ranks" in report
     )
+    assert "the run continues without node stray: node stray cannot start its ranks" in caplog.text
+    assert "is lost" not in caplog.text
+
+
+@pytest.mark.long
+def test_a_replacement_that_cannot_train_is_left_for_another_one(
+    here: Path, nodes: Callable[[Any, int], Agents]
+) -> None:
+    """A spare takes the place of a lost node, and sees another storage. The next one does not."""
+    breaks = breaking(here, "lose node", 13, do_rank=1)
+    config = on_nodes(here, 16, max_restarts=2, hyperparameters=breaks)
+    agents = nodes(config, 2)
+    token = (here / "token").read_text()
+
+    def offer_nodes() -> None:
+        until((here / "once").exists, "the node is lost")
+        stray = joined_stray(config, token)
+        fail_to_prepare(stray)
+        agents.start(driver_of(config), token)
+
+    with ThreadPoolExecutor() as threads:
+        offered = threads.submit(offer_nodes)
+        result = train(config)
+        offered.result()
+    assert result.batches_trained == 16
+    assert sorted(agent.wait(END_SECONDS) for agent in agents.started) == [-9, 0, 0]
+    report = Path(result.report_path).read_text()
+    assert "restart 2 of at most 2: node stray cannot start its ranks: this node sees" in report
+
+
+def joined_stray(config: Any, token: str) -> FakeAgent:
+    """A node that has joined and will not be fit to train."""
+    stray = FakeAgent(driver_of(config), token.strip(), host="stray")
+    assert isinstance(stray.next(), Welcome)
+    stray.say(NodeReady(slots=1, address=LOOPBACK))
+    return stray
+
+
+def fail_to_prepare(stray: FakeAgent) -> None:
+    """Let a node say that it sees another storage, until it is told to leave."""
+    asked = stray.next()
+    assert isinstance(asked, PrepareRanks)
+    stray.say(RanksPrepared(launch=asked.launch, problem="this node sees another storage"))
+    until(lambda: isinstance(stray.next(), Leave), "it is told to leave")
+    stray.close()
 
 
 def test_what_cannot_run_on_several_machines_is_refused(here: Path) -> None:

@@ -7,9 +7,9 @@ a bucket: an upload beside training is none, and waiting for it is a checkpoint 
 =================  ==============================================================================
 bucket             what the slots do
 =================  ==============================================================================
-queue              nothing: the run waits for devices, for the trial's lock, or before its first
-                   launch for nodes. It holds no slot, and counts as many as it launches; one, if it
-                   ends before it knows them
+queue              nothing: the run waits for devices, for the trial's lock, or while it has no
+                   node for nodes. It holds no slot, and counts as many as it launches; later, as
+                   many as it had; one, if it ends before it knows them
 launch             start, until all ranks have joined; also the code is fetched, and leftovers are
                    deleted
 build              construct the trial and the loaders
@@ -88,6 +88,7 @@ class RunClock:
         self._since = self._milliseconds() - round(waited_seconds * 1000)
         self._began = self._since
         self._slots: int | None = None
+        self._holds_slots = False
         self._bucket: Bucket = "queue"
         self._is_draining = False
         self._spent: Counter[Bucket] = Counter()
@@ -132,8 +133,8 @@ class RunClock:
     def in_stage(self, stage: str, hook: str = "") -> AbstractContextManager[None]:
         """Be in a stage's bucket during the block: see `bucket_of`."""
         bucket = bucket_of(stage, hook)
-        if bucket == "queue" and self._slots is not None:
-            bucket = "idle"  # the nodes that are left are held meanwhile
+        if bucket == "queue" and self._holds_slots:
+            bucket = "idle"
         return nullcontext() if bucket is None else self.spending(bucket)
 
     def count_as(self, bucket: Bucket, seconds: float) -> None:
@@ -150,7 +151,14 @@ class RunClock:
             self._settle_in(self._present())
             if self._slots is None:
                 self._spent = Counter({each: slots * ms for each, ms in self._spent.items()})
-            self._slots = slots
+            self._slots, self._holds_slots = slots, True
+
+    def has_left(self, slots: int) -> None:
+        """The run has lost the others of its slots, and waits; with 0, for as many as it had."""
+        with self._lock:
+            self._settle_in(self._present())
+            self._holds_slots = slots > 0
+            self._slots = slots or self._slots
 
     # -------------------------------------------------------------------------------- batches
 

@@ -159,7 +159,7 @@ class Hub:
             need only the driver's trialflow.
 
     Attributes:
-        changed: notified when an agent is ready, refused, unfit, draining or lost.
+        changed: notified when an agent is ready, refused, draining or lost.
         agents: those that are ready, by the name of their node, lost ones included. Each one gets
             a new dictionary, so other threads may iterate over it.
     """
@@ -176,7 +176,8 @@ class Hub:
     ) -> None:
         self.changed = threading.Condition()
         self.agents: dict[str, ConnectedAgent] = {}
-        self._rejected: list[str] = []
+        self._rejected: list[tuple[str, str]] = []
+        self._connected: set[ConnectedAgent] = set()
         self._unproven = 0
         self._token = token.encode()
         self._slots_per_node = slots_per_node
@@ -207,8 +208,8 @@ class Hub:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def take_rejected(self) -> list[str]:
-        """Why nodes were refused, or cannot train, since the last call."""
+    def take_rejected(self) -> list[tuple[str, str]]:
+        """The nodes that were refused since the last call: their names, and why."""
         with self.changed:
             taken, self._rejected = self._rejected, []
         return taken
@@ -218,8 +219,6 @@ class Hub:
         if self._is_closing:
             return
         self._is_closing = True
-        for agent in list(self.agents.values()):
-            agent.send(Leave())
         self._run(self._shut())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -233,6 +232,8 @@ class Hub:
     async def _shut(self) -> None:
         self._accepting.cancel()
         self._socket.close()
+        for agent in self._connected:  # also those that still get ready
+            agent.send(Leave())
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -293,7 +294,7 @@ class Hub:
     ) -> None:
         if why := self._refusal(hello):
             writer.write(frame(encode(Refused(why=why))))
-            self._reject(f"node {hello.node or hello.host} is refused: {why}")
+            self._reject(hello.node or hello.host, why)
             return
         if self._is_closing:
             return
@@ -312,10 +313,12 @@ class Hub:
             )
         )
         beating = asyncio.ensure_future(self._beat(agent, writer))
+        self._connected.add(agent)
         try:
-            why = await self._listen_to(agent, reader)
+            why = await self._listen_to(agent, reader, writer)
         finally:
             beating.cancel()
+            self._connected.discard(agent)
         if (seconds := self._loop.time() - agent.heard_at) >= SILENCE_SECONDS:
             last = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
             why = f"no sign of life for {SILENCE_SECONDS:g} s, the last at {last}"
@@ -345,7 +348,10 @@ class Hub:
         living = self.agents.get(hello.node)
         if living is not None and living.lost is None:
             return f"the agent of a node {hello.node} has joined already (process {living.pid})"
-        difference = describe_difference(hello.versions, self._versions)
+        return self._other_versions(hello.versions)
+
+    def _other_versions(self, versions: Mapping[str, str]) -> str | None:
+        difference = describe_difference(versions, self._versions)
         if difference is None:
             return None
         return (
@@ -362,7 +368,9 @@ class Hub:
         self._names.add(name)
         return name
 
-    async def _listen_to(self, agent: ConnectedAgent, reader: asyncio.StreamReader) -> str:
+    async def _listen_to(
+        self, agent: ConnectedAgent, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> str:
         """Handle what an agent tells. Returns why it is lost."""
         while True:
             try:
@@ -372,16 +380,24 @@ class Hub:
             except (ProtocolError, msgspec.MsgspecError, UnicodeDecodeError) as error:
                 return f"its agent has sent an invalid message: {error}"
             if isinstance(message, NodeReady):
+                if (why := self._unfitness(agent, message)) is not None:
+                    writer.write(frame(encode(Refused(why=why))))
+                    self._names.discard(agent.name)
+                    self._reject(agent.name, why)
+                    return f"it is refused: {why}"
                 self._is_ready(agent, message)
             elif isinstance(message, Draining):
                 self._drain(agent, message.why)
             elif not isinstance(message, Alive):
                 self._dispatch(agent, message)
 
-    def _is_ready(self, agent: ConnectedAgent, ready: NodeReady) -> None:
+    def _unfitness(self, agent: ConnectedAgent, ready: NodeReady) -> str | None:
+        """Why an agent that is ready must not be used; None: it may be."""
         if ready.problem is not None:
-            self._reject(f"node {agent.name} cannot train: {ready.problem}")
-            return
+            return f"it cannot train: {ready.problem}"
+        return self._other_versions(agent.versions)  # of one that was ready sooner
+
+    def _is_ready(self, agent: ConnectedAgent, ready: NodeReady) -> None:
         agent.slots, agent.address = ready.slots, ready.address
         if self._same_versions:
             self._versions = agent.versions
@@ -408,9 +424,9 @@ class Hub:
         with self.changed:
             self.changed.notify_all()
 
-    def _reject(self, why: str) -> None:
+    def _reject(self, node: str, why: str) -> None:
         with self.changed:
-            self._rejected.append(why)
+            self._rejected.append((node, why))
             self.changed.notify_all()
 
     async def _beat(self, agent: ConnectedAgent, writer: asyncio.StreamWriter) -> None:

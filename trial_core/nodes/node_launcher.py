@@ -59,6 +59,7 @@ class RemoteRank(RankLog):
     ) -> None:
         super().__init__(log_path)
         self.rank = rank
+        self.host = agent.name
         self.pid: int | None = None
         self.disk_bytes = 0
         self.agent = agent
@@ -217,12 +218,15 @@ class NodeLink:
         for agent, _ in self._shares:
             answer = self._prepared.get(agent.name)
             if answer is not None and answer.problem is not None:
-                raise LaunchError(f"node {agent.name} cannot start its ranks: {answer.problem}")
+                raise LaunchError(
+                    f"node {agent.name} cannot start its ranks: {answer.problem}", agent.name
+                )
         if not have_answered:
             silent = [a.name for a, _ in self._shares if a.name not in self._prepared]
             raise LaunchError(
                 f"node {', '.join(silent)} did not unpack the code and look into the storage "
-                f"within {PREPARE_SECONDS:g} s"
+                f"within {PREPARE_SECONDS:g} s",
+                silent[0],
             )
 
     def _wait_until_prepared(self) -> bool:

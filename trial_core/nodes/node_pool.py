@@ -26,6 +26,13 @@ POLL_SECONDS = 0.2
 WATCH_SECONDS = 0.5
 """How often to ask the engine while ranks train."""
 
+OFFER_SECONDS = 30.0
+"""For so long no offer is taken after a node has not joined: the next may be the same machine.
+
+Twice as long after each further one before a launch, up to `MAX_OFFER_SECONDS`.
+"""
+MAX_OFFER_SECONDS = 3600.0
+
 _logger = logging.getLogger(__name__)
 
 
@@ -65,10 +72,13 @@ class NodePool:
         self._members: list[ConnectedAgent] = []
         self._chosen: list[ConnectedAgent] = []
         self._trained_on: list[ConnectedAgent] = []
+        self._has_launched = False
         self._gone: dict[str, str] = {}
         self._may_leave: dict[str, str] = {}
         self._unsuitable: set[int] = set()
-        self._takes_offers = True
+        self._last_problem = ""
+        self._takes_offers_from = 0.0
+        self._offer_seconds = OFFER_SECONDS
 
     def __enter__(self) -> NodePool:
         return self
@@ -87,21 +97,24 @@ class NodePool:
     ) -> list[ConnectedAgent]:
         """Wait until there are as many nodes as the run needs, and return their agents.
 
-        A node that was there before keeps its place among them. Lost ones are replaced.
+        A node that was there before keeps its place among them. Lost ones are replaced. At first a
+        node that does not join ends the wait, if there are too few others: the next would probably
+        fare the same. Later, when the others may have trained for days, the run waits for another.
 
         Args:
             should_abort: asked meanwhile whether to give up.
             on_activity: told now and then what is missing.
 
         Raises:
-            LaunchError: there are too few nodes in time; or a node cannot train.
+            LaunchError: there are too few nodes in time; or, at first, one cannot join.
             Stopped: `should_abort` returned True.
         """
         began = time.monotonic()
         # Not for nodes that have just been there, all of them, or for a number that was left out.
         waits_for_more = not self._chosen or not all(map(self._is_there, self._chosen))
         self._chosen = []  # no ranks run: draining nodes may be left
-        self._takes_offers = True
+        self._offer_seconds, self._takes_offers_from = OFFER_SECONDS, began
+        self._last_problem = ""
         enough_since, enough = began, 0
         pace = Pace("waiting for nodes", began)
         if self._gang is None:
@@ -114,23 +127,20 @@ class NodePool:
         while True:
             if should_abort():
                 raise Stopped("the run was stopped while it waited for its nodes")
-            problem = self._follow_engine(self._gang)
+            problems = self._follow_engine(self._gang)
             self._take_ready()
             chosen, now = self._choose(), time.monotonic()
-            if problem is not None and self._slots_to_come(self._gang) < self._request.min_slots:
-                raise LaunchError(problem)
-            self._note_problem(problem)
+            has_enough = self._slots_to_come(self._gang) >= self._request.min_slots
+            if problems and not (self._has_launched or has_enough):
+                raise LaunchError(problems[0])
+            self._note_problems(problems)
             if self.slots_of(chosen) != enough:  # others may follow the node that has come
                 enough_since, enough = now, self.slots_of(chosen)
             has_all = enough == self._request.slots
             has_waited = not waits_for_more or now >= enough_since + self._replace_seconds
             if chosen and (has_all or has_waited):
-                for why in self._hub.take_rejected():
-                    _logger.warning("%s", why)
-                self._chosen = chosen
+                self._chosen, self._has_launched = chosen, True
                 return list(chosen)
-            if not chosen and (rejected := self._hub.take_rejected()):
-                raise LaunchError(rejected[0])
             if now > began + self._max_wait_seconds and not chosen:
                 raise LaunchError(self._too_few())
             if pace.due(None, now) is not None:
@@ -151,29 +161,41 @@ class NodePool:
         return False
 
     def has_trained(self) -> None:
-        """Note that the ranks of the last launch have trained."""
+        """Note that the ranks of the last launch have trained a batch."""
         self._trained_on = list(self._chosen)
 
     def retreat(self, why: str) -> bool:
         """Leave the nodes that were taken after the last launch that has trained, for good.
 
-        From now on the run has no more slots than that launch, so that it takes no others in
-        addition.
+        From now on the run has no more slots than the nodes that are left, so that it takes no
+        others in addition.
 
         Returns:
             Whether there are such nodes, and enough without them.
         """
+        kept = [agent for agent in self._members if agent in self._trained_on]
+        suitable = self._suitable(kept)
         new = [agent for agent in self._chosen if agent not in self._trained_on]
-        kept = [agent for agent in self._trained_on if self._is_there(agent)]
-        if not new or not kept or self.slots_of(kept) < self._request.min_slots:
+        if not new or not suitable:
             return False
         for agent in new:
-            self._gone.setdefault(agent.name, why)
-            agent.send(Leave())
-        _logger.warning("the run continues without %s", ", ".join(agent.name for agent in new))
-        self._request = replace(self._request, slots=self.slots_of(self._trained_on))
-        self._chosen = kept
+            self._leave(agent, why)
+        self._request = replace(self._request, slots=self.slots_of(suitable))
+        self._chosen = suitable
         return True
+
+    def leave(self, name: str, why: str) -> None:
+        """Leave a node for good if it was taken after the last launch that has trained.
+
+        Another one may be taken in its place.
+        """
+        for agent in self._chosen:
+            if agent.name == name and agent not in self._trained_on:
+                self._leave(agent, why)
+
+    def _leave(self, agent: ConnectedAgent, why: str) -> None:
+        _logger.warning("the run continues without node %s: %s", agent.name, why)
+        agent.draining = agent.draining or why  # so it leaves when the next nodes are gathered
 
     @contextmanager
     def watching(
@@ -211,7 +233,7 @@ class NodePool:
         is_offered = is_leaving = has_failed = False
         while not has_ended.wait(WATCH_SECONDS):
             try:
-                self._note_problem(self._follow_engine(gang))
+                self._note_problems(self._follow_engine(gang))
             except Exception:
                 # Of the engine's library. Training continues, and agents are still heard.
                 if not has_failed:
@@ -236,6 +258,11 @@ class NodePool:
         more, self._members = self.slots_of(self._choose()), members
         return more
 
+    @property
+    def slots_left(self) -> int:
+        """Room for how many ranks the nodes of the last launch have that are still there."""
+        return self.slots_of([agent for agent in self._chosen if self._is_there(agent)])
+
     def joined(self) -> list[ConnectedAgent]:
         """The agents of nodes that are there, also if `gather` found them too few."""
         return [agent for agent in self._hub.agents.values() if self._is_there(agent)]
@@ -249,13 +276,13 @@ class NodePool:
         )  # fmt: skip
         gang.start(node, arguments, self._token)
 
-    def _follow_engine(self, gang: Gang) -> str | None:
+    def _follow_engine(self, gang: Gang) -> list[str]:
         """Give lost and draining nodes back, and take what the engine offers for them.
 
         Returns:
-            Why the agent of a node has not joined: that of another one would probably fare the
-            same. None: there is no such node.
+            Which nodes have not joined, and why.
         """
+        problems = self._give_up_rejected(gang)
         for event in gang.events():
             if isinstance(event, NodeDraining):
                 self._note_draining(event)
@@ -274,21 +301,36 @@ class NodePool:
                 agent.send(Leave())  # it may live, where the engine takes the node back
             gang.give_up(node)
             if agent is None:
-                return f"the agent of node {node.name} has not joined: {why}"
-            if not agent.draining:
+                problems.append(f"the agent of node {node.name} has not joined: {why}")
+            elif not agent.draining:
                 _logger.warning("node %s is lost: %s", node.name, why)
         kept = sum(node.slots for node in gang.nodes if self._stays(node))
-        is_short = kept < self._request.slots and self._takes_offers
+        takes_offers = not problems and time.monotonic() >= self._takes_offers_from
+        is_short = kept < self._request.slots and takes_offers
         if is_short and (offered := gang.offer()) is not None:
             _logger.info("%s offers node %s", self._engine.name, offered.name)
             self._start(gang, offered)
-        return None
+        return problems
 
-    def _note_problem(self, problem: str | None) -> None:
-        """Take no more nodes before the next launch, if the agent of one cannot join."""
-        if problem is not None:
-            _logger.warning("%s; the run continues with the nodes that it has", problem)
-            self._takes_offers = False
+    def _give_up_rejected(self, gang: Gang) -> list[str]:
+        """Give nodes back that the hub has refused. Returns which, and why."""
+        problems = []
+        for name, why in self._hub.take_rejected():
+            problems.append(f"node {name} is refused: {why}")
+            for node in [node for node in gang.nodes if node.name == name]:
+                if name not in self._hub.agents:  # else a second agent of a node was refused
+                    self._gone[name] = why
+                    gang.give_up(node)
+        return problems
+
+    def _note_problems(self, problems: list[str]) -> None:
+        """Log which nodes have not joined, and take no others for some time."""
+        for problem in problems:
+            _logger.warning("%s", problem)
+            self._last_problem = problem
+        if problems:
+            self._takes_offers_from = time.monotonic() + self._offer_seconds
+            self._offer_seconds = min(2 * self._offer_seconds, MAX_OFFER_SECONDS)
 
     def _stays(self, node: Node) -> bool:
         agent = self._hub.agents.get(node.name)
@@ -337,7 +379,11 @@ class NodePool:
 
     def _choose(self) -> list[ConnectedAgent]:
         """The first members for as many ranks as possible; none: they have too few slots."""
-        there = [agent for agent in self._members if self._is_there(agent)]
+        return self._suitable(self._members)
+
+    def _suitable(self, agents: list[ConnectedAgent]) -> list[ConnectedAgent]:
+        """The first of these agents for as many ranks as possible; none: they have too few."""
+        there = [agent for agent in agents if self._is_there(agent)]
         while there and self.slots_of(there[:-1]) == self.slots_of(there):
             there.pop()  # a smaller node may have taken a place
         while there and self.slots_of(there) in self._unsuitable:
@@ -374,6 +420,8 @@ class NodePool:
             if not self._is_there(agent)
         ]
         after = f"; in place of {', '.join(lost)} came no other" if lost else ""
+        if self._last_problem:
+            after += f"; {self._last_problem}"
         return (
             f"not enough nodes of {self._engine.name} within {self._max_wait_seconds:g} s: "
             f"{self._what_is_missing()}{after}; start more, or reduce resources.slots_per_trial "

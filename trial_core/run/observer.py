@@ -85,8 +85,12 @@ class Observer:
     def stopping(self, why: str) -> None:
         """The run was asked to stop and saves. Called in a signal handler, in the main thread."""
 
-    def moving(self, reason: str) -> None:
-        """The ranks have saved, and are launched again on other nodes."""
+    def moving(self, what: str) -> None:
+        """The ranks have ended, and are launched again on other nodes, or fewer of them.
+
+        Args:
+            what: whether they have saved, where they continue, and why.
+        """
 
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
         """The slot group has failed and is launched again."""

@@ -123,7 +123,7 @@ class RunStatus(Observer):
     def checkpoint_committed(self, uuid: str, batches: int, total_bytes: int) -> None:
         self.committed_at = batches
 
-    def moving(self, reason: str) -> None:
+    def moving(self, what: str) -> None:
         self._launched_again()
 
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:

@@ -62,6 +62,7 @@ class RankProcess(RankLog):
     ) -> None:
         super().__init__(log_path)
         self.rank = rank
+        self.host = socket.gethostname()
         self.pid: int | None = None
         """Its process id, and that of its session; None until it was forked."""
         self._server = server

@@ -7,7 +7,6 @@ arrive before its own. So failures are collected for a moment before one is repo
 from __future__ import annotations
 
 import signal
-import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -91,7 +90,7 @@ class RankFailures:
         peer, process = self._peers.get(rank), self._ranks[rank]
         failure = RankFailed(
             rank=rank,
-            host=peer.host if peer else socket.gethostname(),
+            host=peer.host if peer else process.host,
             during=during or (self._pending_names() if peer else "its start"),
             log_tail=process.log_tail(),
             log_path=str(process.log_path),

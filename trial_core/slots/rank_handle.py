@@ -10,6 +10,8 @@ class RankHandle(Protocol):
     """The process of one rank."""
 
     rank: int
+    host: str
+    """The name of its machine."""
     pid: int | None
     """Its process id on its machine, and that of its session; None until it was forked."""
     log_path: Path

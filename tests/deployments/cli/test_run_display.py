@@ -141,7 +141,9 @@ def test_plain_lines_hold_no_control_characters() -> None:
     train_a_little(display, clock)
     display.metrics_reported("training", 20, {"\x1b[31mloss\x1b[0m": "a\rb\x07"})
     display.restarting("rank 0 raised \x1b]0;title\x07Boom\x1b[1A: twice\nmore", 1, 5)
+    display.moving("saved, to continue on other nodes: \x1b[1Anode-1 drains\nnow")
     assert CONTROL.findall(out.getvalue()) == []
+    assert "\nsaved, to continue on other nodes: node-1 drains" in out.getvalue()
     assert "loss ab" in out.getvalue()
     assert "restart 1 of at most 5, from the beginning: rank 0 raised Boom: twice" in out.getvalue()
 

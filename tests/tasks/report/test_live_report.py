@@ -85,6 +85,8 @@ def test_a_restart_within_a_run(new_report: NewReport) -> None:
         report.restarting("rank 1 was ended by SIGKILL", 1, 5)
         train(report, 60, 80)
         assert curve(report) == [10, 20, 30, 40, 50, 60, 70, 80]
+        report.moving("saved, to continue on other nodes: node-1 drains\nat once")
+    assert "| 80 | saved, to continue on other nodes: node-1 drains |" in text(report)
     assert "| 70 | restart 1 of at most 5: rank 1 was ended by SIGKILL |" in text(report)
     assert "| 60 | resumed from the last checkpoint |" in text(report)
 

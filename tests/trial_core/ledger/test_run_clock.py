@@ -177,3 +177,21 @@ def test_waiting_for_the_first_nodes_is_queueing(seconds: Seconds) -> None:
         seconds.now += 5
     clock.has_slots(2)
     assert clock.slot_milliseconds() == {"queue": 10000}
+
+
+def test_lost_slots_are_not_counted_while_others_are_waited_for(seconds: Seconds) -> None:
+    """Those that are left are idle. Without any the run is in the queue, for as many as it had."""
+    clock = RunClock(now=seconds)
+    clock.has_left(0)
+    clock.has_slots(4)
+    clock.switch("launch")
+    clock.has_left(3)
+    with clock.in_stage("wait-for-nodes"):
+        seconds.now += 5
+    clock.has_slots(4)
+    clock.has_left(0)
+    with clock.in_stage("wait-for-nodes"):
+        seconds.now += 6
+    clock.has_slots(2)
+    seconds.now += 7
+    assert clock.slot_milliseconds() == {"queue": 24000, "launch": 14000, "idle": 15000}

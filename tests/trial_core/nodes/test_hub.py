@@ -207,7 +207,7 @@ def test_nodes_with_other_versions_are_refused(driver: Hub, package: str) -> Non
         late.close()
     assert isinstance(refused, Refused)
     assert f"it has {package} 0.0.1 instead of {own_versions()[package]}; install" in refused.why
-    assert driver.take_rejected() == [f"node other is refused: {refused.why}"]
+    assert driver.take_rejected() == [("other", refused.why)]
 
 
 def test_a_node_joins_once(driver: Hub) -> None:
@@ -221,14 +221,45 @@ def test_a_node_joins_once(driver: Hub) -> None:
     assert "the agent of a node gpu-7 has joined already" in refused.why
 
 
-def test_an_agent_that_cannot_train_says_why(driver: Hub) -> None:
-    """For example because its GPUs cannot be counted."""
+def test_an_agent_that_cannot_train_is_refused(driver: Hub) -> None:
+    """For example because its GPUs cannot be counted. Once they can, it may join."""
     agent = FakeAgent(driver.address, TOKEN)
     assert isinstance(agent.next(), Welcome)
     agent.say(NodeReady(problem="its GPUs cannot be counted"))
-    wait_for(driver, lambda: bool(driver._rejected))
+    why = "it cannot train: its GPUs cannot be counted"
+    assert agent.next() == Refused(why=why)
+    assert driver.take_rejected() == [("here", why)]
     agent.close()
-    assert driver.take_rejected() == ["node here cannot train: its GPUs cannot be counted"]
+    with fake_agent(driver, TOKEN):
+        wait_for(driver, lambda: "here" in driver.agents)
+
+
+def test_nodes_that_start_together_have_the_same_versions(driver: Hub) -> None:
+    """Both have said hello before one is ready. The first one that is ready is the measure."""
+    first, second = (
+        FakeAgent(driver.address, TOKEN, host=host, versions={**own_versions(), "torch": torch})
+        for host, torch in (("first", "2.13"), ("second", "2.12"))
+    )
+    for agent in (first, second):
+        assert isinstance(agent.next(), Welcome)
+    first.say(NodeReady(slots=1, address=LOOPBACK))
+    wait_for(driver, lambda: "first" in driver.agents)
+    second.say(NodeReady(slots=1, address=LOOPBACK))
+    refused = second.next()
+    assert isinstance(refused, Refused)
+    assert refused.why.startswith("it has torch 2.12 instead of 2.13; install the same")
+    assert list(driver.agents) == ["first"]
+    for agent in (first, second):
+        agent.close()
+
+
+def test_the_end_of_a_run_is_told_to_agents_that_get_ready() -> None:
+    """Not only to those that are ready: they end as at any end of a run."""
+    with hub(token=TOKEN) as driver:
+        agent = FakeAgent(driver.address, TOKEN)
+        assert isinstance(agent.next(), Welcome)
+    assert agent.next() == Leave()
+    agent.close()
 
 
 def test_an_agent_ends_when_its_driver_refuses_it_or_is_another_one(

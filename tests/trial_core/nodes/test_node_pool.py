@@ -12,6 +12,7 @@ import pytest
 from tests.support.nodes import FakeAgent, fake_agent, hub
 from tests.support.waiting import until
 from trial_core.errors import LaunchError, Stopped
+from trial_core.nodes import node_pool
 from trial_core.nodes.engine import (
     AgentEnded,
     Engine,
@@ -28,6 +29,8 @@ from trial_core.nodes.node_messages import Draining, Leave, Refused
 from trial_core.nodes.node_pool import NodePool
 
 TOKEN = new_token()
+STRAY = {"trialflow": "0"}
+"""The versions of a node that is refused."""
 
 
 class FakeEngine:
@@ -38,8 +41,10 @@ class FakeEngine:
         spare: of one that it offers later.
 
     Attributes:
+        spare: as above; the nodes are called spare, spare-2, spare-3.
         agents: those that it has started, by the name of their node.
         dies: the agents of these nodes end instead of joining.
+        strays: those of these nodes have another version of trialflow, and stay nevertheless.
         given_up: nodes that it got back.
     """
 
@@ -48,10 +53,12 @@ class FakeEngine:
     def __init__(self, hub: Hub, slots: Sequence[int], spare: int | None = None) -> None:
         self._hub = hub
         self.spare = spare
+        self._spares = 0
         self._stack = ExitStack()
         self.nodes = [Node(f"node-{number}", count) for number, count in enumerate(slots)]
         self.agents: dict[str, FakeAgent] = {}
         self.dies: set[str] = set()
+        self.strays: set[str] = set()
         self.told: list[GangEvent] = []
         self.given_up: list[str] = []
         self.is_released = False
@@ -65,6 +72,10 @@ class FakeEngine:
         assert (given["--node"], given["--slots"]) == (node.name, str(node.slots))
         if node.name in self.dies:
             self.told.append(AgentEnded(node.name, "exit code 3: no such module"))
+            return
+        if node.name in self.strays:
+            stray = FakeAgent(self._hub.address, token, node=node.name, versions=STRAY)
+            self._stack.callback(stray.close)
             return
         joined = fake_agent(self._hub, token, slots=node.slots, node=node.name)
         self.agents[node.name] = self._stack.enter_context(joined)
@@ -80,7 +91,9 @@ class FakeEngine:
     def offer(self) -> Node | None:
         if self.spare is None:
             return None
-        new, self.spare = Node("spare", self.spare), None
+        self._spares += 1
+        name = "spare" if self._spares == 1 else f"spare-{self._spares}"
+        new, self.spare = Node(name, self.spare), None
         self.nodes.append(new)
         return new
 
@@ -173,7 +186,7 @@ def test_with_a_range_the_run_continues_with_fewer_nodes(driver: Hub) -> None:
 def test_an_offered_node_whose_agent_never_joins_ends_no_run_that_has_enough(
     driver: Hub, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The run takes no more offers before its next launch, and still notices drains."""
+    """The run takes no more offers for some time, and still notices drains."""
     engine = FakeEngine(driver, [1, 1])
     engine.dies = {"spare"}
     with pool(engine, driver, 2, min_slots=1, replace_seconds=60) as nodes:
@@ -221,7 +234,7 @@ def test_a_refused_node_ends_no_run_that_has_enough(driver: Hub) -> None:
     ):
         with driver.changed:
             assert driver.changed.wait_for(lambda: driver.agents, 60)
-        stray = FakeAgent(driver.address, TOKEN, host="stray", versions={"trialflow": "0"})
+        stray = FakeAgent(driver.address, TOKEN, host="stray", versions=STRAY)
         assert isinstance(stray.next(), Refused)
         assert names(nodes) == ["first"]
         stray.close()
@@ -242,7 +255,9 @@ def test_a_run_does_not_wait_again_for_more_nodes_than_it_needs(driver: Hub) -> 
         assert len(names(nodes)) == 2
 
 
-def test_a_run_goes_back_to_the_nodes_that_have_trained(driver: Hub) -> None:
+def test_a_run_goes_back_to_the_nodes_that_have_trained(
+    driver: Hub, caplog: pytest.LogCaptureFixture
+) -> None:
     """If it cannot be launched with those that it has taken in addition. It takes no more then."""
     engine = FakeEngine(driver, [1])
     with pool(engine, driver, 2, min_slots=1) as nodes:
@@ -261,6 +276,112 @@ def test_a_run_goes_back_to_the_nodes_that_have_trained(driver: Hub) -> None:
         assert names(nodes) == [first]
         assert engine.spare == 1
         assert not nodes.retreat("it fails on its own")
+    assert "the run continues without node spare: it sees another storage" in caplog.text
+    assert "is lost" not in caplog.text
+
+
+def test_after_going_back_a_run_has_no_more_slots_than_it_has_then(driver: Hub) -> None:
+    """Also if fewer nodes are left than have trained."""
+    engine = FakeEngine(driver, [1, 1])
+    with pool(engine, driver, 2, min_slots=1) as nodes:
+        until(lambda: len(nodes.gather()) == 2, "both nodes")
+        nodes.has_trained()
+        first, second = names(nodes)
+        engine.spare = 1
+        engine.told.append(AgentEnded(second, "the node is down"))
+        until(lambda: names(nodes) == [first, "spare"], "the spare has joined")
+        assert nodes.retreat("it sees another storage")
+        engine.spare = 1
+        assert names(nodes) == [first]
+        assert engine.spare == 1
+
+
+def test_a_replacement_that_cannot_train_is_left_for_another_one(driver: Hub) -> None:
+    """Only one that has come since the run has trained; the others have been fit."""
+    engine = FakeEngine(driver, [1, 1], spare=1)
+    with pool(engine, driver, 2) as nodes:
+        first, second = names(nodes)
+        nodes.has_trained()
+        engine.told.append(AgentEnded(second, "the node is down"))
+        assert names(nodes) == [first, "spare"]
+        assert nodes.slots_left == 2
+        assert not nodes.retreat("its disk is full")
+        nodes.leave(first, "it has trained")
+        nodes.leave("spare", "its disk is full")
+        assert nodes.slots_left == 1
+        engine.spare = 1
+        assert names(nodes) == [first, "spare-2"]
+        assert isinstance(engine.agents["spare"].next(), Leave)
+        assert engine.given_up == [second, "spare"]
+
+
+def test_after_its_first_launch_a_run_waits_for_a_node_that_can_join(
+    driver: Hub, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Days of training are not lost because of one bad replacement."""
+    monkeypatch.setattr(node_pool, "OFFER_SECONDS", 0.01)
+    engine = FakeEngine(driver, [1, 1], spare=1)
+    engine.dies = {"spare"}
+    with pool(engine, driver, 2) as nodes, ThreadPoolExecutor() as threads:
+        first, second = names(nodes)
+        engine.told.append(AgentEnded(second, "the node is down"))
+        gathered = threads.submit(names, nodes)
+        until(lambda: "node spare has not joined" in caplog.text, "the replacement has failed")
+        engine.spare = 1
+        assert gathered.result(60) == [first, "spare-2"]
+        engine.told.append(AgentEnded(first, "the node is down, too"))
+        engine.dies, engine.spare, nodes._max_wait_seconds = {"spare-3"}, 1, 1
+        with pytest.raises(
+            LaunchError, match=r"in place of .* came no other; the agent of node spare-3 has not "
+            "joined: exit code 3",
+        ):  # fmt: skip
+            nodes.gather()
+
+
+def test_a_node_that_was_refused_during_training_ends_no_later_wait(
+    driver: Hub, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged, and the replacement of a lost node is waited for."""
+    with (
+        fake_agent(driver, TOKEN, host="first") as first,
+        pool(JoinEngine(), driver, 1) as nodes,
+        ThreadPoolExecutor() as threads,
+    ):
+        assert names(nodes) == ["first"]
+        with nodes.watching(pytest.fail, pytest.fail):
+            stray = FakeAgent(driver.address, TOKEN, host="stray", versions=STRAY)
+            assert isinstance(stray.next(), Refused)
+            until(lambda: "node stray is refused" in caplog.text, "it is logged")
+            stray.close()
+        second = FakeAgent(driver.address, TOKEN, host="other", versions=STRAY)
+        assert isinstance(second.next(), Refused)
+        second.close()
+        first.close()
+        told: queue.Queue[str] = queue.Queue()
+        gathered = threads.submit(nodes.gather, on_activity=told.put)
+        assert "0 of 1 slots" in told.get(timeout=60)
+        with fake_agent(driver, TOKEN, host="third"):
+            assert [agent.name for agent in gathered.result(60)] == ["third"]
+
+
+def test_a_node_of_the_engine_that_is_refused_is_given_back(driver: Hub) -> None:
+    """Its agent need not end first."""
+    engine = FakeEngine(driver, [1, 1])
+    engine.strays = {"node-0"}
+    with pool(engine, driver, 2, min_slots=1) as nodes:
+        until(lambda: names(nodes) == ["node-1"], "the other one has joined")
+        until(lambda: engine.given_up == ["node-0"], "it is given back")
+
+
+def test_a_refused_node_of_the_engine_fails_the_first_launch(driver: Hub) -> None:
+    """If there are too few others. The error says why, also if its agent does not end."""
+    engine = FakeEngine(driver, [1])
+    engine.strays = {"node-0"}
+    with (
+        pool(engine, driver, 1) as nodes,
+        pytest.raises(LaunchError, match="node node-0 is refused: it has trialflow 0 instead"),
+    ):
+        nodes.gather()
 
 
 def test_an_agent_that_cannot_start_ends_no_run_that_will_have_enough(driver: Hub) -> None:
@@ -403,7 +524,7 @@ def test_a_node_that_is_refused_is_not_needed(
     """A stray one, whenever it has tried to join, does not end a run that has enough nodes."""
     with fake_agent(driver, TOKEN), pool(JoinEngine(), driver, 1) as nodes:
         assert names(nodes) == ["here"]
-        stray = FakeAgent(driver.address, TOKEN, host="stray", versions={"trialflow": "0"})
+        stray = FakeAgent(driver.address, TOKEN, host="stray", versions=STRAY)
         assert isinstance(stray.next(), Refused)
         assert names(nodes) == ["here"]
         stray.close()
@@ -413,7 +534,7 @@ def test_a_node_that_is_refused_is_not_needed(
 def test_a_node_that_is_refused_fails_the_run(driver: Hub) -> None:
     """It would never have enough nodes."""
     with pool(JoinEngine(), driver, 1) as nodes:
-        other = FakeAgent(driver.address, TOKEN, versions={"trialflow": "0"})
+        other = FakeAgent(driver.address, TOKEN, versions=STRAY)
         with pytest.raises(LaunchError, match="node here is refused: it has trialflow 0 instead"):
             nodes.gather()
         other.close()
