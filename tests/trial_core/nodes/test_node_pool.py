@@ -364,13 +364,17 @@ def test_a_node_that_was_refused_during_training_ends_no_later_wait(
             assert [agent.name for agent in gathered.result(60)] == ["third"]
 
 
-def test_a_node_of_the_engine_that_is_refused_is_given_back(driver: Hub) -> None:
-    """Its agent need not end first."""
+def test_a_node_of_the_engine_that_is_refused_is_given_back(
+    driver: Hub, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its agent need not end first. It is named once."""
     engine = FakeEngine(driver, [1, 1])
     engine.strays = {"node-0"}
     with pool(engine, driver, 2, min_slots=1) as nodes:
         until(lambda: names(nodes) == ["node-1"], "the other one has joined")
         until(lambda: engine.given_up == ["node-0"], "it is given back")
+    (told,) = [record.message for record in caplog.records if "node-0" in record.message]
+    assert told.startswith("node node-0 is refused: it has trialflow 0 instead")
 
 
 def test_a_refused_node_of_the_engine_fails_the_first_launch(driver: Hub) -> None:
