@@ -76,7 +76,7 @@ NOT_RUN = {
     "export RAY_": "needs a Ray cluster: tests/flows/test_engines.py",
     "ray ": "the same",
     "trialflow train examples/gpt_stdlib/experiment.yaml --engine ray": "the same",
-    "cp deployments/slurm": "the test's folder is no checkout",
+    "cp /path/to/trialflow": "the clone is wherever the user has it",
     "sbatch": "needs Slurm: tests/trial_core/nodes/test_slurm_engine.py",
     "salloc": "the same",
     "squeue": "the same",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -168,16 +169,8 @@ while [ -z "$SLURM_RESTART_COUNT" ]; do sleep 0.1; done
 def test_the_batch_script_saves_and_continues_the_same_trial(slurm: Slurm, tmp_path: Path) -> None:
     """SIGTERM to the script, as before the time limit, reaches trialflow. When that has saved, the
     job is queued again, and its next start has the same command."""
-    slurm.wait_until_idle()
-    (tmp_path / "trialflow").write_text(TRIALFLOW)
-    (tmp_path / "trialflow").chmod(0o755)
     started = tmp_path / "started"
-    job = slurm.command(
-        "sbatch", "--parsable", f"--chdir={tmp_path}", "--gpus-per-node=1",
-        f"--export=ALL,PATH={tmp_path}:/usr/bin:/bin",
-        str(ROOT / "deployments" / "slurm" / "train.sbatch"),
-    ).strip()  # fmt: skip
-    try:
+    with submitted_script(slurm, tmp_path) as job:
         until(started.exists, "trialflow is started")
         slurm.command("scancel", "--batch", "--signal=TERM", job)
         until(lambda: started.read_text().count("\n") == 3, "it is started again")
@@ -185,6 +178,35 @@ def test_the_batch_script_saves_and_continues_the_same_trial(slurm: Slurm, tmp_p
         assert started.read_text().splitlines() == [f" {command}", "saved", f"1 {command}"]
         until(lambda: not slurm.command("squeue", "-h"), "the job has ended")
         assert "ExitCode=0:0" in slurm.command("scontrol", "show", "job", job)
+
+
+@pytest.mark.long
+def test_the_batch_script_saves_and_ends(slurm: Slurm, tmp_path: Path) -> None:
+    """By SIGINT: the job is not queued again."""
+    started = tmp_path / "started"
+    with submitted_script(slurm, tmp_path) as job:
+        until(started.exists, "trialflow is started")
+        slurm.command("scancel", "--batch", "--signal=INT", job)
+        until(lambda: not slurm.command("squeue", "-h"), "the job has ended")
+        assert started.read_text().splitlines()[1:] == ["saved"]
+        shown = slurm.command("scontrol", "show", "job", job)
+        assert "Restarts=0" in shown
+        assert "ExitCode=130:0" in shown
+
+
+@contextmanager
+def submitted_script(slurm: Slurm, folder: Path) -> Iterator[str]:
+    """A job of the batch script, with a stand-in for trialflow."""
+    slurm.wait_until_idle()
+    (folder / "trialflow").write_text(TRIALFLOW)
+    (folder / "trialflow").chmod(0o755)
+    job = slurm.command(
+        "sbatch", "--parsable", f"--chdir={folder}", "--gpus-per-node=1",
+        f"--export=ALL,PATH={folder}:/usr/bin:/bin",
+        str(ROOT / "deployments" / "slurm" / "train.sbatch"),
+    ).strip()  # fmt: skip
+    try:
+        yield job
     finally:
         if slurm.command("squeue", "-h"):
             slurm.command("scancel", job)
