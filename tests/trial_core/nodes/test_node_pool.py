@@ -357,11 +357,10 @@ def test_a_node_that_was_refused_during_training_ends_no_later_wait(
         assert isinstance(second.next(), Refused)
         second.close()
         first.close()
-        told: queue.Queue[str] = queue.Queue()
-        gathered = threads.submit(nodes.gather, on_activity=told.put)
-        assert "0 of 1 slots" in told.get(timeout=60)
+        gathered = threads.submit(names, nodes)
+        until(lambda: "node other is refused" in caplog.text, "it is logged, too")
         with fake_agent(driver, TOKEN, host="third"):
-            assert [agent.name for agent in gathered.result(60)] == ["third"]
+            assert gathered.result(60) == ["third"]
 
 
 def test_a_node_of_the_engine_that_is_refused_is_given_back(
