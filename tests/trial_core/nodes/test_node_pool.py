@@ -357,6 +357,7 @@ def test_a_node_that_was_refused_during_training_ends_no_later_wait(
         assert isinstance(second.next(), Refused)
         second.close()
         first.close()
+        until(lambda: driver.agents["first"].lost, "its loss is seen")
         gathered = threads.submit(names, nodes)
         until(lambda: "node other is refused" in caplog.text, "it is logged, too")
         with fake_agent(driver, TOKEN, host="third"):
