@@ -293,8 +293,8 @@ class Hub:
         self, hello: AgentHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         if why := self._refusal(hello):
-            writer.write(frame(encode(Refused(why=why))))
             self._reject(hello.node or hello.host, why)
+            writer.write(frame(encode(Refused(why=why))))
             return
         if self._is_closing:
             return
@@ -381,9 +381,9 @@ class Hub:
                 return f"its agent has sent an invalid message: {error}"
             if isinstance(message, NodeReady):
                 if (why := self._unfitness(agent, message)) is not None:
-                    writer.write(frame(encode(Refused(why=why))))
                     self._names.discard(agent.name)
                     self._reject(agent.name, why)
+                    writer.write(frame(encode(Refused(why=why))))
                     return f"it is refused: {why}"
                 self._is_ready(agent, message)
             elif isinstance(message, Draining):

@@ -181,17 +181,24 @@ def test_the_batch_script_saves_and_continues_the_same_trial(slurm: Slurm, tmp_p
 
 
 @pytest.mark.long
-def test_the_batch_script_saves_and_ends(slurm: Slurm, tmp_path: Path) -> None:
-    """By SIGINT: the job is not queued again."""
+@pytest.mark.parametrize(
+    ("how", "state"),
+    [(("--batch", "--signal=INT"), "FAILED"), ((), "CANCELLED")],
+    ids=["SIGINT", "scancel"],
+)
+def test_a_job_that_was_ended_is_not_queued_again(
+    slurm: Slurm, tmp_path: Path, how: tuple[str, ...], state: str
+) -> None:
+    """It saves first by SIGINT. A plain scancel sends the script SIGTERM, as a time limit does."""
     started = tmp_path / "started"
     with submitted_script(slurm, tmp_path) as job:
         until(started.exists, "trialflow is started")
-        slurm.command("scancel", "--batch", "--signal=INT", job)
+        slurm.command("scancel", *how, job)
         until(lambda: not slurm.command("squeue", "-h"), "the job has ended")
         assert started.read_text().splitlines()[1:] == ["saved"]
         shown = slurm.command("scontrol", "show", "job", job)
+        assert f"JobState={state} " in shown
         assert "Restarts=0" in shown
-        assert "ExitCode=130:0" in shown
 
 
 @contextmanager
