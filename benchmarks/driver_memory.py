@@ -72,6 +72,7 @@ class InstantSlots:
         self, store: CheckpointStore, world_size: int, every: int, counts_objects: bool
     ) -> None:
         self.world_size = world_size
+        self.nodes = ["here"] * world_size
         self.mib_at: dict[int, float] = {}
         self.objects_at: dict[int, Counter[str]] = {}
         self._store = store
